@@ -14,7 +14,7 @@ _EXPORTS = {"LLM": "mtpkit.engine", "SamplingParams": "mtpkit.engine"}
 
 
 def __getattr__(name: str) -> object:
-    """Import what `_EXPORTS` lists on first use, so that `import mtpkit` costs nothing."""
+    """Import the names in `_EXPORTS` on first use, so that `import mtpkit` costs nothing."""
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_EXPORTS[name]), name)

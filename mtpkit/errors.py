@@ -1,4 +1,7 @@
-"""Errors for users. Each message is one line that says what is wrong, where, and what to do."""
+"""Errors for users, and helpers for their messages.
+
+Each message is one line that says what is wrong, where, and what to do.
+"""
 
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +12,7 @@ _SHOWN = 60
 
 
 on_failure: list[Callable[[str], object]] = []
-"""Called with the message of an error that ends this process, before it does."""
+"""Functions that are called with the message of an error that ends this process, before the process ends."""
 
 
 class MtpkitError(Exception):
@@ -29,7 +32,7 @@ class StorageError(MtpkitError, OSError):
 
 
 def listed(items: Iterable[object], most: int = 10, width: int = 240, separator: str = ", ") -> str:
-    """The first items as text, and the number of those left out.
+    """List the first items as text, and say how many are left out.
 
     Args:
         most: most items to show.

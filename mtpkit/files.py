@@ -41,7 +41,7 @@ def require_file(path: Path | str) -> Path:
 
 
 def is_there(path: Path | str) -> bool:
-    """Whether a path exists, broken links included, so that reading them fails rather than skipping them."""
+    """Whether a path exists, broken links included, so that callers try to read a broken link and fail, not skip it."""
     return os.path.lexists(path)
 
 
@@ -104,12 +104,12 @@ def storage_errors(path: Path) -> Iterator[None]:
     except BaseException as error:
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from_torch = isinstance(error, CheckpointException)  # which is no Exception
+        from_torch = isinstance(error, CheckpointException)  # not a subclass of Exception
         if not from_torch and not isinstance(error, Exception):
             raise
         causes = list(_causes(error))
         for cause in causes:
-            # From reading the source while writing the destination; or Ctrl-C, which torch wraps, too.
+            # An error from reading the source while writing the destination; or Ctrl-C, which torch wraps too.
             if isinstance(cause, MtpkitError | KeyboardInterrupt):
                 raise cause from error
         failed: BaseException | None = next((c for c in causes if isinstance(c, OSError)), None)
@@ -123,7 +123,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it wraps, innermost ranks first."""
+    """Yield an exception and those that it wraps; errors of ranks come before the exception that wraps them."""
     while error is not None:
         for wrapped in getattr(error, "failures", {}).values():  # torch's CheckpointException: rank -> (error, trace)
             yield from _causes(wrapped[0])
@@ -140,7 +140,7 @@ def refuse_broken_links(path: Path) -> None:
     """Refuse an output path that leads through a symbolic link to nowhere, or to itself.
 
     Raises:
-        UserError: names the link.
+        UserError: there is such a link, which the message names.
     """
     for part in (path.absolute(), *path.absolute().parents):
         if part.is_symlink() and not part.exists():
@@ -173,9 +173,9 @@ def check_destination(path: Path, force: bool, what: str, marks: Sequence[str]) 
     """Refuse an output directory whose content must not be replaced.
 
     Args:
-        force: what is there may be replaced.
-        what: what the directory may hold, for messages.
-        marks: files, one of which shows that it does.
+        force: the content of the directory may be replaced.
+        what: name of the content that the directory may hold, for messages.
+        marks: names of files, any one of which shows that the directory holds `what`.
 
     Raises:
         UserError: `path` is a file or lies below one, holds something else, or holds `what` without `force`; or it
@@ -198,12 +198,12 @@ def check_destination(path: Path, force: bool, what: str, marks: Sequence[str]) 
 def staged_directory(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
 
-    Directories that were missing on the way to it vanish with it. What was at `path`, or where a link at `path` leads,
-    is replaced; see `check_destination` for when not to. What processes of this machine left there when they were
-    killed is removed.
+    If the block fails, parent directories that were created for it vanish too. The content at `path`, or where a link
+    at `path` leads, is replaced; `check_destination` refuses to replace other content. Temporary directories that
+    killed processes of this machine left beside `path` are removed.
 
     Raises:
-        StorageError: writing failed, for instance on a full disk; what was at `path` still is.
+        StorageError: writing failed, for instance on a full disk; the content at `path` is unchanged.
         UserError: `path` is a link that leads nowhere.
     """
     refuse_broken_links(path)
@@ -231,7 +231,7 @@ def staged_directory(path: Path) -> Iterator[Path]:
 
 
 def replace_directory(staging: Path, path: Path) -> None:
-    """Rename `staging` to `path`; a previous directory of that name is gone only after the new one stands."""
+    """Rename `staging` to `path`; a previous directory of that name is deleted only after the new one is in place."""
     previous = path.parent / f".{path.name}.replaced-{os.getpid()}"
     if path.exists():
         path.rename(previous)
@@ -245,7 +245,7 @@ def staged_file(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends, and vanishes if the block fails.
 
     Raises:
-        StorageError: writing failed; what was at `path` still is.
+        StorageError: writing failed; the file at `path` is unchanged.
     """
     staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
     with storage_errors(path):

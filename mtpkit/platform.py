@@ -21,17 +21,17 @@ from torch.overrides import TorchFunctionMode
 
 from mtpkit.errors import MtpkitError, UserError
 
-# On import megatron-core warns of every optional GPU package that is not installed.
+# On import, megatron-core warns of every optional GPU package that is not installed.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 warnings.filterwarnings("ignore", message="Apex is not installed")
-# torch warns of a call of its own when megatron-core loads a checkpoint.
+# torch warns of one of its own calls when megatron-core loads a checkpoint.
 warnings.filterwarnings("ignore", message="The argument order of load has been changed")
-# torch warns when a single process loads one.
+# torch warns when a single process loads a checkpoint.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 Dtype = Literal["float32", "bfloat16"]
-"""Names of the dtypes that weights and activations have."""
+"""Names of the dtypes that weights and activations can have."""
 
 
 def _keep_megatron_eager() -> None:
@@ -75,7 +75,7 @@ def default_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name as its driver has it; `cpu`."""
+    """Name of a GPU as its driver reports it; `cpu` for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -84,7 +84,7 @@ def resolve_dtype(dtype: Dtype | Literal["auto"], device: torch.device) -> Dtype
 @overload
 def resolve_dtype(dtype: str, device: torch.device) -> str: ...
 def resolve_dtype(dtype: str, device: torch.device) -> str:
-    """The dtype that `auto` is for the weights of a model: bfloat16 on a GPU, float32 on a CPU; any other as it is."""
+    """Resolve `auto` to the dtype of a model's weights: bfloat16 on a GPU, float32 on a CPU; keep any other dtype."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if device.type == "cuda" else "float32"
@@ -141,7 +141,8 @@ def prepare_megatron() -> None:
 def accumulate_weight_gradients(accumulate: Callable[[Tensor, Tensor, Tensor], None]) -> None:
     """Have megatron-core's linears add weight gradients to `main_grad` by accumulate(inputs, grad_output, main_grad).
 
-    They call an extension of apex for this; it is replaced where it is installed, too, for the same sums everywhere.
+    The linears call an extension of apex for this. It is replaced even where it is installed, so that sums are the same
+    everywhere.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -151,7 +152,7 @@ def accumulate_weight_gradients(accumulate: Callable[[Tensor, Tensor, Tensor], N
 def save_checkpoints_in_threads() -> None:
     """Let megatron-core's checkpoint writers, threads of this process, report through a queue of this process.
 
-    Its own queue would start a helper process, which survives if this one is killed.
+    megatron-core's own queue would start a helper process, which survives if this process is killed.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -159,7 +160,7 @@ def save_checkpoints_in_threads() -> None:
 
 
 def init_processes() -> None:
-    """Initialise torch.distributed, once: under torchrun from its environment, else for one process.
+    """Initialise torch.distributed, once: under torchrun from its environment, otherwise for one process.
 
     Raises:
         UserError: this machine has more processes than GPUs.
@@ -177,18 +178,18 @@ def init_processes() -> None:
 
 
 def num_processes() -> int:
-    """Processes that torchrun has started; 1 without it."""
+    """Number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def require_one_process(what: str = "this command runs in one") -> None:
-    """Refuse several processes where each would do and print the same.
+    """Refuse to run in several processes, each of which would do and print the same.
 
     Args:
-        what: why there can be one alone.
+        what: why there can be only one process, for the message.
 
     Raises:
-        UserError: there are several.
+        UserError: there are several processes.
     """
     if (processes := num_processes()) > 1:
         raise UserError(f"there are {processes} processes, but {what}: start it without torchrun")
@@ -251,7 +252,7 @@ def ensure_distributed(
 
 
 before_closing: list[Callable[[], object]] = []
-"""Called once by `close_distributed`, the newest first, while all process groups are there."""
+"""Functions that `close_distributed` calls once, the newest first, while all process groups still exist."""
 
 
 def close_distributed() -> None:
@@ -283,17 +284,17 @@ _NATIVE_ATOMICS = 3
 
 
 def gpu_uuid(device: int) -> str:
-    """The number that tells a GPU from all others, on every host."""
+    """Identifier of a GPU that is unique across all hosts."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def shares_memory(device: int, peer: int) -> bool:
-    """Whether kernels on a GPU can read memory of another one and set flags there, as over NVLink; True of one GPU."""
+    """Whether kernels on a GPU can read the memory of `peer` and set flags there, as over NVLink; True for one GPU."""
     return device == peer or (torch.cuda.can_device_access_peer(device, peer) and _has_peer_atomics(device, peer))
 
 
 def _has_peer_atomics(device: int, peer: int) -> bool:
-    """Whether atomic operations of a GPU work in the memory of another one, which torch does not tell."""
+    """Whether atomic operations of a GPU work in the memory of `peer`, which torch does not report."""
     found = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,3 +1,3 @@
-"""The version of mtpkit, which every layer may read."""
+"""The version of mtpkit, which every layer of the package may import."""
 
 __version__ = "0.1.0"

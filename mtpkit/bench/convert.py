@@ -1,4 +1,4 @@
-"""The speed and the memory of conversions of a synthetic checkpoint, beside a copy of its files in the same run."""
+"""Speed and memory of converting a synthetic checkpoint, compared with a copy of its files in the same run."""
 
 import hashlib
 import os
@@ -32,11 +32,11 @@ from mtpkit.files import fsync_tree
 
 _UNIT = "ME*E"
 _SMALL = 10**9
-"""Bytes below which the layers are tiny, so that a checkpoint has many of them."""
+"""Checkpoints below this number of bytes get tiny layers, so that they have many of them."""
 _SHARDS = 16
 _COMPARED = 64
 _POOL = 2**25
-"""Random numbers that all tensors are made of."""
+"""Number of random numbers in the pool that all tensors are cut from."""
 _SPARE = 1.05
 
 
@@ -118,7 +118,7 @@ def _stages(root: Path, wanted: int) -> Iterator[ConvertRow]:
 
 
 def _choose_layers(wanted: int) -> ModelConfig:
-    """A model with as many layers as make a checkpoint of about so many bytes in bf16."""
+    """A model with as many layers as a checkpoint of about `wanted` bytes in bf16 has room for."""
     nano = NEMOTRON_3_NANO.replace(num_moe_experts=16, mtp_pattern="*E", mtp_num_depths=2)
     shape = NEMOTRON_3_TINY.replace(mtp_pattern="*E", mtp_num_depths=2) if wanted < _SMALL else nano
 
@@ -149,7 +149,7 @@ class _Random:
         return result
 
     def require_finite(self) -> None:
-        """Nothing: they are."""
+        """Do nothing: all tensors are finite."""
 
 
 def _digests(directory: Path) -> dict[str, bytes]:
@@ -161,7 +161,7 @@ def _digests(directory: Path) -> dict[str, bytes]:
 
 
 def _forget(root: Path) -> None:
-    """Take the files below a directory out of the system's cache, where it has such a call."""
+    """Drop the files below a directory from the system's cache, if the system has a call for it."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in root.rglob("*"):
@@ -181,7 +181,7 @@ class _Usage:
 
 @contextmanager
 def _watch() -> Iterator[_Usage]:
-    """Measure what happens inside: seconds, and the most resident memory, looked up every 10 ms."""
+    """Measure the code inside: its seconds, and the most resident memory, sampled every 10 ms."""
     usage, process = _Usage(), psutil.Process()
 
     def look() -> None:

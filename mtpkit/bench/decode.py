@@ -34,14 +34,14 @@ class DecodeRow:
     """1 + mean accepted drafts per step and request."""
     conditional_acceptance: list[float]
     same_tokens: Annotated[float | None, Column("same tokens", ".0%")]
-    """Share of outputs that are those of K = 0, token for token: 1 in fp32, in bf16 less by near ties. None for K = 0,
-    where that is not measured, and with synthetic acceptance, whose tokens mean nothing."""
+    """Share of outputs that equal those of K = 0, token for token: 1 in fp32; near ties lower it in bf16. None for
+    K = 0, if K = 0 is not measured, and with synthetic acceptance, whose tokens mean nothing."""
     limit_tokens_per_s: Annotated[float, Column("at copy bandwidth", ".0f")]
-    """From `Roofline`, the acceptance that was drawn and the copy bandwidth and matrix rate measured in the same run.
-    For "auto": the largest of any K, at the acceptance that was asked for, if any was."""
+    """From `Roofline`, with the measured acceptance and the copy bandwidth and matrix rate of the same run.
+    For "auto": the largest of any K, at the requested acceptance, if there is one."""
     limit_share: Annotated[float, Column("share of it", ".0%")]
     host_gap_share: Annotated[float | None, Column("host gaps", ".1%")] = None
-    """See `Trace.host_gap_share`; None where nothing was traced."""
+    """See `Trace.host_gap_share`; None if nothing was traced."""
     kernel_ms: Annotated[float | None, Column("kernels' ms", ".3f")] = None
     """Time per step in which a kernel ran, traced."""
     kernels: dict[str, float] = field(default_factory=dict)
@@ -57,20 +57,21 @@ def measure_decode(
 ) -> Result[DecodeRow]:
     """Decode at every batch size and K, with one engine after another around the same weights.
 
-    Before an engine is timed it decodes once: kernels are compiled and graphs captured, every output must have its
-    length, and tokens that the base chose must be those of a plain forward pass, except near ties (one request of each
-    batch is compared). Synthetic acceptance must come out as it was asked for, and with real acceptance the outputs in
-    fp32 must be those of K = 0, if that is among `ks`. Kernels are traced when all is timed: see `trace_kernels`.
+    Each engine decodes once before it is timed, which compiles kernels and captures graphs. Every output must have the
+    requested length, and tokens that the base chose must be those of a plain forward pass, except near ties (one
+    request of each batch is compared). Synthetic acceptance must match the requested rates. With real acceptance,
+    outputs in fp32 must equal those of K = 0, if that is among `ks`. Kernels are traced after all timing, see
+    `trace_kernels`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
-        prompts: token ids, taken in turn; None: random ones.
+        prompts: token ids of prompts, used in turn; None: random prompts.
         name: the model's name in the report.
         keep: see `Result.measure`.
 
     Raises:
         UserError: the model lacks the heads, the requests do not fit, or random prompts would be too many tokens.
-        MtpkitError: the engine did not do what was asked for.
+        MtpkitError: one of these checks fails.
     """
     model_config, weight = model.mtpkit_config, next(model.parameters())
     config = replace(config, ks=choose_drafts(model_config, config.asked_ks, USUAL_DRAFTS))
@@ -116,7 +117,7 @@ def measure_decode(
 
 
 def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[int]]]) -> DecodeRow:
-    """Check, then time. `plain` has, or gets, the outputs of K = 0 by batch size."""
+    """Check, then time. `plain` holds, or receives, the outputs of K = 0 by batch size."""
     contender.warm_up()
     if contender.k == 0:
         plain[contender.batch_size] = list(contender.outputs.values())
@@ -124,7 +125,7 @@ def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[
     window = Window.join([contender.run() for _ in range(contender.config.repeats)])
     contender.check(window)
     acceptance = window.acceptance
-    # Those that were drawn, as the time is of them too; but "auto" may hardly have tried the deeper ones.
+    # The measured rates, which the time results from; but "auto" may hardly have tried the deeper depths.
     asked = contender.config.rates(contender.depths) if contender.k == "auto" else None
     limit = contender.limit(machine, asked or acceptance.conditional_acceptance)
     return DecodeRow(
@@ -161,7 +162,7 @@ class KernelShare:
     k: Annotated[int | Literal["auto"], Column("K")]
     kernel: Annotated[str, Column("kernel", f".{_NAME_WIDTH}")]
     ms: Annotated[float, Column("ms a step", ".3f")]
-    """All calls of a step."""
+    """Time of all its calls in a step."""
     share: Annotated[float, Column("share", ".1%")]
     """Share of the kernels' time."""
 

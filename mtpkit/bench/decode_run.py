@@ -1,4 +1,4 @@
-"""One engine of the decode benchmark and its runs: what is timed, and what is checked before."""
+"""One engine of the decode benchmark: its timed runs, and the checks before them."""
 
 import math
 import time
@@ -27,7 +27,7 @@ _TOLERANCE = 0.03
 """Largest relative error of a synthetic acceptance length, unless four standard errors of the draws are more."""
 _SETTLING_STEPS, _TRACED_STEPS = 3, 10
 _PATIENCE = 60.0
-"""Seconds that requests wait for each other's prompts: all of them shall decode together."""
+"""Largest inter-token latency in seconds, so long that requests wait for all prompts and then decode together."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Window:
 
     @classmethod
     def join(cls, windows: Sequence["Window"]) -> "Window":
-        """Several windows added up."""
+        """Add up several windows."""
         counts = [sum(each) for each in zip(*(window.counts for window in windows), strict=True)]
         return cls(sum(window.seconds for window in windows), sum(window.steps for window in windows), counts)
 
@@ -52,7 +52,7 @@ class Window:
 
     @property
     def acceptance(self) -> AcceptanceStats:
-        """The counts as the engine has them."""
+        """The drafts' counts as the engine's `AcceptanceStats`."""
         _, steps, *drafts = self.counts
         k = len(drafts) // 2
         return AcceptanceStats(steps, steps * k, drafts[:k], drafts[k:])
@@ -75,14 +75,14 @@ class Contender:
         """The largest K of a step."""
         self.device = next(model.parameters()).device
         vocab_size = self.model_config.vocab_size
-        # Each run has prompts of its own: what an engine remembers of earlier ones must not help.
+        # Each run has its own prompts: nothing that an engine keeps of earlier runs must help.
         count = batch_size * (config.repeats + 1)
         self.prompts = prompts or random_prompts(count, config.prompt_len, vocab_size, config.seed)
         self.runs = 0
         self.outputs: dict[str, list[int]] = {}
         """Tokens of the newest run's requests so far, in the order of its prompts."""
         self.lengths: dict[str, list[int]] = {}
-        """How many tokens each of them had after each of its steps."""
+        """Number of tokens that each of these requests had after each of its steps."""
         vocab: Path | int | list[int] | None = config.draft_vocab if self.depths else None
         if isinstance(vocab, int):
             vocab = list(range(vocab))
@@ -104,8 +104,8 @@ class Contender:
         """Decode once, so that kernels are compiled and graphs captured.
 
         Raises:
-            MtpkitError: outputs of another length, synthetic acceptance that is not what was asked for, or tokens that
-                a plain forward pass would not choose.
+            MtpkitError: outputs have another length than requested, synthetic acceptance misses its rates, or a plain
+                forward pass would not choose the tokens.
         """
         self.check(self._window())
         self._finish()
@@ -121,11 +121,11 @@ class Contender:
         return trace, steps[-1]
 
     def same_tokens(self, plain: Sequence[Sequence[int]] | None) -> float | None:
-        """Share of the newest run's outputs that are those of K = 0 on the same prompts, token for token; None where
-        they are not to be compared.
+        """Share of the newest run's outputs that equal those of K = 0 on the same prompts, token for token; None if
+        there is nothing to compare.
 
         Raises:
-            MtpkitError: in fp32 one is not.
+            MtpkitError: an output differs in fp32.
         """
         if plain is None or not self.depths or self.config.acceptance is not None:
             return None
@@ -138,11 +138,11 @@ class Contender:
         return sum(same) / len(same)
 
     def run(self) -> Window:
-        """Decode one prompt per row to its end, and time the steps between the last first token and the first end.
+        """Decode one prompt per row to its end, and time the steps in which all requests decode.
 
         Raises:
-            UserError: there is no step between them.
-            MtpkitError: outputs of another length.
+            UserError: there is no such step.
+            MtpkitError: outputs have another length than requested.
         """
         window = self._window()
         self._finish()
@@ -154,11 +154,12 @@ class Contender:
         return window
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
-        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run; with trees,
-        of the chain inside.
+        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run; for trees,
+        the tokens per second of the chain inside.
 
-        Tensor-parallel ranks have the rates of all, and exchange nothing. Of n pipeline stages each takes an equal part
-        of every step, for one of up to n batches that requests are divided into, and each batch reads the weights.
+        Tensor-parallel ranks count as one device with the sum of their rates, and exchange nothing. Requests are
+        divided into up to n batches for n pipeline stages. Each stage takes an equal part of every step, for one batch
+        at a time, and each batch reads the weights.
         """
         ranks = self.llm.ranks
         rows = -(-self.batch_size // min(self.batch_size, ranks.stage.stages))  # of the largest batch
@@ -207,8 +208,8 @@ class Contender:
             self.lengths[output.request_id].append(len(output.outputs[0].token_ids))
 
     def _steps(self, most: float = math.inf) -> int:
-        """Step until a request may end with the next step or with the one under way; returns the number of steps that
-        each request took: with pipeline stages those of the engine are of one batch each."""
+        """Step until a request may end with the next step or with the one in progress. Returns the number of steps that
+        each request took; with pipeline stages, each step of the engine is for one batch only."""
         steps, longest = 0, self.config.max_tokens - 2 * (1 + self.depths)
         batches = min(self.batch_size, self.llm.engine.config.num_batches)
         while steps < most and max(map(len, self.outputs.values())) <= longest and self.llm.engine.has_unfinished:
@@ -218,7 +219,7 @@ class Contender:
         return steps
 
     def _finish(self) -> None:
-        """Step until all requests have ended, and refuse outputs of another length than was asked for."""
+        """Step until all requests have ended, and refuse outputs of another length than requested."""
         while self.llm.engine.has_unfinished:
             self._step()
         wrong = {len(tokens) for tokens in self.outputs.values()} - {self.config.max_tokens}
@@ -228,8 +229,8 @@ class Contender:
     def _check_last_row(self) -> None:
         """Refuse tokens of the newest run's last request that a plain forward pass would not choose.
 
-        With synthetic acceptance the base chose the last token of each step alone, and not that of a step which
-        max_tokens cut.
+        With synthetic acceptance, only the last token of each step is the base's choice, except in a step that
+        max_tokens cut short.
         """
         model, name = self.llm.model, list(self.outputs)[-1]
         prompt = self.prompts[(self.runs * self.batch_size - 1) % len(self.prompts)]
@@ -249,7 +250,7 @@ class Contender:
         return [stats.generated_tokens, drafts.steps, *drafts.accepted_per_depth, *drafts.reached_per_depth]
 
     def check(self, window: Window) -> None:
-        """Refuse synthetic acceptance that is not what was asked for, by more than chance explains."""
+        """Refuse synthetic acceptance that differs from the requested rates by more than chance explains."""
         rates, stats = self.config.rates(self.depths), window.acceptance
         if not rates or self.k == "auto" or self.config.spine(self.depths) < self.depths:
             return

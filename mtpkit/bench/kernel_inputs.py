@@ -26,25 +26,25 @@ class Case:
     make: Callable[[], Args]
     """Fresh inputs."""
     bytes: Callable[[Args], float]
-    """Bytes that the op cannot help reading and writing."""
+    """Bytes that the op must read and write at least."""
     flops: float = 0.0
     """FLOPs on the matrix units."""
     name: str = ""
-    """Name of the case, where it is not the op's."""
+    """Name of the case, if it differs from the op's."""
     judge: Callable[[Args, Any], Tensor] | None = None
-    """Part of an output in which two twins must agree, where ties may be broken either way; None: all of it."""
+    """Selects what twins must agree in, for outputs whose ties may be broken either way; None: the whole output."""
     reference: Callable[..., Any] | None = None
-    """None: the twin that the op was picked from."""
+    """Reference twin; None: the twin that the op was picked from."""
     tolerance: float | None = None
-    """Largest relative error that passes; None: by dtype."""
+    """Largest relative error that passes; None: the default of the dtype."""
     note: Callable[[float], str] | None = None
-    """A note on the op, given the bytes."""
+    """Makes a note on the op, given the bytes that it moves."""
     more: Callable[[Args], Args] | None = None
-    """Fresh inputs that share with others the tensors that a model has once; None: they share nothing."""
+    """Makes more inputs, which share with given ones the tensors that a model has once; None: they share nothing."""
     scratch: tuple[int, ...] = ()
-    """Inputs that may hold anything afterwards."""
+    """Indices of inputs whose contents after the call are not compared."""
     capture: bool = True
-    """Whether it is timed in a CUDA graph, as decode steps run."""
+    """Whether the op is timed in a CUDA graph, as decode steps run."""
 
     @property
     def op(self) -> str:
@@ -62,13 +62,13 @@ class Case:
 
 
 def size(*args: object) -> int:
-    """Bytes of all elements of the tensors among them."""
+    """Bytes of all tensors among the arguments."""
     return sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model's sizes, and those of a step."""
+    """Sizes of a model and of a step."""
 
     config: ModelConfig
     rows: int
@@ -96,7 +96,7 @@ class Shapes:
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """The layer kinds of the model, those that keep something of earlier tokens first."""
+        """The layer kinds of the model, first those that keep something of earlier tokens."""
         return sorted(kinds_in(self.config.letters), key=lambda kind: not kind.keeps_past)
 
     @property
@@ -135,5 +135,5 @@ class Shapes:
         return torch.randperm(count, device=self.device, generator=self.generator)
 
     def full(self, value: int, *shape: int) -> Tensor:
-        """int64 `value` everywhere."""
+        """An int64 tensor filled with `value`."""
         return torch.full(shape, value, dtype=torch.int64, device=self.device)

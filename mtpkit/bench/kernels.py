@@ -1,7 +1,7 @@
-"""Each op on its own: is it right, how long does it take, and what share of the machine's rates is that.
+"""Correctness and time of each op on its own, and its shares of the machine's rates.
 
-An op is timed over several inputs in turn, of which it touches more in all than a cache holds. Where an op touches so
-little that this would take too many, its note says "in cache": its time is that of data that were there already.
+An op is timed over several inputs in turn, which together exceed the GPU's cache. If an op touches so little that too
+many inputs would be needed, its note says "in cache": its time is then for data that were in the cache already.
 """
 
 import math
@@ -27,12 +27,12 @@ from mtpkit.platform import resolve_dtype
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
 """Largest relative errors that pass; the kernels' own tests are stricter."""
 CACHE_BYTES = 240 << 20
-"""Bytes that an op touches over all its inputs and results: four times the L2 cache of an H200, since tensors that are
-changed in place count twice."""
+"""Bytes that an op should touch over all its inputs and results: four times the L2 cache of an H200, since tensors that
+are changed in place count twice."""
 MOST_SETS = 8192
-"""Most inputs for one op; each adds some launches to a graph."""
+"""Most sets of inputs for one op; each set adds some launches to a graph."""
 MOST_BYTES = 16 << 30
-"""Most bytes of all inputs together, with those that the op does not touch."""
+"""Most bytes of all sets of inputs together, including bytes that the op does not touch."""
 _PART = 1 << 26
 """Elements that are compared at once."""
 
@@ -45,11 +45,11 @@ class KernelRow:
     shape: Annotated[str, Column("shape")]
     microseconds: Annotated[float, Column("µs", ".1f")]
     bytes: Annotated[float, Column("MB", lambda row: f"{row.bytes / 1e6:.2f}")]
-    """Bytes that the op cannot help moving."""
+    """Bytes that the op must move at least."""
     flops: float
     floor_microseconds: Annotated[float, Column("floor µs", ".1f")]
-    """The longer of bytes over the copy bandwidth and FLOPs over the matrix rate; `note` says which. It is no bound: an
-    op that only reads may be faster than a copy."""
+    """The longer of bytes over the copy bandwidth and FLOPs over the matrix rate; `note` says which. It is no strict
+    bound: an op that only reads may be faster than a copy."""
     bandwidth_share: Annotated[float, Column("of the copy bandwidth", ".0%")]
     """Share of the copy bandwidth measured in the same run."""
     matrix_share: Annotated[
@@ -68,7 +68,7 @@ def measure_kernels(
     name: str = "model",
     keep: Callable[[Result[KernelRow]], object] | None = None,
 ) -> Result[KernelRow]:
-    """Each op that `kernel_cases` has, first compared with its reference twin, then timed.
+    """Compare each op of `kernel_cases` with its reference twin, then time it.
 
     Args:
         device: on "cpu" the reference twins themselves are timed.
@@ -77,7 +77,7 @@ def measure_kernels(
 
     Raises:
         UserError: no GPU, an op that is not known, or a draft vocabulary larger than the model's.
-        MtpkitError: an op is wrong.
+        MtpkitError: an op differs too much from its reference twin.
     """
     place = torch.device(device)
     cases = list(_cases(model, config, place))
@@ -90,13 +90,13 @@ def measure_kernels(
 
 
 def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cuda", "cpu"]) -> Iterator[str]:
-    """Compare every op with its reference twin and time nothing: a line each; for a memory checker.
+    """Compare every op with its reference twin without timing, and yield a line per op; for a memory checker.
 
     On a CPU a twin is compared with itself, and the first line says so.
 
     Raises:
         UserError: no GPU, an op that is not known, or a draft vocabulary larger than the model's.
-        MtpkitError: an op is wrong.
+        MtpkitError: an op differs too much from its reference twin.
     """
     cases = list(_cases(model, config, torch.device(device)))
     if device == "cpu":
@@ -108,7 +108,7 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
 
 
 def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> Iterator[Case]:
-    """The chosen ops, those of one op together."""
+    """Yield the cases of the chosen ops, grouped by op."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
     check_draft_vocab_size(config.draft_vocab_size, model)
@@ -159,7 +159,7 @@ def _measure(case: Case, machine: Machine, device: torch.device, repeats: int) -
 
 
 def input_sets(case: Case, args: Args) -> list[Args]:
-    """Inputs to be taken in turn, `args` first: two, or as many as the op touches CACHE_BYTES of, within the limits."""
+    """Sets of inputs to use in turn, `args` first: two, or enough to touch CACHE_BYTES in all, within the limits."""
     second = case.beside(args)
     shared = {id(tensor) for tensor in _tensors(args)}
     held = size(*(tensor for tensor in _tensors(second) if id(tensor) not in shared))
@@ -171,7 +171,7 @@ def check(case: Case, args: Args) -> float:
     """Largest relative difference between an op and its reference twin; `args` are changed as the op changes them.
 
     Raises:
-        MtpkitError: it is larger than the op may have.
+        MtpkitError: the difference is larger than the op's tolerance.
     """
     copies = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
     found, expected = case.call(*args), case.twin(*copies)
@@ -196,13 +196,13 @@ def check(case: Case, args: Args) -> float:
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of `expected`; of integers, the share that differs; inf if shapes differ."""
+    """Norm of the difference over that of `expected`; for integers, the share that differs; inf if shapes differ."""
     if found.shape != expected.shape:
         return math.inf
     if not found.is_floating_point():
         return float((found != expected).sum() / max(1, found.numel()))
     squares = [(0.0, 0.0)]
-    # In parts: whole copies in fp64 of the weights of 256 experts would not fit beside them.
+    # In parts: with the weights of 256 experts, there would be no room for their copies in fp64.
     for mine, theirs in zip(found.reshape(-1).split(_PART), expected.reshape(-1).split(_PART), strict=True):
         want = theirs.double()
         squares.append((float((mine.double() - want).square().sum()), float(want.square().sum())))

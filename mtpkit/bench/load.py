@@ -32,7 +32,7 @@ def _pair(name: str) -> "Callable[[LoadRow], str]":
 
 
 def _of_several(show: "Callable[[LoadRow], str]") -> "Callable[[LoadRow], str]":
-    """Shows what there is of several runs alone."""
+    """Shows a value only if there are several runs."""
     return lambda row: show(row) if len(row.run_seconds) > 1 else "-"
 
 
@@ -47,7 +47,7 @@ class LoadRow:
     """"inf": all requests are queued at once."""
     k: Annotated[int | Literal["auto"], Column("K")]
     start_seconds: Annotated[float, Column("start s", ".1f")]
-    """Making the engine around a model that is loaded, until it takes requests."""
+    """Time to make the engine around a loaded model, until it takes requests."""
     first_seconds: Annotated[float, Column("first s", ".2f")]
     """From the first arrival to the last output."""
     seconds: Annotated[float, Column("later s", _of_several(lambda row: f"{row.seconds:.2f}"))]
@@ -60,7 +60,7 @@ class LoadRow:
     """Time to first token, see `Stream.first_seconds`."""
     ttft_p99_ms: float | None
     itl_p50_ms: Annotated[float | None, Column("ITL ms p50 / p99", _pair("itl"))]
-    """Inter-token latency: time between outputs of a request that follow each other. None: there are none."""
+    """Inter-token latency: time between consecutive outputs of a request; None if there are none."""
     itl_p99_ms: float | None
     tpot_ms: Annotated[float | None, Column("TPOT ms", ".2f")]
     """Time per output token after the first, the mean over requests."""
@@ -71,8 +71,8 @@ class LoadRow:
     preemptions: Annotated[int, Column("preempted")]
     """Preemptions of all runs."""
     limit_seconds: Annotated[float, Column("limit s", ".2f")]
-    """See `load_requests.limit_seconds`: at the acceptance that was asked for, and the copy bandwidth and matrix rate
-    measured in the same run; no less than the last arrival. For "auto": the least of any K."""
+    """See `load_requests.limit_seconds`: at the requested acceptance, and the copy bandwidth and matrix rate measured
+    in the same run; at least the time of the last arrival. For "auto": the least of any K."""
     limit_share: Annotated[float, Column("of the limit", ".0%")]
     """Share of the limit's speed."""
     run_seconds: list[float]
@@ -82,8 +82,8 @@ class LoadRow:
     hit_rate: Annotated[float | None, Column("hit rate", ".1%")] = None
     """Share of the prompts' tokens that the prefix cache had; None without one."""
     gpu_idle_share: Annotated[float | None, Column("GPU idle", ".1%")] = None
-    """See `Trace.host_gap_share`, over steps in the middle of a run; None where nothing was traced: on a CPU, and where
-    requests arrive one by one, for whom a GPU may wait."""
+    """See `Trace.host_gap_share`, over steps in the middle of a run; None if nothing was traced: on a CPU, and if
+    requests arrive one by one, since the GPU may then wait for them."""
 
 
 def measure_load(
@@ -93,21 +93,21 @@ def measure_load(
     keep: Callable[[Result[LoadRow]], object] | None = None,
     clock: Clock | None = None,
 ) -> Result[LoadRow]:
-    """Serve the load at every rate with every K, each with an engine of its own around the same weights.
+    """Serve the load at every rate with every K, each time with a new engine around the same weights.
 
-    All outputs must have their length, synthetic acceptance must come out as it was asked for, and tokens that the base
-    chose must be those of a plain forward pass, except near ties (one request of each first run is compared). Kernels
-    are traced when all is timed: see `trace_kernels`.
+    All outputs must have the requested length, synthetic acceptance must match the requested rates, and tokens that the
+    base chose must be those of a plain forward pass, except near ties (one request of each first run is compared).
+    Kernels are traced after all timing, see `trace_kernels`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
         name: the model's name in the report.
         keep: see `Result.measure`.
-        clock: what times are read from; by default the machine's.
+        clock: source of all times; by default the machine's clock.
 
     Raises:
         UserError: the model lacks the heads, or the requests do not fit.
-        MtpkitError: the engine did not do what was asked for.
+        MtpkitError: one of these checks fails.
     """
     weight, shape = next(model.parameters()), model.mtpkit_config
     config = replace(config, ks=choose_drafts(shape, config.ks, LOAD_DRAFTS))
@@ -152,7 +152,7 @@ def measure_load(
 
 
 def shown_rate(rate: float) -> float | Literal["inf"]:
-    """A rate as reports have it: JSON lacks infinity."""
+    """A rate as reports show it, infinity as text, since JSON has no infinity."""
     return "inf" if rate == math.inf else rate
 
 

@@ -24,13 +24,13 @@ class LoadRequest:
     max_tokens: int
     """Tokens of the output, exactly."""
     arrival: float
-    """Seconds after the first request at one request per second; at a rate of r, 1/r of it."""
+    """Seconds after the first request, at a rate of one request per second; a rate of r divides it by r."""
 
 
 def draw_requests(config: LoadConfig) -> list[LoadRequest]:
     """The requests of a run, in the order of their arrival, the first one at 0.
 
-    Lengths are drawn in turn, prompt and output of one request after those of another, rounded down and cut.
+    Lengths are drawn request by request, first the prompt's and then the output's, rounded down and limited.
     """
     lengths, gaps = random.Random(config.seed), random.Random(f"arrivals {config.seed}")
 
@@ -101,7 +101,7 @@ def limit_seconds(
 ) -> float:
     """Least time of a load: the matrices of the prompts at the matrix rate, then decoding at the roofline.
 
-    Decoding counts as if `max_num_seqs` requests decoded all the time, each token after its own context. A request's
+    Decoding counts as if `max_num_seqs` requests decoded all the time, at the mean context of all tokens. A request's
     first token comes with its prompt. Attention and recurrence of the prompts are left out.
 
     Args:

@@ -1,4 +1,4 @@
-"""One engine of the load benchmark and its runs: what is timed, and what is checked."""
+"""One engine of the load benchmark: its timed runs, and the checks of them."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from mtpkit.model.hybrid import HybridModel
 _TOLERANCE = 0.03
 """Largest relative error of a synthetic acceptance rate, unless four standard errors of the draws are more."""
 _TRACED_FROM, _TRACED_STEPS = 1 / 3, 64
-"""Share of the requests that have ended when tracing begins, and steps that are traced."""
+"""Share of the requests that have ended when tracing begins, and number of steps that are traced."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class LoadEngine:
         )
         synchronize(self.device)
         self.start_seconds = clock.now() - began
-        """Seconds from the engine's making to its readiness."""
+        """Seconds that the engine needs from its construction until it is ready."""
 
     def run(self, rate: float) -> Run:
-        """Serve the load at so many requests per second; each run has other tokens, so that what an engine remembers of
-        an earlier one does not help.
+        """Serve the load at `rate` requests per second; each run has other tokens, so that nothing that an engine keeps
+        of an earlier run helps.
 
         Raises:
             RequestError: the logits of a request are NaN or infinite.
-            MtpkitError: outputs of another length, synthetic acceptance that is not what was asked for, or in the first
-                run tokens of the last request that a plain forward pass would not choose.
+            MtpkitError: outputs have another length than requested, synthetic acceptance misses its rates, or, in the
+                first run, a plain forward pass would not choose the tokens of the last request.
         """
         streams = self._streams(rate)
         self.llm.reset_stats()
@@ -97,7 +97,7 @@ class LoadEngine:
         return trace_kernels(lambda: steps(_TRACED_STEPS), self.device)
 
     def _streams(self, rate: float) -> list[Stream]:
-        """The requests of the next run, none of whose outputs has come yet."""
+        """The requests of the next run, as streams without outputs."""
         vocab_size = self.llm.model.mtpkit_config.vocab_size
         prompts = draw_prompts(self.requests, vocab_size, self.config.seed + self.runs)
         self.runs += 1
@@ -107,9 +107,9 @@ class LoadEngine:
         ]
 
     def _check_acceptance(self, run: Run) -> None:
-        """Refuse synthetic acceptance that is not what was asked for, by more than chance explains.
+        """Refuse synthetic acceptance that differs from the requested rates by more than chance explains.
 
-        Each depth is looked at by itself: steps that max_tokens cut shorten the acceptance length, but no rate.
+        Each depth is checked by itself: steps that max_tokens cuts lower the acceptance length, but not the rates.
         """
         stats = run.stats.acceptance
         if self.k == "auto":
@@ -126,8 +126,8 @@ class LoadEngine:
     def _check_tokens(self, stream: Stream) -> None:
         """Refuse tokens that a plain forward pass would not choose.
 
-        With synthetic acceptance the base chose the last token of each step alone, and not that of a step which
-        max_tokens cut.
+        With synthetic acceptance, only the last token of each step is the base's choice, except in a step that
+        max_tokens cut short.
         """
         model = self.llm.model
         places = [end - 1 for end in stream.lengths[:-1]] if self.depths else range(len(stream.tokens))

@@ -14,7 +14,7 @@ from mtpkit.bench.timing import median_seconds, release_memory
 from mtpkit.platform import device_name
 
 _SUSTAINED_SECONDS = 2.0
-"""A GPU that is busy for so long has come down to the clock that its power limit allows."""
+"""Seconds of work after which a GPU has come down to the clock that its power limit allows."""
 
 
 def describe_device(device: torch.device) -> str:
@@ -48,19 +48,19 @@ def commit() -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, and the rates that figures are set against, measured in the same run."""
+    """A device and its rates, measured in the same run as the results that are compared with them."""
 
     device: str
     commit: str | None
     date: str
     copy_bandwidth: float
-    """Bytes per second, read and written, of a large copy. Shares of a bandwidth are shares of this one."""
+    """Bytes read and written per second by a large copy. All shares of a bandwidth are shares of this one."""
     read_bandwidth: float
-    """Bytes per second of a sum over as much: work that writes little may come close to it, past a copy."""
+    """Bytes per second of a sum over as much memory. Work that writes little may come close to it and beat a copy."""
     matrix_rate: float
     """FLOPs per second of a large bf16 (on a CPU: fp32) product of random matrices, for some milliseconds."""
     sustained_rate: float | None = None
-    """The same product on a GPU again and again, for seconds, in which it comes to its power limit; None: not
+    """Rate of the same product repeated on a GPU for seconds, until the GPU runs at its power limit; None: not
     measured."""
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
     """Describe the device and time a copy, a sum and a product, larger than its caches on a GPU and small on a CPU.
 
     Args:
-        sustained: measure `Machine.sustained_rate` too, for what keeps the matrix units busy for seconds.
+        sustained: measure `Machine.sustained_rate` too, for work that keeps the matrix units busy for seconds.
     """
     rates = _measure_rates(device, sustained)
     release_memory(device)
@@ -84,7 +84,7 @@ def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
 
 
 def _measure_rates(device: torch.device, sustained: bool) -> tuple[float, float, float, float | None]:
-    """Copy bandwidth, read bandwidth, matrix rate and, if it is asked for, sustained rate."""
+    """Copy bandwidth, read bandwidth, matrix rate and, if requested, sustained rate."""
     large = device.type == "cuda"
     size, width = (1 << 31, 8192) if large else (1 << 24, 512)
     source = torch.ones(size, dtype=torch.uint8, device=device)
@@ -99,7 +99,7 @@ def _measure_rates(device: torch.device, sustained: bool) -> tuple[float, float,
 
 
 def _sustained_seconds(product: Callable[[], object], device: torch.device, alone: float) -> float:
-    """Time of a product in the second half of a run of `_SUSTAINED_SECONDS`, given its time alone."""
+    """Time of a product in the second half of a run of `_SUSTAINED_SECONDS`, given the time `alone` of a single one."""
     count = max(1, math.ceil(_SUSTAINED_SECONDS / 2 / alone))
 
     def half() -> None:

@@ -1,4 +1,4 @@
-"""Decoded tokens beside one plain forward pass of the base, without caches, rewinds or graphs."""
+"""Checks decoded tokens against one plain forward pass of the base, without caches, rewinds or graphs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ from mtpkit.model.kinds import kinds_in, layers_of
 from mtpkit.model.kinds.base import LayerKind
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
-"""How far a token's logit may lie below the best one, in standard deviations of the logits there, by the precision that
-is rounded to. Of 131,072 random logits all but a few lie further below; most by four deviations."""
+"""How far below the best logit a near tie may lie, in standard deviations of the logits at that place, by the precision
+that is rounded to. Of 131,072 random logits all but a few lie further below, most of them four deviations below."""
 _STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
-"""Share of tokens that may lie further below. A wrong cache or rewind shows in more."""
+"""Share of tokens that may lie further below. A wrong cache or rewind affects a larger share."""
 _NOISE_TOKENS = 256
 """Tokens from which the effect of rounding on a mixture of experts is measured."""
 _EXPERTS_APART = {torch.bfloat16: 0.03, torch.float32: 1e-3}
-"""Relative difference of a mixture's output to megatron-core's, which rounds after each of its products."""
+"""Largest relative difference of a mixture's output from megatron-core's, which rounds after each matrix product."""
 
 
 @torch.inference_mode()
@@ -41,17 +41,17 @@ def check_greedy(
 ) -> None:
     """Refuse tokens that the base would not choose.
 
-    In bf16 a mixture of experts sends a token to other experts at a rounding, in every layer: there tokens may lie as
-    far below the best, in the mean, as the same pass puts them whose embeddings were moved by a rounding each. The
-    experts of the plain pass are those of decoding, so each layer's output is compared with megatron-core's own output
-    for the same input.
+    In bf16, a rounding may send a token to other experts, in every layer of a mixture of experts. For such models the
+    mean distance of tokens below the best one is checked instead: rounding must explain it. The effect of rounding is
+    measured by a second pass, in which each embedding is moved by one rounding. The plain pass runs the same experts as
+    decoding, so each mixture's output is also compared with megatron-core's own output for the same input.
 
     Args:
         tokens: what follows `prompt`, decoded with temperature 0.
-        places: indices of `tokens` that are the base's own choice; the others may be any.
-        precision: the coarsest of weights, keys, values and state.
+        places: indices of `tokens` that are the base's own choice; the tokens at other indices may be any.
+        precision: the coarsest dtype of weights, keys, values and state.
         params: what the request was sampled with; its penalties count.
-        near_tie: a bound below the precision's own, in standard deviations.
+        near_tie: a bound on near ties, in standard deviations, used where it is below the precision's own.
 
     Raises:
         MtpkitError: more tokens than the tolerance allows are neither the base's top choice nor a near tie.
@@ -84,11 +84,11 @@ def check_greedy(
 
 
 def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tensor:
-    """The base's hidden states [s, h] of tokens known [1, s], after its final norm; of a pipeline stage before the last
-    one those that it hands on. Collective over stages.
+    """The base's hidden states [s, h] of tokens known [1, s], after its final norm. A pipeline stage before the last
+    one returns the states that it sends on. Collective over stages.
 
     Args:
-        moved: of embeddings that are moved by a rounding each.
+        moved: move each embedding by one rounding first.
     """
 
     def move(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -119,10 +119,10 @@ def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tens
 
 
 def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, params: SamplingParams) -> Tensor:
-    """Logits [n, V] as a request's penalties make them, each before the output's token of index `places` [n].
+    """Apply a request's penalties to logits [n, V], from which the output's tokens at indices `places` [n] are chosen.
 
     Args:
-        known: [s] prompt and output.
+        known: [s] tokens of prompt and output.
     """
     before = (known[prompt_len : prompt_len + place] for place in places.tolist())
     seen = torch.stack([output.bincount(minlength=logits.shape[1]) for output in before]).int()
@@ -138,7 +138,7 @@ def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, p
 
 
 def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[n] how far `tokens` [n] lie below the best of logits [n, V], in standard deviations."""
+    """Distances [n] of `tokens` [n] below the best of logits [n, V], in standard deviations."""
     logits = logits.float()
     return (logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.std(-1)
 
@@ -156,8 +156,8 @@ def _mixtures(model: HybridModel) -> list[Any]:
 
 @contextmanager
 def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[None]:
-    """Refuse mixtures whose output is not that of megatron-core's own pass through the experts. Both passes choose
-    experts by one op, whose choice is compared with its reference."""
+    """Refuse mixtures whose output differs from that of megatron-core's own pass through the experts. Both passes
+    choose experts with the same op, so its choice is compared with the op's reference."""
 
     def compare(layer: Any, args: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> None:
         logits, bias = layer.router.gating(args[0]), layer.router.expert_bias
@@ -185,10 +185,10 @@ def _check_experts(model: HybridModel, hidden: Tensor, moved: Tensor, gaps: Tens
 
     Args:
         hidden: [s, h], states of known tokens.
-        moved: [n, h], the last ones from moved embeddings.
+        moved: [n, h], the last n states, from moved embeddings.
     """
     noise = _gaps(compute_logits(model, hidden[-_NOISE_TOKENS:]), compute_logits(model, moved).argmax(-1))
-    # The engine rounds in every layer, and of few tokens one alone may lie far below.
+    # The engine rounds in every layer, and a single one of few tokens may lie far below.
     allowed = 2 * float(noise.mean()) + 4 * float(noise.std(correction=0)) / math.sqrt(len(gaps))
     if float(gaps.mean()) > allowed:
         raise MtpkitError(

@@ -19,15 +19,15 @@ from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.model.hybrid import HybridModel
 
 _CHECKED = 2
-"""Prompts whose first token is compared with that of a plain forward pass: the last ones, whose chunks follow those of
-others."""
+"""Prompts whose first token is compared with that of a plain forward pass: the last ones, whose chunks follow the
+chunks of others."""
 _NEAR_TIE = 0.1
-"""Near tie, in standard deviations of the logits: rounding may exchange such tokens where no decode step was taken."""
+"""Near tie, in standard deviations of the logits: rounding may exchange such tokens even without a decode step."""
 
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """All prompts, from their queueing to the last first token."""
+    """All prompts, from the time when they are queued until each has its first token."""
 
     batch_size: Annotated[int, Column("prompts", lambda row: f"{row.batch_size} x {row.prompt_len}")]
     prompt_len: int
@@ -47,7 +47,7 @@ class PrefillRow:
 
 
 def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "model") -> Result[PrefillRow]:
-    """Compute random prompts, other ones in each repeat, after a run that compiles kernels and is checked.
+    """Compute random prompts, new ones in each repeat, after an untimed run that compiles kernels and is checked.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -95,7 +95,7 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
 
 
 def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
-    """Seconds to the last first token, and the first tokens."""
+    """Seconds until every prompt has its first token, and these tokens."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     device = next(llm.model.parameters()).device
     synchronize(device)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _WIDTH = 1000
-"""Columns of text in a file, more than any table needs."""
+"""Width in characters of tables in files, more than any table needs."""
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """A number with so many digits, or all of those before the point: 15125, 1.512, 0.001512."""
+    """Format a number with `digits` significant digits, but all digits before the point: 15125, 1.512, 0.001512."""
     decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, decimals)}f}"
 
@@ -66,9 +66,9 @@ class Report:
     """Prints and saves a report, whose content subclasses hold."""
 
     name: str
-    """Name of its files."""
+    """Name of the report's files."""
     machine: Machine | None
-    """Where the numbers were measured; None: nothing was timed, or the object alone says it."""
+    """Machine of the measurement; None: nothing was timed, or only the JSON object names it."""
 
     def to_dict(self, whole: bool = False) -> dict[str, object]:
         """The JSON object that commands print as their last line; `whole`: with the fields that only the file holds."""
@@ -88,7 +88,7 @@ class Report:
         print(json.dumps(self.to_dict(), default=str))
 
     def show_tables(self) -> None:
-        """Print the tables, and the machine in a line."""
+        """Print the tables, and the machine in one line."""
         console = Console()
         if not console.is_terminal:  # no reason to squeeze what goes to a file
             console.width = _WIDTH
@@ -98,7 +98,7 @@ class Report:
             print(self.machine)
 
     def save(self, directory: Path) -> None:
-        """Write NAME.json, NAME.md and, where there is a picture, NAME.png, each whole or not at all.
+        """Write NAME.json, NAME.md and, if there is a picture, NAME.png, each whole or not at all.
 
         Raises:
             StorageError: writing failed.
@@ -130,7 +130,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Result[Row: "DataclassInstance"](Report):
-    """One table of rows of one dataclass, and what they are about."""
+    """Report with one table of rows of one dataclass, and with their machine and settings."""
 
     name: str
     """Name of the benchmark."""
@@ -150,10 +150,10 @@ class Result[Row: "DataclassInstance"](Report):
         keep: "Callable[[Result[Row]], object] | None" = None,
         quiet: bool = False,
     ) -> "Result[Row]":
-        """A result with the row of each case, in place of those that it has; a progress bar shows the case's label.
+        """Measure each case and return a result with the new rows in place of the old; a progress bar shows the labels.
 
         Args:
-            keep: is given the result after each row, so that a long run that is stopped leaves something.
+            keep: is given the result after each row, so that a long run that is interrupted leaves the finished rows.
             quiet: show no bar, as on ranks that do not report.
         """
         result = self

@@ -6,8 +6,8 @@ of all add up. Weights count once per phase; the committed recurrent state and t
 too. Activations, the convolution's window and the replay ring are left out: they are small, and their size is up to the
 engine.
 
-The bandwidth is by custom that of a copy, half of whose bytes are written. Nearly all bytes of decoding are read, which
-some machines do faster: the limits made from it are a yardstick, not a law.
+The bandwidth is by custom that of a copy, half of whose bytes are written. Decoding reads nearly all of its bytes,
+which some machines do faster, so the limits are a yardstick, not a law.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, E = accepted drafts + 1, L committed entries of a ring.
 """
@@ -42,16 +42,16 @@ class Work:
     flops: float
 
     def seconds(self, bandwidth: float, matrix_rate: float) -> float:
-        """Time at these rates, whichever of the two takes longer."""
+        """Time at these rates: that of the bytes or that of the FLOPs, whichever is longer."""
         return max(self.bytes / bandwidth, self.flops / matrix_rate)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of some tokens."""
+    """The cost of computing some tokens."""
 
     phases: Mapping[str, Sequence[Work]]
-    """Works of each phase by its name; phases follow each other, too."""
+    """Works of each phase by its name; phases run one after another, too."""
     tokens: float
 
     @property
@@ -70,11 +70,11 @@ class Cost:
         return sum(work.flops for work in self.works)
 
     def seconds(self, bandwidth: float, matrix_rate: float) -> float:
-        """Time at so many bytes and FLOPs per second."""
+        """Time at these rates, in bytes and FLOPs per second."""
         return sum(work.seconds(bandwidth, matrix_rate) for work in self.works)
 
     def limit_tokens_per_s(self, bandwidth: float, matrix_rate: float) -> float:
-        """Tokens per second at so many bytes and FLOPs per second."""
+        """Tokens per second at these rates, in bytes and FLOPs per second."""
         return self.tokens / self.seconds(bandwidth, matrix_rate)
 
 
@@ -95,10 +95,10 @@ def length_deviation(acceptance: Sequence[float]) -> float:
 
 
 def check_draft_vocab_size(size: int | None, config: ModelConfig) -> None:
-    """Refuse to draft among more tokens than there are.
+    """Refuse a draft vocabulary larger than the model's.
 
     Raises:
-        UserError: there are fewer.
+        UserError: it is larger.
     """
     if size is not None and size > config.vocab_size:
         raise UserError(f"draft vocabulary of {size} tokens, but the model has {config.vocab_size}: give at most those")
@@ -109,16 +109,16 @@ class Roofline:
     """Costs of a model with weights, keys and values of `dtype` and recurrent state of `state_dtype`.
 
     Raises:
-        UserError: a draft vocabulary larger than the model's.
+        UserError: the draft vocabulary is larger than the model's.
     """
 
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
     state_dtype: torch.dtype = torch.float32
     state_rollback: Rollback = "replay"
-    """Replay reads the state and writes it once in L tokens; snapshot writes it after each of the T tokens."""
+    """Replay reads the state every step and writes it once per L tokens; snapshot writes it after each of T tokens."""
     ring_entries: int | None = None
-    """L; None: what the engine's ring for T tokens holds."""
+    """L; None: as many as the engine's ring for T tokens holds."""
     draft_vocab_size: int | None = None
     """Rows of the lm_head that drafts read; None: all."""
 
@@ -130,14 +130,14 @@ class Roofline:
         return self.ring_entries or ring_capacity(ring_length(1 + k))
 
     def decode(self, batch_size: int, acceptance: Sequence[float] = (), context_len: float = 512) -> Cost:
-        """One decode step: K drafts of every row are verified, then K new ones made.
+        """Cost of one decode step, which verifies K drafts of every row and then makes K new ones.
 
         Args:
             acceptance: [K] conditional acceptance of each depth; empty: plain decoding.
             context_len: mean tokens that a row attends to.
 
         Raises:
-            UserError: the model's heads cannot make as many drafts.
+            UserError: the model's heads cannot make K drafts.
         """
         if acceptance:
             check_depths(self.config, len(acceptance))
@@ -145,7 +145,7 @@ class Roofline:
         cached = batch_size * context_len
 
         def state_moves(again: int = 0) -> float:
-            """Times that a step which feeds each row T tokens, and `again` more once again, reads or writes states."""
+            """Number of state reads and writes in a step that feeds each row T tokens and `again` of them twice."""
             written = length / self.entries(tokens - 1 + again) if self.state_rollback == "replay" else tokens + again
             return batch_size * (1 + written)
 
@@ -165,11 +165,11 @@ class Roofline:
     def prefill(
         self, num_prompts: int, prompt_len: float, k: int = 0, max_num_batched_tokens: int | None = None
     ) -> Cost:
-        """Prompts up to their first token; with K > 0 also the heads' entries for them, and K drafts each.
+        """Cost of prompts up to their first token; with K > 0 also of the heads' entries for them and K drafts each.
 
         Args:
             prompt_len: mean tokens of a prompt.
-            max_num_batched_tokens: tokens of a step, each of which reads all weights; None: all in one.
+            max_num_batched_tokens: tokens of a step; every step reads all weights. None: one step for all.
 
         Raises:
             UserError: the model's heads cannot make K drafts.
@@ -190,9 +190,9 @@ class Roofline:
     def _head(
         self, fed: float, drafted: int, context_len: float, cached: float, states: float, passes: int = 1
     ) -> list[Work]:
-        """One depth over `fed` tokens, of which `drafted` go through the lm_head; the rest as `_layers`.
+        """Works of one depth over `fed` tokens, of which `drafted` go through the lm_head; the rest as in `_layers`.
 
-        Those alone go through what follows the last cache of a repeated head, see `mtp_forward`.
+        In a repeated head, only the `drafted` tokens go through the layers after the last cache, see `mtp_forward`.
         """
         eh_proj, pattern = eh_proj_matrix(self.config), self.config.mtp.pattern
         cut = caching_length(pattern) if self.config.mtp.repeated else len(pattern)
@@ -214,14 +214,14 @@ class Roofline:
         passes: int = 1,
         prompt: bool = False,
     ) -> Iterator[Work]:
-        """Layers over `fed` tokens.
+        """Works of layers over `fed` tokens.
 
         Args:
-            context_len: mean tokens that each attends to.
-            cached: tokens whose keys and values are moved, read or written.
-            states: times that a request's state is moved.
+            context_len: mean number of tokens that each token attends to.
+            cached: tokens whose keys and values are read or written.
+            states: times that a request's state is read or written.
             passes: times that the weights are read.
-            prompt: whether the tokens attend to each other alone.
+            prompt: whether the tokens attend only to one another.
         """
         for letter in pattern:
             matrices = KINDS[letter].matrices(self.config)
@@ -235,17 +235,17 @@ class Roofline:
             yield Work("attention", cached * kv_bytes, fed * scores * context_len)
 
     def _matrices(self, read: float, used: float, fed: float, passes: int) -> Work:
-        """So many weights of which each pass reads `read` and each token uses `used`."""
+        """Work of matrices of which each pass reads `read` weights and each token uses `used` weights."""
         return Work("matrices", passes * read * self.dtype.itemsize, FORWARD * used * fed)
 
     def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
-        """`rows` rows of the lm_head over `fed` tokens; a pass that none of them falls to reads nothing."""
+        """Work of `rows` rows of the lm_head over `fed` tokens; a pass without any of the tokens reads nothing."""
         weights = rows * self.config.hidden_size
         return self._matrices(weights, weights, fed, min(passes, math.ceil(fed)))
 
 
 def _join(works: Sequence[Work]) -> list[Work]:
-    """The works of a phase with those of one name added up."""
+    """Add up the works of a phase that have the same name."""
     groups = {work.name: [other for other in works if other.name == work.name] for work in works}
     return [Work(name, sum(w.bytes for w in own), sum(w.flops for w in own)) for name, own in groups.items()]
 
@@ -282,13 +282,13 @@ class WorkRow:
 def tabulate_limits(
     model: ModelConfig, config: RooflineConfig, name: str = "model"
 ) -> tuple[Result[StepRow], Result[WorkRow]]:
-    """The decode steps of each batch size and K, and their works.
+    """Tabulate the decode steps of each batch size and K, and their works.
 
     Args:
         name: the model's name in the report.
 
     Raises:
-        UserError: the heads cannot make as many drafts, or a draft vocabulary larger than the model's.
+        UserError: the heads cannot make K drafts, or the draft vocabulary is larger than the model's.
     """
     dtypes = getattr(torch, config.dtype), getattr(torch, config.state_dtype)
     roofline = Roofline(model, *dtypes, config.state_rollback, config.ring_entries, config.draft_vocab_size)

@@ -1,4 +1,4 @@
-"""The engine's step loop as clients of streams see it: requests arrive at their times, outputs come with theirs."""
+"""The engine's step loop as streaming clients see it: requests arrive at given times, and outputs have timestamps."""
 
 import time
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from mtpkit.errors import MtpkitError
 
 
 class Clock(Protocol):
-    """What time it is; tests have clocks of their own."""
+    """Clock to read and to wait by; tests have their own clocks."""
 
     def now(self) -> float:
         """Seconds since any fixed moment."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Wait for `seconds` seconds."""
         ...
 
 
@@ -32,7 +32,7 @@ class WallClock:
         return time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Wait for `seconds` seconds."""
         time.sleep(seconds)
 
 
@@ -44,9 +44,9 @@ class Stream:
     prompt: Sequence[int]
     max_tokens: int
     times: list[float] = field(default_factory=list)
-    """When each output came."""
+    """Time of each output."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens that there were then; with drafts several may come at once."""
+    """Tokens up to each output; with drafts, several tokens may come at once."""
     tokens: list[int] = field(default_factory=list)
     """All tokens so far."""
 
@@ -56,42 +56,42 @@ class Stream:
         return SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=True)
 
     def record(self, output: RequestOutput, now: float) -> None:
-        """Take an output that came at the time `now`."""
+        """Record an output that came at the time `now`."""
         self.tokens = output.outputs[0].token_ids
         self.times.append(now)
         self.lengths.append(len(self.tokens))
 
     @property
     def first_seconds(self) -> float:
-        """Time to the first token. A wait for the step under way at arrival, after which the engine gets the request,
-        is part of it."""
+        """Time to the first token. It includes the wait for the step in progress at arrival, after which the engine
+        gets the request."""
         return self.times[0] - self.arrival
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies: seconds between outputs that follow each other."""
+        """Inter-token latencies: seconds between consecutive outputs."""
         return [later - earlier for earlier, later in pairwise(self.times)]
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean seconds per token after the first output's first; None where there is one token."""
+        """Mean seconds per token after the first token; None if there is only one token."""
         return (self.times[-1] - self.times[0]) / (self.lengths[-1] - 1) if self.lengths[-1] > 1 else None
 
 
 def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
     """Serve requests to their end: add each to the engine when it is due, and step.
 
-    A request is never added before its arrival; the engine sleeps only where none is unfinished.
+    A request is never added before its arrival. The loop sleeps only while no request is unfinished.
 
     Args:
-        streams: in the order of their arrival; they record what comes.
+        streams: requests in the order of their arrival; they record their outputs.
 
     Returns:
         Seconds from the beginning to the last output.
 
     Raises:
         RequestError: the logits of a request are NaN or infinite.
-        MtpkitError: an output of another length than was asked for.
+        MtpkitError: an output has another length than requested.
     """
     began, added, waiting = clock.now(), dict[str, Stream](), list(streams)[::-1]
     while waiting or engine.has_unfinished:
@@ -113,7 +113,7 @@ def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
 
 
 def take(outputs: Sequence[RequestOutput], streams: dict[str, Stream], now: float) -> None:
-    """Let streams, by their request's id, record a step's outputs.
+    """Record a step's outputs in the streams, which are keyed by request id.
 
     Raises:
         RequestError: the logits of a request are NaN or infinite.
@@ -124,7 +124,7 @@ def take(outputs: Sequence[RequestOutput], streams: dict[str, Stream], now: floa
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """The 50th and the 99th percentile in milliseconds, between neighbours by a straight line; None of nothing."""
+    """The 50th and the 99th percentile in milliseconds, linearly interpolated; None if there are no values."""
     if not seconds:
         return None, None
     middle, high = np.percentile(seconds, (50, 99)) * 1e3

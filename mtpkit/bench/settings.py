@@ -31,7 +31,7 @@ StateDtype = Literal["float32", "bfloat16"]
 
 BATCH_SIZES = (1, 4, 16, 32, 64, 128)
 USUAL_DRAFTS, SPEEDUP_DRAFTS, LOAD_DRAFTS = (0, 1, 3), (0, 1, 2, 3), (0, 3)
-"""K by default of `bench`, of `speedup` and of `bench load`, as far as the heads were trained."""
+"""Default K of `bench`, of `speedup` and of `bench load`, limited to the depths that the heads were trained for."""
 
 
 def _with_plain(ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -43,30 +43,31 @@ def _sorted(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def asked_ks[K](ks: tuple[K, ...] | None, tree: object) -> tuple[K | int, ...] | None:
-    """`ks`, or else 0 and the depth of a `speculative_token_tree`; None: neither is given."""
+    """`ks`, or else 0 and the depth of a `speculative_token_tree`; None if neither is given."""
     return (0, parse_tree(tree).depth) if ks is None and tree is not None else ks
 
 
 def tree_settings(k: int | Literal["auto"]) -> dict[str, None]:
-    """Settings of an engine with K that leave trees of drafts out where there are no drafts."""
+    """Engine settings that switch draft trees off for K = 0; none for other K."""
     names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_draft_tokens")
     return {} if k else dict.fromkeys(names)
 
 
 @checked("speedup")
 class SpeedupConfig:
-    """What `measure_speedup` measures."""
+    """Settings of `measure_speedup`."""
 
     ks: Annotated[tuple[Drafts, ...] | None, AfterValidator(_with_plain)] = Field(
         default=None, validation_alias="num_speculative_tokens"
     )
-    """Drafts per step; 0 is always measured. By default 0 to 3, as far as the heads were trained."""
+    """Numbers of drafts per step (K); 0 is always measured. By default 0 to 3, up to the depths that the heads were
+    trained for."""
     batch_sizes: Annotated[Counts, AfterValidator(_sorted)] = Field(default=(1, 8), validation_alias="batch_size")
-    """Requests at once, at most the prompts."""
+    """Numbers of requests that run at once, at most the number of prompts."""
     repeats: Positive = 3
-    """Times that everything is measured; the median counts."""
+    """Number of measurements; their median is reported."""
     sampling: SamplingParams = SamplingParams(temperature=0, max_tokens=128)
-    """Its seed, 0 if None, is the first prompt's; each further prompt has the next one."""
+    """Sampling of the prompts. Its seed (0 if None) is the first prompt's; each further prompt has the next seed."""
     block_size: int = field_of(EngineOptions, "block_size")
     max_model_len: int | None = field_of(EngineOptions, "max_model_len")
     max_num_batched_tokens: int | None = field_of(EngineOptions, "max_num_batched_tokens")
@@ -82,7 +83,7 @@ class SpeedupConfig:
     speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
     speculative_num_draft_tokens: int | None = field_of(EngineOptions, "speculative_num_draft_tokens")
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
-    """Let prompts go on from what earlier requests left. Off by default, since repeats would find their own prompts."""
+    """Let prompts reuse the cache of earlier requests. Off by default, since repeats would find their own prompts."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
@@ -97,23 +98,24 @@ class SpeedupConfig:
 
 @checked("decode benchmark")
 class DecodeConfig:
-    """What `measure_decode` measures."""
+    """Settings of `measure_decode`."""
 
     batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
-    """Requests that run at once."""
+    """Numbers of requests that run at once."""
     ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
         default=None, validation_alias="num_speculative_tokens", title="a list of one or more numbers or 'auto'"
     )
-    """Drafts per step; auto: as the engine chooses. By default 0, 1 and 3, as far as the heads were trained."""
+    """Numbers of drafts per step (K); auto: the engine chooses. By default 0, 1 and 3, up to the depths that the heads
+    were trained for."""
     prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
     """Tokens of a random prompt."""
     max_tokens: Annotated[int, Field(ge=2)] = 256
     """Tokens generated for each prompt."""
     acceptance: tuple[Rate, ...] | None = (0.85,)
-    """Synthetic: rate at which each depth is accepted where all before it were; the last one holds for all further
-    depths. None: drafts are verified."""
+    """Synthetic rate at which the draft of each depth is accepted, given that all before it were. The last rate holds
+    for all further depths. None: drafts are verified."""
     draft_vocab: Path | Positive | None = None
-    """File of the tokens to draft among, or how many of the first ones. By default all tokens."""
+    """Tokens to draft among: a file of them, or how many of the first tokens. By default all tokens."""
     draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(EngineOptions, "draft_embedding_dtype")
     speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
     speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
@@ -122,19 +124,19 @@ class DecodeConfig:
     frequency_penalty: float = field_of(SamplingParams, "frequency_penalty")
     repetition_penalty: float = field_of(SamplingParams, "repetition_penalty")
     repeats: Positive = 3
-    """Measurements, added up."""
+    """Number of measurements, which are added up."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     block_size: int = field_of(EngineOptions, "block_size")
     max_num_batched_tokens: int | None = field_of(EngineOptions, "max_num_batched_tokens", default=8192)
-    """Most tokens of a prefill step. More than an engine's 2048, since prompts are not timed."""
+    """Most tokens of a prefill step. The default exceeds the engine's 2048, since prompts are not timed."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
     enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
     disable_custom_all_reduce: bool = field_of(EngineOptions, "disable_custom_all_reduce")
     trace: bool = True
-    """On a GPU, trace kernels when all is timed; without it there are no host gaps."""
+    """On a GPU, trace kernels after all timing; without the trace, host gaps are not reported."""
     seed: FirstSeed = 0
     """Seed of the random prompts."""
 
@@ -151,7 +153,7 @@ class DecodeConfig:
         return heads.most_adaptive_drafts if tree is None else parse_tree(tree).depth
 
     def spine(self, k: int) -> int:
-        """Drafts that are sure to be on the path of first children, of which synthetic acceptance accepts some."""
+        """Drafts that are sure to lie on the path of first children, where synthetic acceptance accepts drafts."""
         if self.speculative_token_tree is not None:
             return parse_tree(self.speculative_token_tree).spine
         return k if self.speculative_eagle_topk is None else 1
@@ -169,35 +171,35 @@ class DecodeConfig:
         )
 
     def rates(self, k: int) -> list[float] | None:
-        """Synthetic acceptance of K depths."""
+        """Synthetic acceptance rates of K depths; None if drafts are verified."""
         return None if self.acceptance is None else depth_rates(self.acceptance, k)
 
 
 @checked("prefill benchmark")
 class PrefillConfig:
-    """What `measure_prefill` measures."""
+    """Settings of `measure_prefill`."""
 
     batch_size: Positive = 64
-    """Prompts."""
+    """Number of prompts."""
     prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
     """Tokens of a prompt."""
     max_num_batched_tokens: Count = 8192
-    """Most tokens of a step. More than an engine's 2048, so that matrix products are large."""
+    """Most tokens of a step. The default exceeds the engine's 2048, so that matrix products are large."""
     k: Drafts = Field(default=0, validation_alias="num_speculative_tokens")
     """Drafts made after each prompt."""
     repeats: Positive = 5
-    """Measurements; the median counts."""
+    """Number of measurements; their median is reported."""
     seed: FirstSeed = 0
     """Seed of the random prompts."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a clause where the random prompts are too many tokens."""
+        """Yield a clause if the random prompts have too many tokens."""
         yield from too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
 
 
 @checked("conversion benchmark")
 class ConvertBenchConfig:
-    """What `measure_conversion` measures."""
+    """Settings of `measure_conversion`."""
 
     gigabytes: Annotated[float, Field(gt=0, le=100_000)] = 2.0
     """Size of the synthetic checkpoint, in 10^9 bytes; the disk must have room for twice as much."""
@@ -205,50 +207,51 @@ class ConvertBenchConfig:
 
 @checked("load benchmark")
 class LoadConfig:
-    """What `measure_load` measures: requests whose lengths are lognormal, by default as in docs/performance.md."""
+    """Settings of `measure_load`: requests of lognormal lengths, by default those of docs/performance.md."""
 
     num_prompts: Positive = 512
-    """Requests of a run."""
+    """Number of requests in a run."""
     prompt_median: Length = 400
-    """Median tokens of a prompt, whose lengths are lognormal."""
+    """Median length of a prompt in tokens; lengths are lognormal."""
     prompt_sigma: Spread = 0.9
-    """Standard deviation of the logarithm of its length."""
+    """Standard deviation of the logarithm of a prompt's length."""
     prompt_min: Length = 16
-    """Shorter prompts get this length."""
+    """Shortest prompt: prompts that are drawn shorter get this length."""
     prompt_max: Length = 4000
-    """Longer prompts get this length."""
+    """Longest prompt: prompts that are drawn longer get this length."""
     output_median: Length = 200
-    """Median tokens of an output, whose lengths are lognormal."""
+    """Median length of an output in tokens; lengths are lognormal."""
     output_sigma: Spread = 0.7
-    """Standard deviation of the logarithm of its length."""
+    """Standard deviation of the logarithm of an output's length."""
     output_min: Length = 8
-    """Shorter outputs get this length."""
+    """Shortest output: outputs that are drawn shorter get this length."""
     output_max: Length = 1000
-    """Longer outputs get this length."""
+    """Longest output: outputs that are drawn longer get this length."""
     request_rates: Annotated[
         tuple[Annotated[float, Field(gt=0, allow_inf_nan=True)], ...],
         Field(min_length=1, title="a list of one or more positive numbers"),
     ] = Field(default=(math.inf,), validation_alias="request_rate")
-    """Requests per second, which arrive as a Poisson process; inf: all are queued at once."""
+    """Requests per second, arriving as a Poisson process; inf: all requests are queued at once."""
     ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
         default=None, validation_alias="num_speculative_tokens", title="a list of one or more numbers or 'auto'"
     )
-    """Drafts per step; auto: as the engine chooses. By default 0 and 3, as far as the heads were trained."""
+    """Numbers of drafts per step (K); auto: the engine chooses. By default 0 and 3, up to the depths that the heads
+    were trained for."""
     acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
-    """Synthetic: rate at which each depth is accepted where all before it were; the last one holds for all further
-    depths."""
+    """Synthetic rate at which the draft of each depth is accepted, given that all before it were. The last rate holds
+    for all further depths."""
     max_num_seqs: int = field_of(EngineOptions, "max_num_seqs", default=128)
-    """Most requests that run at once. More than an engine's 64, since a load is measured for its throughput."""
+    """Most requests that run at once. The default exceeds the engine's 64, since a load measures throughput."""
     max_num_batched_tokens: Count = 8192
-    """Most tokens of a step. More than an engine's 2048, for the same reason."""
+    """Most tokens of a step. The default exceeds the engine's 2048, since a load measures throughput."""
     max_mixed_tokens: int = field_of(EngineOptions, "max_mixed_tokens")
     max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency")
     repeats: Positive = 3
-    """Runs of each engine after its start; the first one is reported apart from the others."""
+    """Runs of each engine after its start. The first run is reported separately from the later ones."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
-    """Keep what earlier requests left. Off by default, since the prompts of the load share nothing."""
+    """Keep a prefix cache of earlier requests. Off by default, since the prompts of the load share no prefixes."""
     prefix_cache_bytes: int | None = field_of(EngineOptions, "prefix_cache_bytes")
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "prefix_cache_dtype")
     prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
@@ -257,57 +260,57 @@ class LoadConfig:
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     warm_up: bool = field_of(EngineOptions, "warm_up")
     trace: bool = True
-    """On a GPU, trace kernels when all is timed; without it the GPU's idle share is not known."""
+    """On a GPU, trace kernels after all timing; without the trace, the GPU's idle share is not known."""
     seed: FirstSeed = 7
     """Seed of lengths, tokens and arrivals. The default makes 305,049 prompt and 124,407 output tokens."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a clause for each range of lengths that is empty, and where the prompts may be too many tokens."""
+        """Yield a clause for each empty range of lengths, and one if the prompts may have too many tokens."""
         for least, most in (("prompt_min", "prompt_max"), ("output_min", "output_max")):
             if getattr(self, least) > getattr(self, most):
                 yield f"{least} is {getattr(self, least)}, must be at most {most}, {getattr(self, most)}"
         yield from too_many_tokens(self.prompt_max, self.num_prompts, 0, "prompt_max or num_prompts")
 
     def rates(self, k: int) -> list[float]:
-        """Synthetic acceptance of K depths."""
+        """Synthetic acceptance rates of K depths."""
         return depth_rates(self.acceptance, k)
 
 
 @checked("stall benchmark")
 class StallConfig:
-    """What `measure_stall` measures; all else as in a `LoadConfig`."""
+    """Settings of `measure_stall`, besides those of a `LoadConfig`."""
 
     decoding_requests: Positive = 16
-    """Requests that decode, with --stall."""
+    """Number of requests that decode while prompts arrive, with --stall."""
     arriving_prompts: Positive = 8
-    """Prompts that arrive meanwhile, each when the one before has its first token, with --stall."""
+    """Number of prompts that arrive, each when the prompt before has its first token, with --stall."""
     arriving_length: Length = 4096
-    """Tokens of each, with --stall."""
+    """Tokens of each arriving prompt, with --stall."""
     lone_lengths: Annotated[tuple[Length, ...], Field(min_length=1, title="a list of one or more whole numbers")] = (
         Field(default=(128, 4096), validation_alias="lone_length")
     )
-    """Tokens of prompts that arrive when nothing else runs, with --stall."""
+    """Lengths in tokens of lone prompts, which arrive while nothing else runs, with --stall."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a clause where the prompts are too many tokens."""
+        """Yield a clause for each setting that makes too many tokens of prompts."""
         yield from too_many_tokens(self.arriving_length, self.arriving_prompts, 0, "arriving_length")
         yield from too_many_tokens(max(self.lone_lengths), 1, 0, "lone_length")
 
 
 @checked("turns benchmark")
 class TurnsConfig:
-    """What `measure_turns` measures; all else as in a `LoadConfig`."""
+    """Settings of `measure_turns`, besides those of a `LoadConfig`."""
 
     turns: FromZero = 0
-    """In place of the load, measure conversations of so many turns without and with the prefix cache: each turn's
-    prompt is all of the conversation so far and new tokens."""
+    """Turns per conversation: above 0, conversations are measured in place of the load, without and with the prefix
+    cache. Each turn's prompt is the whole conversation so far, followed by new tokens."""
     shared: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Share of the prompts' tokens that an earlier turn of the conversation had, with --turns: outputs are as long as
-    makes it so."""
+    """Share of the prompts' tokens that come from earlier turns of the conversation, with --turns. The length of
+    outputs follows from it."""
     turn_length: Length = 512
     """New tokens of each turn, with --turns."""
     conversations: Positive = 8
-    """Conversations at once, with --turns; the next turn of each begins when its last one has ended."""
+    """Number of conversations at once, with --turns. Each begins its next turn when the turn before has ended."""
 
     @property
     def output_len(self) -> int:
@@ -322,7 +325,7 @@ class TurnsConfig:
         return self.turns * (self.turn_length + self.output_len)
 
     def problems(self) -> Iterator[str]:
-        """Yield a clause where the conversations cannot be had."""
+        """Yield a clause if no conversations satisfy the settings."""
         if self.turns == 1:
             yield "turns is 1, must be 0 or at least 2"
         elif self.turns and self.output_len < 1:
@@ -336,36 +339,37 @@ class TurnsConfig:
 
 @checked("training benchmark")
 class TrainBenchConfig:
-    """What `measure_training` measures: one row per sequence length and loss."""
+    """Settings of `measure_training`, which reports one row per sequence length and loss."""
 
     sequence_lengths: Annotated[
         tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1, title="a list of one or more whole numbers")
     ] = Field(default=(4096,), validation_alias="sequence_length")
-    """Tokens of a packed sequence."""
+    """Lengths of packed sequences in tokens."""
     losses: Annotated[tuple[LossKind, ...], Field(min_length=1)] = Field(default=("kl",), validation_alias="loss")
-    """What the heads learn: kl, tv, ce."""
+    """Losses of the heads: kl, tv, ce."""
     k: Annotated[Drafts, Field(ge=1)] = Field(default=3, validation_alias="num_depths")
-    """Depths."""
+    """Number of depths of the heads (K)."""
     pattern: str | None = None
     """Layers of one depth; by default those of the model's heads, or those that the trainer gives new heads."""
     distinct: bool = False
-    """A block for each depth, with `per_depth` attention."""
+    """Give each depth a block of its own, with `per_depth` attention."""
     attention: HeadAttention = field_of(HeadsConfig, "attention")
     dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "dtype")
     micro_batch_size: Positive = 1
-    """Sequences of one forward and backward."""
+    """Sequences per forward and backward pass."""
     micro_batches: Positive = 1
     """Micro-batches per optimizer step on each data-parallel rank."""
     document_len: Positive | None = Field(default=None, validation_alias="document_length")
-    """Tokens of a document; by default one per sequence."""
+    """Tokens of a document; by default each sequence is one document."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """What updates the heads."""
+    """Optimizer of the heads."""
     offload: bool = False
-    """AdamW's state is in the host's memory. Its update overlaps the next step's base, whose time has the rest."""
+    """Keep AdamW's state in the host's memory. Its update overlaps the next step's base; the rest counts in that step's
+    time."""
     recompute: bool = False
-    """Run each depth again in the backward."""
+    """Recompute each depth in the backward pass."""
     cached: bool = False
-    """Take the base's hidden states from the host's memory; no base."""
+    """Take the base's hidden states from the host's memory, without running the base."""
     tensor_parallel_size: int = field_of(ParallelConfig, "tensor")
     pipeline_parallel_size: int = field_of(ParallelConfig, "pipeline")
     balance: Balance = field_of(ParallelConfig, "balance")
@@ -374,11 +378,11 @@ class TrainBenchConfig:
     """Implementation of the layers, as in training. `local` by default, where training has `auto`: a command then
     measures the same layers on every GPU, with Transformer Engine or without."""
     base_fp8: bool = False
-    """The base multiplies in fp8."""
+    """Compute the base's matrix products in fp8."""
     steps: Positive = 5
-    """Optimizer steps; the median counts."""
+    """Timed optimizer steps; their median is reported."""
     warm_up_steps: FromZero = 3
-    """Steps before them."""
+    """Optimizer steps before the timed ones."""
     seed: FirstSeed = 0
     """Seed of the random tokens."""
 
@@ -394,35 +398,36 @@ class TrainBenchConfig:
 
 @checked("kernel benchmark")
 class KernelConfig:
-    """What `measure_kernels` measures."""
+    """Settings of `measure_kernels`."""
 
     rows: Counts = BATCH_SIZES[:3] + BATCH_SIZES[4:]
-    """Requests of a step."""
+    """Numbers of requests in a step."""
     k: Drafts = Field(default=3, validation_alias="num_speculative_tokens")
     """Drafts per step: each request brings 1 + K tokens."""
     context_len: Positive = Field(default=512, validation_alias="context_length")
-    """Tokens that each request has behind it; of prompts; training sequences have 8 x."""
+    """Tokens of context of each request, and tokens of each prompt. Training sequences are 8 times as long."""
     ops: tuple[str, ...] = ()
-    """Only these."""
+    """Ops to measure; by default all."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     draft_vocab_size: Positive | None = None
-    """Draft among this many of the first tokens."""
+    """Draft only among this many first tokens of the vocabulary; by default among all."""
     repeats: Positive = 20
-    """Timings; the median counts."""
+    """Number of timings; their median is reported."""
 
 
 @checked("roofline")
 class RooflineConfig:
-    """What `mtpkit bench roofline` computes."""
+    """Settings of `mtpkit bench roofline`."""
 
     batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
-    """Requests that run at once."""
+    """Numbers of requests that run at once."""
     ks: Annotated[tuple[Drafts, ...] | None, Field(min_length=1)] = Field(
         default=None, validation_alias="num_speculative_tokens", title="a list of one or more whole numbers"
     )
-    """Drafts per step; by default 0, 1 and 3, as far as the heads were trained."""
+    """Numbers of drafts per step (K); by default 0, 1 and 3, up to the depths that the heads were trained for."""
     acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
-    """Rate at which each depth is accepted where all before it were; the last one holds for all further depths."""
+    """Rate at which the draft of each depth is accepted, given that all before it were. The last rate holds for all
+    further depths."""
     context_len: Annotated[float, Field(ge=0)] = Field(default=512, validation_alias="context_length")
     """Mean tokens that a request attends to."""
     dtype: StateDtype = "bfloat16"
@@ -430,18 +435,18 @@ class RooflineConfig:
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     ring_entries: Positive | None = None
-    """Committed entries that a replay ring holds; by default as the engine's for K."""
+    """Committed entries that a replay ring holds; by default as many as the engine's ring for K."""
     draft_vocab_size: Positive | None = None
-    """Draft among this many of the first tokens."""
+    """Draft only among this many first tokens of the vocabulary; by default among all."""
     bandwidth: Annotated[float, Field(ge=0.001)] = 4.3
-    """TB/s; a copy reaches the default on an H200."""
+    """Memory bandwidth in TB/s; a copy reaches the default on an H200."""
     matrix_rate: Annotated[float, Field(ge=0.001)] = 790.0
-    """TFLOP/s; an 8192^3 product in bf16 reaches the default on an H200."""
+    """Matrix rate in TFLOP/s; an 8192^3 product in bf16 reaches the default on an H200."""
 
 
 def engine_settings(config: object, **others: object) -> dict[str, Any]:
-    """The settings that `LLM` has by the same names, and others in their place. Where none of them says otherwise there
-    is no prefix cache, so that all prompts are computed."""
+    """Collect the settings of `config` that `LLM` has under the same names; `others` override them. Unless one of them
+    sets it, the prefix cache is off, so that all prompts are computed."""
     shared = {name: value for name, value in vars(config).items() if name in keys_of(EngineOptions)}
     return {"enable_prefix_caching": False} | shared | others
 
@@ -452,10 +457,10 @@ def depth_rates(acceptance: tuple[float, ...] | list[float], k: int) -> list[flo
 
 
 def too_many_tokens(prompt_len: int, batch_size: int, repeats: int, lower: str = "prompt_length") -> list[str]:
-    """A clause if random prompts for a warm-up and so many repeats are too many tokens, else none.
+    """Return a clause if the random prompts of a warm-up and `repeats` runs have too many tokens, else none.
 
     Args:
-        lower: the setting that makes them fewer.
+        lower: the setting that the clause says to lower.
     """
     count = prompt_len * batch_size * (repeats + 1)
     if count <= MOST_RANDOM_TOKENS:

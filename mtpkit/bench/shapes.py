@@ -1,4 +1,4 @@
-"""Models and prompts of the benchmarks: published sizes with random ones, or a checkpoint with real ones."""
+"""Models and prompts of the benchmarks: published sizes with random weights, or checkpoints; random or real prompts."""
 
 import difflib
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def require_gpu(model: str, device: torch.device) -> None:
     """Refuse a large shape on a CPU.
 
     Raises:
-        UserError: the model is one.
+        UserError: the model is a large shape and the device is a CPU.
     """
     if model in LARGE_SHAPES and device.type != "cuda":
         raise UserError(f"{model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU")
@@ -41,8 +41,8 @@ def get_config(model: str, pattern: str | None = None, distinct: bool = False) -
         distinct: give a shape a head for each depth.
 
     Raises:
-        UserError: neither a known shape nor a model directory, or a pattern of unknown layers, or heads of one's
-            choice for a directory.
+        UserError: the model is neither a known shape nor a directory, the pattern has unknown layers, or a pattern or
+            distinct heads are given for a directory.
     """
     if model in SHAPES:
         config = SHAPES[model] if pattern is None else with_pattern(SHAPES[model], pattern)
@@ -68,7 +68,7 @@ def with_pattern(config: ModelConfig, pattern: str, **changes: int | bool) -> Mo
 
 
 def get_base(model: str) -> ModelConfig:
-    """The config to train heads for. Of a shape whose head has attention alone, as decoding is timed with it, without.
+    """The config to train heads for. Shapes lose an attention-only head, which they have for timing decoding.
 
     Raises:
         UserError: as in `get_config`.
@@ -81,10 +81,10 @@ def get_base(model: str) -> ModelConfig:
 def choose_drafts[K: (int, int | Literal["auto"])](
     config: ModelConfig, given: Sequence[K] | None, usual: Sequence[int]
 ) -> tuple[K | int, ...]:
-    """All K that are `given`, or else, of the `usual` ones, those that the heads of a model were trained for.
+    """Return the K that are `given`, or else the `usual` ones, limited to the depths that the heads were trained for.
 
     Raises:
-        UserError: the heads cannot make so many drafts.
+        UserError: the heads cannot make as many drafts as a given K.
     """
     if given is None:
         return tuple(dict.fromkeys(min(k, config.mtp.default_drafts) for k in usual))
@@ -109,11 +109,11 @@ def open_model(
     Args:
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         pattern, distinct: see `get_config`.
-        ranks, whole_experts: tensor-parallel ranks, of which this one has its part; whether they share out experts.
-        stages, balance: pipeline stages, of which this rank has one, and how layers are dealt to them.
+        ranks, whole_experts: number of tensor-parallel ranks, and whether each of them holds whole experts.
+        stages, balance: number of pipeline stages, of which this rank has one, and how layers are divided among them.
 
     Raises:
-        UserError: neither a known shape nor a model directory, or one that cannot be built; see `get_config`.
+        UserError: the model is neither a known shape nor a directory, or it cannot be built; see `get_config`.
     """
     config = get_config(model, pattern, distinct)
     chosen = getattr(torch, resolve_dtype(dtype, device))
@@ -130,18 +130,18 @@ def open_model(
 
 @torch.no_grad()
 def _depend_on_context(model: HybridModel) -> None:
-    """Make the outputs of random layers depend on all earlier tokens, so that a wrong cache shows in the tokens: as
-    models are initialised, the best tokens are the same without state or attention."""
+    """Make the outputs of random layers depend on all earlier tokens, so that a wrong cache shows in the tokens.
+    With the usual initialisation, the best tokens are the same without state or attention."""
     draw = Draw(torch.Generator().manual_seed(0))
     for _, layer, kind in layers_of(model, heads=False):
         kind.depend_on_context(layer, model.mtpkit_config, draw)
 
 
 def read_token_ids(path: Path, model: str) -> list[list[int]]:
-    """The prompts of a file, texts encoded with the tokenizer beside a model.
+    """Read the prompts of a file as token ids; texts are encoded with the tokenizer beside the model.
 
     Raises:
-        UserError: a file that cannot be read, or texts for a shape, which has no tokenizer.
+        UserError: the file cannot be read, or it has texts and the model is a shape, which has no tokenizer.
     """
     prompts, tokenizer = read_prompts(path), None
     if any("prompt" in prompt for prompt in prompts):
@@ -166,21 +166,21 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
-    """Prompts of a file, one a line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as their `name`
-    file and line, which messages call them by. Lines of whitespace are skipped.
+    """Read the prompts of a file, one per line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as
+    `name` the file and line, which messages use. Blank lines are skipped.
 
-    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers), and if wanted
+    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers), and optionally
     `checkpoint_at`, see `Prompt`; other keys are left out. Any other file is plain text.
 
     Args:
-        limit: only so many, evenly spread over the file.
+        limit: most prompts to return, evenly spread over the file.
 
     Raises:
-        UserError: a file that cannot be read, a line of another form, a key that is almost `checkpoint_at`, or no
+        UserError: the file cannot be read, a line has another form, a key is almost `checkpoint_at`, or there is no
             prompt at all.
     """
     try:
-        lines = read_text(path).split("\n")  # other ends of lines may stand in a text
+        lines = read_text(path).split("\n")  # a text may contain other line breaks
     except UserError as error:
         raise UserError(f"prompts file {error}; name a .jsonl or a text file") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

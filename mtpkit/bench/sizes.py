@@ -1,4 +1,4 @@
-"""Sizes of published models, for benchmarks with random weights: by the name that commands take for a directory."""
+"""Sizes of published models, for benchmarks with random weights, by the name that commands take for a directory."""
 
 from mtpkit.config import ModelConfig
 
@@ -35,7 +35,7 @@ NEMOTRON_H_TINY = NEMOTRON_H_8B.replace(
     mamba_state_dim=16,
     mamba_num_groups=2,
 )
-"""The same kinds of layers, small enough for a CPU to decode with in a test."""
+"""The layer kinds of `NEMOTRON_H_8B`, small enough for a CPU to decode with in a test."""
 
 NEMOTRON_3_NANO = NEMOTRON_H_8B.replace(
     hidden_size=2688,
@@ -50,8 +50,8 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B.replace(
     moe_shared_expert_intermediate_size=3712,
     moe_router_topk_scaling_factor=2.5,
 )
-"""NVIDIA's Nemotron 3 Nano 30B-A3B (arXiv:2512.20848), with the same head. A random router gives every expert about as
-many tokens, so that a batch reads more experts than one of real text does."""
+"""NVIDIA's Nemotron 3 Nano 30B-A3B (arXiv:2512.20848), with the same head. A random router gives all experts about the
+same number of tokens, so that a batch reads more experts than a batch of real text does."""
 
 NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
     pattern="ME*E",
@@ -62,7 +62,7 @@ NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
     moe_shared_expert_intermediate_size=64,
     moe_router_topk_scaling_factor=2.5,
 )
-"""Its kinds of layers, small enough for a CPU."""
+"""The layer kinds of `NEMOTRON_3_NANO`, small enough for a CPU."""
 
 DEEPSEEK_V3 = ModelConfig.of(
     family="",
@@ -88,10 +88,10 @@ DEEPSEEK_V3 = ModelConfig.of(
     moe_router_group_topk=4,
     layernorm_epsilon=1e-6,
 )
-"""DeepSeek-V3 (arXiv:2412.19437), 671 billion weights with its one head of 14 more: for `bench roofline`."""
+"""DeepSeek-V3 (arXiv:2412.19437), 671 billion weights, and 14 billion more in its one head; for `bench roofline`."""
 
 DEEPSEEK_V3_SLICE = DEEPSEEK_V3.replace(pattern="+-" * 3 + "+E")
-"""Its first four layers, with the head: 53 GB in bf16, and 15 GB more while experts are stacked."""
+"""First four layers of `DEEPSEEK_V3`, with the head: 53 GB in bf16, and 15 GB more while experts are stacked."""
 
 DEEPSEEK_V3_TINY = DEEPSEEK_V3.replace(
     vocab_size=512,
@@ -113,7 +113,7 @@ DEEPSEEK_V3_TINY = DEEPSEEK_V3.replace(
     moe_router_num_groups=4,
     moe_router_group_topk=2,
 )
-"""Its kinds of layers, small enough for a CPU."""
+"""The layer kinds of `DEEPSEEK_V3`, small enough for a CPU."""
 
 QWEN3_NEXT_SLICE = ModelConfig.of(
     family="",
@@ -144,8 +144,8 @@ QWEN3_NEXT_SLICE = ModelConfig.of(
     layernorm_zero_centered_gamma=True,
     layernorm_epsilon=1e-6,
 )
-"""16 of the 48 layers of Qwen3-Next-80B-A3B with its head: what one H200 holds in bf16. A random router gives every
-expert about as many tokens."""
+"""16 of the 48 layers of Qwen3-Next-80B-A3B with its head: what one H200 holds in bf16. A random router gives all
+experts about the same number of tokens."""
 
 QWEN3_5_SLICE = QWEN3_NEXT_SLICE.replace(
     vocab_size=248320,
@@ -179,7 +179,7 @@ QWEN3_NEXT_TINY = QWEN3_NEXT_SLICE.replace(
     moe_ffn_hidden_size=48,
     moe_shared_expert_intermediate_size=64,
 )
-"""The same kinds of layers, small enough for a CPU."""
+"""The layer kinds of `QWEN3_NEXT_SLICE`, small enough for a CPU."""
 
 SHAPES = {
     "nemotron-h-8b": NEMOTRON_H_8B,
@@ -193,7 +193,7 @@ SHAPES = {
     "deepseek-v3-tiny": DEEPSEEK_V3_TINY,
     "qwen3-next-tiny": QWEN3_NEXT_TINY,
 }
-"""By the name that commands take in place of a model directory."""
+"""The shapes by the name that commands take in place of a model directory."""
 
 LARGE_SHAPES = (
     "nemotron-h-8b",

@@ -1,4 +1,4 @@
-"""How much faster a model decodes with K drafts per step than with none, and whether the tokens are the same."""
+"""Speedup of decoding with K drafts per step over decoding without drafts, and whether the tokens are the same."""
 
 import io
 import logging
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _FEW_STEPS, _WIDE_SPREAD = 100, 0.1
-"""Decode steps, and two standard errors over the acceptance length, that a caution names."""
+"""A warning is given below this number of decode steps, or above this ratio of two standard errors to the length."""
 _WARM_UP_TOKENS = 8
 _ROUNDS_PER_TURN = 4
-"""Prompts of a turn, over the batch size: few, and yet the batch is full for most of the time."""
+"""Prompts of a turn, as a multiple of the batch size: few, yet enough to keep the batch full for most of the time."""
 _LINES = ("#1f5fa8", "#d9822b", "#2e8b57", "#8e44ad", "#b03a48", "#555555")
 _BEFORE = "#999999"
 
@@ -62,7 +62,7 @@ class SpeedupRow:
             "conditional acceptance", lambda row: " ".join(f"{rate:.0%}" for rate in row.conditional_acceptance) or "-"
         ),
     ]
-    """Per depth, the rate at which a draft is accepted where all before it were."""
+    """Per depth, the rate at which a draft is accepted, given that all before it were."""
     identical: Annotated[float, Column("same tokens", ".0%")]
     """Share of the prompts whose tokens are those of K = 0 at the same batch size."""
     candidate_shares: list[list[float]] | None = None
@@ -70,7 +70,7 @@ class SpeedupRow:
     one, and so on; None: drafts are chains."""
 
     def to_dict(self) -> dict[str, object]:
-        """The fields, `candidate_shares` only where drafts are trees."""
+        """The fields, `candidate_shares` only if drafts are trees."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -105,13 +105,13 @@ class SpeedupReport(Report):
     before: list[SpeedupRow] | None = None
     """Rows of the same model with untrained heads."""
     settings: Mapping[str, object] | None = None
-    """Kept in the file alone."""
+    """Settings of the measurement, which only the file holds."""
 
     name = "report"
     machine = None
 
     def to_dict(self, whole: bool = False) -> dict[str, object]:
-        """The fields, `before` only where it was measured."""
+        """The fields, `before` only if it was measured."""
         left_out = {*([] if whole else ["settings"]), *(["before"] if self.before is None else [])}
         rows = {
             name: [row.to_dict() for row in part]
@@ -121,7 +121,7 @@ class SpeedupReport(Report):
         return {key: rows.get(key, value) for key, value in asdict(self).items() if key not in left_out}
 
     def tables(self) -> list[Table]:
-        """The rows, those of untrained heads in a table of their own."""
+        """The rows, with those of untrained heads in a separate table."""
         if self.before is None:
             tables, candidates = [tabulate("speedup", SpeedupRow, self.rows)], _Candidates.of(self.rows)
             return tables + ([tabulate("trees of drafts", _Candidates, candidates)] if candidates else [])
@@ -202,7 +202,7 @@ def measure_speedup(
     ks = choose_drafts(config_of(model), config.asked_ks, SPEEDUP_DRAFTS)
     first = LLM(
         model,
-        num_speculative_tokens=max(ks),  # for which, and for one request, layers are dealt to pipeline stages
+        num_speculative_tokens=max(ks),  # pipeline stages are balanced for this K and one request
         dtype=dtype,
         tokenizer=tokenizer,
         max_num_seqs=1,
@@ -236,7 +236,7 @@ def measure_speedup(
 
 
 def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
-    """The settings with batch sizes that so many prompts can fill."""
+    """The settings, with batch sizes limited to the number of prompts."""
     larger = [size for size in config.batch_sizes if size > prompts]
     if not larger:
         return config
@@ -263,7 +263,7 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
 
 
 def _warn_of_few_steps(contenders: Sequence["_Contender"], repeats: int) -> None:
-    """Say so where another sample of prompts may well have another acceptance length."""
+    """Warn if another sample of prompts may well have another acceptance length."""
     drafting = [contender.llm.stats() for contender in contenders if contender.k]
     if not drafting:
         return
@@ -279,14 +279,14 @@ def _warn_of_few_steps(contenders: Sequence["_Contender"], repeats: int) -> None
 
 
 class _Contender:
-    """One batch size and K: its engine, and what its runs gave."""
+    """One batch size and K: its engine, and the results of its runs."""
 
     def __init__(self, first: LLM, prompts: list[JsonObject], config: SpeedupConfig, batch_size: int, k: int) -> None:
         seed, sampling = config.sampling.seed or 0, config.sampling
         self.batch_size, self.k = batch_size, k
         self.prompts = prompts
         self.sampling = [replace(sampling, seed=seed + index) for index in range(len(prompts))]
-        # All engines live side by side, so each has caches for what it will see and no more.
+        # All engines exist at the same time, so each has caches for its own requests and no more.
         longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + sampling.max_tokens
         settings = engine_settings(
             config,
@@ -306,7 +306,7 @@ class _Contender:
         """Tokens of each prompt, in each repeat."""
 
     def warm_up(self) -> None:
-        """Run a few steps, once it is clear that all prompts can be served; then a decode step of every batch size.
+        """Check that all prompts can be served, then run a few steps and a decode step of every batch size.
 
         A batch shrinks while its last requests end, and each size may need a CUDA graph of its own.
         """
@@ -314,7 +314,7 @@ class _Contender:
             self.llm.engine.make_request(prompt["prompt_token_ids"], sampling, place=prompt["name"])
         brief = [replace(one, max_tokens=min(one.max_tokens, _WARM_UP_TOKENS)) for one in self.sampling]
         self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size])
-        # One token comes with the prompt, the other from a decode step. Prompts of a token are computed in one step.
+        # One token comes with the prompt, the other from a decode step. Prompts of one token are computed in one step.
         endless = replace(self.sampling[0], ignore_eos=True, stop=None, stop_token_ids=None)
         pair = replace(endless, max_tokens=min(endless.max_tokens, 2))
         for size in range(self.batch_size, 0, -1):

@@ -1,4 +1,4 @@
-"""How long running requests wait for the prompts of others, and how long a prompt waits where nothing else runs."""
+"""Latency of running requests while prompts of other requests arrive, and of prompts while nothing else runs."""
 
 import math
 import statistics
@@ -18,25 +18,25 @@ from mtpkit.errors import UserError
 from mtpkit.model.hybrid import HybridModel
 
 _PROMPT_LEN = 128
-"""Tokens of the prompts of requests that decode."""
+"""Prompt length of the requests that decode."""
 _QUIET_STEPS, _SETTLING_STEPS = 128, 8
-"""Steps in which nothing arrives: those that count, and those before them."""
+"""Steps in which nothing arrives: timed steps, and untimed steps before them."""
 _LONE_TOKENS, _LONE_REPEATS = 8, 5
 """Tokens generated for a lone prompt, and how often each length is timed."""
 _SHORTEST_CHUNK, _STEPS_OF_PROMPT = 64, 4
-"""Tokens of a prompt that a step computes at least where it can, and further steps that each prompt may take."""
+"""Shortest prefill chunk of a step that has room for it, and further steps that each prompt may take."""
 
 
 @dataclass(frozen=True)
 class StallRow:
-    """Requests that decode without and with prompts that arrive one after another, and prompts on their own."""
+    """Latencies of requests that decode without and with prompts arriving one after another, and of lone prompts."""
 
     k: Annotated[int | Literal["auto"], Column("K")]
     quiet_p50_ms: Annotated[float | None, Column("ITL ms p50", ".2f")]
     """Inter-token latency of the decoding requests while nothing arrives."""
     quiet_p99_ms: Annotated[float | None, Column("p99", ".2f")]
     stalled_p50_ms: Annotated[float | None, Column("with prompts: p50", ".2f")]
-    """From the first prompt's arrival to the last one's first token."""
+    """The same latency from the first prompt's arrival to the last prompt's first token."""
     stalled_p99_ms: Annotated[float | None, Column("p99 with prompts", ".2f")]
     stall: Annotated[float | None, Column("ratio of p99", ".2f")]
     """p99 with prompts over p99 without."""
@@ -54,14 +54,14 @@ def measure_stall(
     keep: Callable[[Result[StallRow]], object] | None = None,
     clock: Clock | None = None,
 ) -> Result[StallRow]:
-    """Measure with every K, each with an engine of its own, once all of it has run untimed.
+    """Measure with every K, each time with a new engine, after an untimed run of the whole measurement.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
         config: settings of the engine, K, acceptance and seed; its load is not served.
         name: the model's name in the report.
         keep: see `Result.measure`.
-        clock: what times are read from; by default the machine's.
+        clock: source of all times; by default the machine's clock.
 
     Raises:
         UserError: the model lacks the heads, or the requests do not fit.
@@ -123,11 +123,11 @@ class _Bench:
         self.seed = config.seed
 
     def warm_up(self) -> None:
-        """Run all of it once, so that kernels are compiled and graphs captured."""
+        """Run the whole measurement once, so that kernels are compiled and graphs captured."""
         self.measure(lone_repeats=1)
 
     def measure(self, lone_repeats: int = _LONE_REPEATS) -> StallRow:
-        """Time all of it."""
+        """Time lone prompts, then decoding requests without and with arriving prompts."""
         lone = [
             statistics.median(self._lone(length) for _ in range(lone_repeats)) * 1e3
             for length in self.stall.lone_lengths
@@ -146,8 +146,8 @@ class _Bench:
         return StallRow(self.k, quiet[0], quiet[1], stalled[0], stalled[1], ratio, lone)
 
     def _lone(self, length: int) -> float:
-        """Seconds to the first token of a prompt, while nothing else runs. The step that was launched before the last
-        request had ended is waited for."""
+        """Seconds to the first token of a prompt while nothing else runs, not even a step that was launched before the
+        last request had ended."""
         synchronize(self.device)
         stream = self.streams[self._add(length, _LONE_TOKENS)]
         while self.llm.engine.has_unfinished:
@@ -155,21 +155,21 @@ class _Bench:
         return stream.first_seconds
 
     def _arrivals(self, decoding: list[str]) -> None:
-        """Let the prompts arrive, each when the one before has its first token."""
+        """Let the prompts arrive, each when the prompt before has its first token."""
         for _ in range(self.stall.arriving_prompts):
             arrived = self._add(self.stall.arriving_length, 1)
             while not self.streams[arrived].times:
                 self._steps(decoding, 1)
 
     def _gaps(self, decoding: list[str], window: Callable[[], None]) -> list[float]:
-        """Seconds between outputs of the decoding requests that follow each other, the later of them in the window."""
+        """Seconds between consecutive outputs of the decoding requests, the later output being in the window."""
         streams = [self.streams[one] for one in decoding]
         before = [len(stream.times) for stream in streams]
         window()
         return [gap for stream, count in zip(streams, before, strict=True) for gap in stream.gaps[count - 1 :]]
 
     def _steps(self, decoding: list[str], count: int) -> None:
-        """Step so many times.
+        """Step `count` times.
 
         Raises:
             UserError: a decoding request has ended.

@@ -17,7 +17,7 @@ _Mark = float | torch.cuda.Event
 
 
 def release_memory(device: torch.device) -> None:
-    """Give the memory of unreachable objects back to a GPU, also of those that refer to each other."""
+    """Give the memory of unreachable objects, including those in reference cycles, back to a GPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -44,10 +44,10 @@ def median_seconds(function: Callable[[], object], device: torch.device, repeats
 def mean_seconds(
     calls: Sequence[Callable[[], object]], device: torch.device, capture: bool, repeats: int = 20
 ) -> float:
-    """Time of one of `calls` where they run one after another, from the median of several such runs.
+    """Mean time of one of `calls` when they run one after another, from the median of several such runs.
 
-    Each call should work on memory of its own, more in all than a cache holds. What the calls return is kept until the
-    last of them has run, so that outputs do not share memory either.
+    Each call should work on its own memory, all of which together exceeds the cache. Results are kept until the last
+    call has run, so that outputs do not share memory either.
 
     Args:
         capture: run them as one CUDA graph, so that the host's time does not count; ignored on a CPU.
@@ -61,7 +61,7 @@ def mean_seconds(
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        run()  # compiles kernels, which a capture must not
+        run()  # compiles kernels, which a capture must not do
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -145,7 +145,7 @@ class Trace:
         """Share of the span in which nothing ran between kernels that different host calls started.
 
         Pauses between the kernels of one CUDA graph are the device's own and are not counted. Tracing slows the host
-        more than the device, so that without it the share is this or less.
+        more than the device, so that without tracing the share is at most this.
         """
         gaps, latest = 0.0, float("-inf")
         for kernel, following in pairwise(self.kernels):
@@ -179,7 +179,7 @@ def can_trace(device: torch.device) -> bool:
 def trace_kernels(function: Callable[[], object], device: torch.device) -> Trace:
     """Run `function` and trace its kernels, on a GPU.
 
-    The tracer stays attached to the process, and launches of CUDA graphs take longer from then on: time first.
+    The tracer stays attached to the process, and launches of CUDA graphs take longer from then on: do all timing first.
     """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         function()
@@ -187,7 +187,7 @@ def trace_kernels(function: Callable[[], object], device: torch.device) -> Trace
     results = profiler.profiler.kineto_results
     events = [e for e in results.events() if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()]
     events.sort(key=lambda e: e.start_ns())
-    # The clock counts from 1970: floats that hold it lose what a kernel takes.
+    # The clock counts from 1970: as floats, its values would be too coarse for the time of a kernel.
     times = [e.start_ns() - events[0].start_ns() for e in events]
     return Trace(
         [

@@ -59,12 +59,12 @@ class TrainRow:
     base_seconds: Annotated[float, Column("base", lambda row: f"{row.base_seconds * 1e3:.1f}")]
     """The frozen base's layers, forward; 0 with cached hidden states."""
     heads_seconds: Annotated[float, Column("heads", lambda row: f"{row.heads_seconds * 1e3:.1f}")]
-    """All other time: heads and losses, forward and backward, and waiting for others and for an offloaded update."""
+    """All other time: heads and losses, forward and backward, and waits for other ranks and offloaded updates."""
     optimizer_seconds: Annotated[float, Column("optimizer", lambda row: f"{row.optimizer_seconds * 1e3:.1f}")]
     tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
     """Tokens per second over all ranks."""
     peak_memory: Annotated[int | None, Column("peak GB", lambda row: f"{row.peak_memory / 1e9:.1f}")]
-    """Bytes that torch held at most on any rank, from the first step on; None on a CPU."""
+    """Peak bytes that torch allocated on any rank, from the first step on; None on a CPU."""
     flops_per_token: Annotated[float, Column("GFLOP a token", lambda row: f"{row.flops_per_token / 1e9:.3g}")]
     """FLOPs that `step_flops` counts."""
     flops_per_s: Annotated[float, Column("TFLOP/s", lambda row: f"{row.flops_per_s / 1e12:.3g}")]
@@ -72,9 +72,9 @@ class TrainRow:
     matrix_share: Annotated[float, Column("of the matrix rate", ".1%")]
     """Share of the matrix rate measured in the same run."""
     mfu: Annotated[float | None, Column("MFU", ".1%")]
-    """Share of the GPU's stated bf16 peak, see `mtpkit.training.metrics`; None where that is not known."""
+    """Share of the GPU's stated bf16 peak, see `mtpkit.training.metrics`; None if the peak is not known."""
     mean_loss: float
-    """Weighted mean over all depths after the last step: of no meaning with random weights, but finite."""
+    """Weighted mean over all depths in the last step: without meaning for random weights, but finite."""
 
 
 def measure_training(
@@ -83,14 +83,14 @@ def measure_training(
     name: str = "model",
     keep: Callable[[Result[TrainRow]], object] | None = None,
 ) -> Result[TrainRow]:
-    """Train heads of a shape, its weights drawn on the device, on random tokens. Collective over all ranks.
+    """Train heads of a shape on random tokens, with weights drawn on the device. Collective over all ranks.
 
     Args:
         name: the shape's name in the report.
         keep: is given the result after each row, on the rank that reports.
 
     Raises:
-        UserError: settings that the trainer refuses, or that do not fit the shape or the number of processes.
+        UserError: the trainer refuses the settings, or they do not fit the shape or the number of processes.
         MtpkitError: a loss is not finite.
     """
     pattern = config.pattern
@@ -117,10 +117,10 @@ def measure_training(
 
 
 def train_settings(config: TrainBenchConfig, sequence_length: int, loss: LossKind, ranks: int) -> TrainConfig:
-    """The trainer's settings, given how many data-parallel ranks there are.
+    """The trainer's settings for `ranks` data-parallel ranks.
 
     Raises:
-        UserError: the trainer would not run these.
+        UserError: the trainer refuses them.
     """
     assert config.dtype != "auto" and config.pattern is not None
     return TrainConfig(
@@ -154,7 +154,7 @@ def _parallel(config: TrainBenchConfig) -> ParallelConfig:
 
 
 def _sizes(config: TrainBenchConfig) -> tuple[int, int, int]:
-    """Ranks that split matrices, layers and experts."""
+    """Numbers of ranks that split matrices, layers and experts."""
     return config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_parallel_size
 
 
@@ -206,7 +206,7 @@ class _Bench:
         self.model.decoder.register_forward_hook(lambda *_: self.watch.stop("base"))
 
     def measure(self, sequence_length: int, loss: LossKind) -> TrainRow:
-        """One row."""
+        """Measure one row."""
         config = self.config
         settings = train_settings(config, sequence_length, loss, self.group.size())
         batches = [self._batch(sequence_length, number) for number in range(config.micro_batches)]
@@ -258,7 +258,7 @@ class _Bench:
         )
 
     def _batch(self, length: int, number: int) -> PackedBatch:
-        """Random tokens of documents of one length, other ones on each rank, and of everything something to learn."""
+        """Random tokens in documents of one length, different tokens on each rank; every token is learnt."""
         config, shape = self.config, (self.config.micro_batch_size, length)
         generator = torch.Generator().manual_seed(config.seed + number * self.group.size() + self.group.rank())
         place = torch.arange(length).expand(shape)

@@ -1,4 +1,4 @@
-"""Conversations of several turns without and with the prefix cache: time to first token, and what is computed again."""
+"""Conversations of several turns without and with the prefix cache: time to first token, and recomputed tokens."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +22,7 @@ Drafts = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class TurnsRow:
-    """All conversations with one engine, all of which has run untimed before."""
+    """All conversations with one engine, after an untimed run with other tokens."""
 
     k: Annotated[Drafts, Column("K")]
     cached: Annotated[bool, Column("cache", lambda row: "on" if row.cached else "off")]
@@ -40,7 +40,7 @@ class TurnsRow:
         float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
     ]
     identical: Annotated[float | None, Column("same outputs", ".0%")] = None
-    """Share of the conversations whose outputs are those without the cache."""
+    """Share of the conversations whose outputs equal those without the cache."""
 
 
 def measure_turns(
@@ -51,14 +51,14 @@ def measure_turns(
     keep: Callable[[Result[TurnsRow]], object] | None = None,
     clock: Clock | None = None,
 ) -> Result[TurnsRow]:
-    """Hold the conversations with every K, without and with the cache, each with an engine of its own.
+    """Hold the conversations with every K, without and with the cache, each time with a new engine.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
         config: settings of the engine, K, acceptance and seed; its load is not served.
         name: the model's name in the report.
         keep: see `Result.measure`.
-        clock: what times are read from; by default the machine's.
+        clock: source of all times; by default the machine's clock.
 
     Raises:
         UserError: the model lacks the heads, or the conversations do not fit.
@@ -102,7 +102,7 @@ def measure_turns(
 def _hold(
     model: HybridModel, config: LoadConfig, turns: TurnsConfig, k: Drafts, clock: Clock
 ) -> tuple[TurnsRow, list[list[int]]]:
-    """Hold all conversations twice with other tokens, the first time untimed.
+    """Hold all conversations twice, with different tokens, the first time untimed.
 
     Returns:
         The row, and the tokens of each conversation.
@@ -125,7 +125,7 @@ def _hold(
     seconds, stats = clock.now() - began, llm.stats()
     first, last = percentiles_ms([one.first_seconds for stream in streams for one in stream[1:]])
     assert first is not None and last is not None
-    # The newest token of an output was never computed.
+    # The last token of an output was never fed to the model.
     before = sum(len(one.prompt) + one.max_tokens - 1 for stream in streams for one in stream[:-1])
     return (
         TurnsRow(
@@ -144,7 +144,7 @@ def _hold(
 
 
 def _converse(llm: LLM, turns: TurnsConfig, seed: int, clock: Clock) -> tuple[list[list[Stream]], list[list[int]]]:
-    """The streams of each conversation's turns, and its tokens. A turn is added when the one before has ended."""
+    """Return the streams of each conversation's turns, and its tokens. A turn is added when the one before ends."""
     engine, size = llm.engine, turns.turn_length
     drawn = random_prompts(turns.conversations, turns.turns * size, llm.model.mtpkit_config.vocab_size, seed)
     histories = [list(new[:size]) for new in drawn]

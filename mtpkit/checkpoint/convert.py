@@ -38,14 +38,14 @@ def import_checkpoint(
 ) -> list[str]:
     """Convert a Hugging Face directory to a Megatron one, holding few tensors at a time in memory.
 
-    Weights keep their dtypes, except those in fp8. The config, every file beside the weights and the tensors that are
-    not the text model's go along, so `export_checkpoint` gives the same directory back.
+    Weights keep their dtypes, except those in fp8. The config, the files beside the weights (see `copy_companions`) and
+    the tensors outside the text model are copied, too, so that `export_checkpoint` restores the directory.
 
     Args:
         fp8_as: dtype of weights that are stored in fp8.
 
     Returns:
-        The names of the tensors that are not the text model's.
+        The names of the tensors outside the text model.
 
     Raises:
         UserError: the source does not fit its config (every offending tensor is listed), or the destination is in use.
@@ -68,10 +68,10 @@ def import_checkpoint(
 
 
 def _require_equal_copies(source: Path, family: Family, config: ModelConfig) -> None:
-    """Check that the heads' copies of the base's tensors, which an import drops, are copies.
+    """Check that the heads' copies of the base's tensors, which an import drops, are equal to these tensors.
 
     Raises:
-        UserError: names those that differ.
+        UserError: some differ; the message names them.
     """
     reader = HFReader(source, family.published_name, family.carried)
     pairs = [pair for pair in family.table(config).copies.items() if pair[0] in reader.tensors]
@@ -94,7 +94,7 @@ def export_checkpoint(
 
     Args:
         family: `model_type` to write; None: that of the checkpoint, or the only one that fits it.
-        vocab_size: number of tokens, without the rows that Megatron adds to fill up the vocabulary; None: all rows.
+        vocab_size: number of tokens to keep, without the rows of Megatron's vocabulary padding; None: keep all rows.
     """
     source, destination = check_paths(source, destination, "megatron", force)
     weights: TensorSource = open_weights(source)
@@ -119,8 +119,8 @@ def save_hf_model(model: HybridModel, directory: Path | str, max_shard_bytes: in
     Weights and config that are in the directory are replaced; its other files, such as a tokenizer, stay.
 
     Raises:
-        UserError: the family's config cannot express the model, or it is spread over processes.
-        StorageError: writing failed; what was there still is.
+        UserError: the family's config cannot express the model, or the model is spread over processes.
+        StorageError: writing failed; the directory is as before.
     """
     directory = Path(directory)
     config, name = model.mtpkit_config, f"the model for {directory}"
@@ -141,7 +141,7 @@ def _hf_view(
     where: Path,
     stored: Stored | None = None,
 ) -> tuple[Settings, MappedTensors]:
-    """(`config.json`, weights) of the Hugging Face layout for weights under Megatron's names."""
+    """(`config.json`, weights) in the Hugging Face layout, from weights under Megatron's names."""
     if original and original["model_type"] != family.model_type:
         original = None
     hf_config = family.config_to_hf(config, original)
@@ -155,13 +155,13 @@ def _hf_view(
 
 
 def check_paths(source: Path | str, destination: Path | str, layout: Layout | None, force: bool) -> tuple[Path, Path]:
-    """Both as paths, after every refusal that costs nothing to find out.
+    """Both as paths, after all checks that need no reading of weights.
 
     Args:
-        layout: that of the source; None: either.
+        layout: required layout of the source; None: either.
 
     Raises:
-        UserError: the source has another layout, or the destination is in use or one with the source.
+        UserError: the source has another layout, the destination is in use, or one of them is or contains the other.
     """
     source, destination = Path(source), Path(destination)
     if detect_layout(source) != layout is not None:

@@ -1,4 +1,4 @@
-"""Model directories of either layout: which one it is, its config, its weights, the files beside them.
+"""Model directories of either layout: detect the layout, find config, weights, and the files beside them.
 
 A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_checkpointed_iteration.txt` and
 `iter_0000123/` or `release/`, or a folder with `checkpoint/` in it. Config and tokenizer lie in or beside it.
@@ -33,9 +33,9 @@ _logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 OWN_CONFIG = "mtpkit.json"
 MODELOPT = "hf_quant_config.json"
-"""ModelOpt's settings, where `config.json` has none."""
+"""File with ModelOpt's settings, used if `config.json` has none."""
 RELEASE = "release"
-"""Name that Megatron-LM gives to a checkpoint that is not a step of a run."""
+"""Megatron-LM's name for a checkpoint that does not belong to a step of a run."""
 
 
 def iteration_name(iteration: int | None) -> str:
@@ -47,7 +47,7 @@ def detect_layout(directory: Path | str) -> Layout:
     """Detect the layout of a directory.
 
     Raises:
-        UserError: it does not exist, or has neither; the message lists the files looked for.
+        UserError: the directory does not exist or has neither layout; the message lists the files looked for.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -68,7 +68,7 @@ def find_torch_dist(directory: Path | str) -> Path:
     """The `torch_dist` directory inside a Megatron directory: the latest iteration of a run.
 
     Raises:
-        UserError: there is none, or the one that the tracker file names is missing.
+        UserError: there is no checkpoint, or the one that the tracker file names is missing.
     """
     directory = Path(directory)
     found = _find_torch_dist(directory)
@@ -89,7 +89,7 @@ def _find_torch_dist(directory: Path) -> Path | None:
 
 
 def latest_iteration(directory: Path | str) -> int | None:
-    """The iteration that a run's tracker file names; None for a release, or where no iteration was saved yet.
+    """The iteration that a run's tracker file names; None for a release, or if no iteration was saved yet.
 
     Raises:
         UserError: the tracker file holds something else.
@@ -102,7 +102,7 @@ def latest_iteration(directory: Path | str) -> int | None:
 
 
 def beside(directory: Path) -> Iterator[Path]:
-    """Where the files that go with a Megatron checkpoint may lie, nearest first."""
+    """Directories that may hold the files that go with a Megatron checkpoint, nearest first."""
     checkpoint = find_torch_dist(directory)
     yield from dict.fromkeys((directory, checkpoint, checkpoint.parent))
 
@@ -133,14 +133,14 @@ def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
 def load_config(directory: Path | str, any_quantization: bool = False) -> ModelConfig:
     """The `ModelConfig` of a model directory of either layout.
 
-    A config of Megatron names no family: it is the one that fits, if only one does. A Hugging Face model without a
-    single tensor of its heads has none, whatever its config.json counts.
+    A Megatron config names no family, so the family is the one that fits, if exactly one does. A Hugging Face model
+    whose files contain no tensor of its heads is read without heads, whatever its config.json says.
 
     Args:
-        any_quantization: also of a directory whose weights are stored in a way that cannot be read.
+        any_quantization: accept a directory whose weights are quantised in a way that mtpkit cannot read.
 
     Raises:
-        UserError: no config, or one that cannot be represented.
+        UserError: there is no config, or it has unsupported settings.
     """
     directory = Path(directory)
     if detect_layout(directory) == "hf":
@@ -163,7 +163,7 @@ def load_config(directory: Path | str, any_quantization: bool = False) -> ModelC
 
 
 def _with_stored_heads(directory: Path, config: ModelConfig) -> ModelConfig:
-    """The config, without heads if no tensor of them is stored: transformers drops heads and keeps their number."""
+    """The config, without heads if none of their tensors is stored: transformers drops heads but keeps their number."""
     names = stored_names(directory) if config.mtp.num_depths else set()
     family = get_family(config.family)
     heads = tuple({prefix for depth in range(config.mtp.num_layers) for prefix in family.mtp_prefixes(config, depth)})
@@ -187,7 +187,7 @@ def hf_settings(directory: Path) -> dict[str, object]:
 
 
 def quantization_settings(directory: Path) -> object:
-    """`quantization_config` of a Hugging Face directory, or what ModelOpt wrote beside `config.json`; None without
+    """`quantization_config` of a Hugging Face directory, or ModelOpt's settings beside `config.json`; None without
     either. Raises as `read_json` does."""
     found = hf_settings(directory).get(CONFIG)
     if found is None and (own := modelopt_settings(directory)) is not None:
@@ -196,7 +196,7 @@ def quantization_settings(directory: Path) -> object:
 
 
 def modelopt_settings(directory: Path) -> dict[str, object] | None:
-    """What ModelOpt wrote beside `config.json`, if it did. Raises as `read_json` does."""
+    """The settings that ModelOpt wrote beside `config.json`, if any. Raises as `read_json` does."""
     return read_json(directory / MODELOPT) if is_there(directory / MODELOPT) else None
 
 
@@ -230,9 +230,9 @@ def open_weights(
     """The weights of a model directory under Megatron's names.
 
     Args:
-        fit_config: require of a Megatron checkpoint, too, that its tensors are those of its own config, by name and
-            shape: before a model is built in sizes that a config claims.
-        device: where tensors are read to: a GPU, or the CPU, also for all others.
+        fit_config: also check the names and shapes of a Megatron checkpoint's tensors against its own config, before a
+            model is built in the sizes that the config claims. Other checkpoints are always checked.
+        device: device that tensors are read to: a GPU; any other device means the CPU.
         fp8_as: dtype that weights stored in fp8 are read as.
 
     Raises:

@@ -1,7 +1,7 @@
 """Lists of the modules that a quantised checkpoint holds unquantised, as vLLM 0.24 and SGLang 0.5.23 read them.
 
-Each method of quantisation has a key of its own for the list, and each server its own idea of which module an entry
-means: vLLM takes the entries of an fp8 checkpoint as whole names, SGLang as parts of a path.
+Each quantisation method has its own key for the list, and each server has its own rule for which modules an entry
+matches: vLLM takes the entries of an fp8 checkpoint as whole names, SGLang as parts of a path.
 """
 
 import re
@@ -13,21 +13,21 @@ from mtpkit.checkpoint.families.serving import SERVERS, Server, Serving
 from mtpkit.checkpoint.tensors import Shape
 
 Match = Callable[[str, str], bool]
-"""Whether an entry means a module, as (entry, module)."""
+"""Whether an entry matches a module. Called as (entry, module)."""
 
 _NESTED = "quantization"
-"""Where older files of ModelOpt hold their settings, under `quantization_config`."""
+"""Key inside `quantization_config` under which older files of ModelOpt hold their settings."""
 _EXPERTS = re.compile(r".*\.experts(?=\.|$)")
 
 
 def stack_of(module: str) -> str:
-    """The module that holds all experts of a layer, for one inside of it; else the module itself."""
+    """The module that holds all experts of a layer if `module` is inside it; otherwise `module` itself."""
     found = _EXPERTS.match(module)
     return found[0] if found else module
 
 
 def _names_experts(entry: str, module: str) -> bool:
-    """Whether an entry is that of any expert of a layer, which means all of them."""
+    """Whether an entry names any expert of the module's layer, which servers take as all its experts."""
     stack = stack_of(module)
     return stack != module and stack in entry
 
@@ -80,13 +80,13 @@ def _negative(entry: str, module: str) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """How a method of quantisation names modules that it leaves out."""
+    """The format in which a quantisation method lists the modules that it leaves out."""
 
     keys: tuple[str, ...]
-    """Keys of the list; servers read the first that is not empty, and the last is that of a list to be made."""
+    """Possible keys of the list. Servers read the first that is not empty; a new list is written under the last."""
     means: Mapping[Server, Match]
     entry: Callable[[str], str]
-    """The entry that leaves out a module, or all experts of its layer."""
+    """Makes the entry that leaves out a module, or all experts of its layer."""
 
 
 def _as_regex(module: str) -> str:
@@ -102,7 +102,7 @@ METHODS: Mapping[str, Method] = {
     "awq": Method(("modules_to_not_convert",), {"vllm": _inside, "sglang": _inside}, stack_of),
     "gptq": Method(("dynamic",), {"vllm": _negative, "sglang": _negative}, lambda module: f"-:{_as_regex(module)}"),
 }
-"""By what `quant_method` begins with. GPTQ's list is an object, whose keys are the entries."""
+"""Methods by the beginning of `quant_method`. GPTQ's list is an object, whose keys are the entries."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class IgnoreList:
     """The list of one `quantization_config`."""
 
     settings: Mapping[str, object]
-    """What the list lies in."""
+    """The object that holds the list."""
     method: Method
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "IgnoreList | None":
-        """The list of a config; None where its method is not known."""
+        """The list of a config; None if its quantisation method is not known."""
         name, inner = str(config.get("quant_method", "")).lower(), config.get(_NESTED)
         method = next((method for start, method in METHODS.items() if name.startswith(start)), None)
         return None if method is None else cls(inner if isinstance(inner, Mapping) else config, method)
@@ -133,11 +133,11 @@ class IgnoreList:
         return [str(entry) for entry in found] if isinstance(found, list | Mapping) else []
 
     def leaves_out(self, server: Server, module: str) -> bool:
-        """Whether a server builds a module, under the server's own name of it, without quantisation."""
+        """Whether the list makes a server build a module, given by the name in that server, without quantisation."""
         return any(self.method.means[server](entry, module) for entry in self.entries)
 
     def with_entries(self, config: Mapping[str, object], entries: Iterable[str]) -> dict[str, object]:
-        """The config that the list is of, with further entries."""
+        """The config with further entries in its list."""
         new = [entry for entry in dict.fromkeys(entries) if entry not in self.entries]
         kept = self.settings.get(self.key)
         as_object = isinstance(kept, Mapping) or (self.key == "dynamic")
@@ -161,19 +161,19 @@ def head_modules(shapes: Mapping[str, Shape], facts: Serving) -> list[str]:
 
 
 def name_in(server: Server, module: str, facts: Serving) -> str:
-    """What a server calls a module of the heads."""
+    """A server's name for a module of the heads."""
     return re.sub(*facts.called[server], module) if server in facts.called else module
 
 
 def built_plain(server: Server, modules: Iterable[str], facts: Serving, ignored: IgnoreList) -> set[str]:
-    """Those among modules of heads that a server builds without quantisation, whatever the list says."""
+    """The modules of heads that a server builds without quantisation, whatever the list says."""
     algorithm = str(ignored.settings.get("quant_algo", "")).upper()
     apply = [one for one in facts.unquantized if server in one.servers and one.algorithm in ("", algorithm)]
     return {module for module in modules if any(re.search(one.pattern, module) for one in apply)}
 
 
 def unlisted(server: Server, modules: Sequence[str], facts: Serving, ignored: IgnoreList) -> list[str]:
-    """A server's names of those modules of heads that it would quantise."""
+    """A server's names for the modules of heads that it would quantise, since the list does not leave them out."""
     plain = built_plain(server, modules, facts, ignored)
     names = [name_in(server, module, facts) for module in modules if module not in plain]
     return [name for name in names if not ignored.leaves_out(server, name)]
@@ -182,13 +182,13 @@ def unlisted(server: Server, modules: Sequence[str], facts: Serving, ignored: Ig
 def with_heads_listed(
     config: Mapping[str, object], heads: Sequence[str], quantized: Sequence[str], facts: Serving
 ) -> dict[str, object]:
-    """A `quantization_config` that says of modules of heads that they are not quantised.
+    """A `quantization_config` whose list says that the modules of heads are not quantised.
 
-    Names that a server would take for a quantised module of the base are left out: `lint` names them.
+    Entries that would match a quantised module of the base in some server are not added; `lint` reports such heads.
 
     Args:
         heads: modules of the heads, none of which is quantised.
-        quantized: modules of the base that are.
+        quantized: modules of the base that are quantised.
     """
     ignored = IgnoreList.of(config)
     if ignored is None:

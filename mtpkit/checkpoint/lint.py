@@ -1,6 +1,6 @@
-"""What vLLM and SGLang would do with a Hugging Face directory, found out without running them.
+"""Find problems that vLLM and SGLang would have with a Hugging Face directory, without running them.
 
-The rules here hold for every family; `Family.serving` states the facts that they need, and rules of the family's own.
+The rules here hold for every family; `Family.serving` states the facts that they need, and further rules of the family.
 """
 
 import json
@@ -24,17 +24,17 @@ from mtpkit.files import is_there
 from mtpkit.model.kinds import kinds_in, uneven_sizes
 
 _WIDTH = 2000
-"""Characters of names in a finding, which is a report and no error line."""
+"""Most characters of names in a finding, which is a report and may be longer than an error line."""
 _NORM_SHIFT = 0.5
-"""A mean of norms that is so far from the usual one may lack, or have twice, an offset of 1."""
+"""If the mean of norms differs from the usual one by more, an offset of 1 may be missing or have been added twice."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 
 def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) -> list[Finding]:
-    """List what a server would stumble over in a Hugging Face directory, what is fatal first.
+    """List the problems that a server would have with a Hugging Face directory, fatal ones first.
 
     Args:
-        server: the one to look for; None: all that are known.
+        server: the server to check for; None: all known servers.
         ranks: tensor-parallel ranks of the server.
 
     Raises:
@@ -136,9 +136,9 @@ def _rules(family: Family) -> list[Rule]:
 
 
 def _fed(subject: Subject, family: Family) -> Iterator[Finding]:
-    """Heads that read something else than published ones, and something else than a server feeds them; any that read
-    another hidden state of the base, which costs the most; and any that were trained for several depths, and read
-    another hidden state of the one before."""
+    """Heads whose inputs differ from what a server feeds them. Most inputs are reported only if they also differ from
+    those of published heads. Always reported are another hidden state of the base, which costs the most, and, if the
+    heads were trained for several depths, another hidden state of the previous depth."""
     usual, feeds, heads = MtpConfig().rules, family.serving.feeds, subject.config.mtp
     costly = {"mtp_reads_of_base"} | ({"mtp_reads_of_depth"} if heads.depths_known and heads.num_depths > 1 else set())
     for key, value in heads.rules.items() if heads.num_layers else ():
@@ -159,7 +159,7 @@ def _unmet(need: Need, found: object) -> Finding | None:
 
 
 def _names(subject: Subject) -> Iterator[Finding]:
-    """A tensor under another name, or of another shape, is skipped, or stops the server, or stays uninitialised."""
+    """A server skips a tensor with a wrong name or shape, fails on it, or leaves its own weight uninitialised."""
     found, expected, quantized = subject.found, subject.expected, subject.quantized
     both = found.keys() & expected.keys()
     for title, names in (
@@ -170,7 +170,7 @@ def _names(subject: Subject) -> Iterator[Finding]:
         for whose, part in (("of the heads", names & subject.heads), ("", names - subject.heads)):
             if part:
                 yield Finding(f"{len(part)} tensors {whose} {title}: ".replace("  ", " ") + _listed(part))
-    packed = {name for name in both & quantized.keys() if found[name].dtype != FP8}  # several numbers in one
+    packed = {name for name in both & quantized.keys() if found[name].dtype != FP8}  # several numbers per element
     odd = sorted(name for name in both - packed if tuple(found[name].shape) != tuple(expected[name]))
     if odd:
         shapes = [f"{name} {list(found[name].shape)} instead of {list(expected[name])}" for name in odd]
@@ -178,7 +178,7 @@ def _names(subject: Subject) -> Iterator[Finding]:
 
 
 def _sizes(subject: Subject) -> Iterator[Finding]:
-    """Sizes that tensor-parallel ranks divide."""
+    """Sizes that the number of tensor-parallel ranks must divide."""
     ranks, config = subject.ranks, subject.config
     for size in uneven_sizes(config, ranks):
         share = "does not divide it, nor the other way round" if size.shared else "does not divide it"
@@ -204,7 +204,7 @@ def _dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[Finding]:
-    """Norms whose mean is far from the usual one may be stored with another offset than servers add."""
+    """Norms whose mean is far from the usual one may be stored with a different offset than servers expect."""
     groups: dict[tuple[str, str], list[float]] = {}
     endless = []
     for name in sorted(subject.found.keys() & subject.expected.keys()):
@@ -227,7 +227,7 @@ def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[F
 
 
 def _files(subject: Subject) -> Iterator[Finding]:
-    """What lies beside the weights."""
+    """Files beside the weights: tokenizer and code."""
     directory = subject.directory
     if not any(is_there(directory / name) for name in _TOKENIZERS):
         yield Finding(f"no tokenizer; looked for {listed(_TOKENIZERS)}", False)

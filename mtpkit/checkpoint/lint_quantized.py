@@ -13,11 +13,11 @@ from mtpkit.checkpoint.values import Values
 from mtpkit.errors import listed, shown
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that servers build as one."""
+"""Modules that servers build as one matrix."""
 
 
 def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
-    """A server must read the config, and learn from it which modules of the heads are not quantised."""
+    """A server must be able to read the config and to learn from it which modules of the heads are not quantised."""
     config = quantization_settings(subject.directory)
     if config is None:
         if subject.quantized:
@@ -45,7 +45,7 @@ def _heads(subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[Fi
 
 
 def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[str]:
-    """Clauses about the heads' modules in one server."""
+    """Clauses about problems with the heads' modules in one server."""
     quantized = {module_of(name) for name in subject.quantized}
     there = subject.heads & (subject.found.keys() | subject.quantized.keys())
     modules = head_modules({name: subject.expected[name] for name in there}, facts)
@@ -62,7 +62,7 @@ def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreL
 
 
 def _halves(told: Mapping[str, bool]) -> Iterator[str]:
-    """Modules that are built as one must be left out all or not at all."""
+    """Of the modules that are built as one matrix, either all or none must be left out."""
     for parts in _FUSED:
         for first in (m for m in told if m.endswith(f".{parts[0]}")):
             start = first.removesuffix(parts[0])
@@ -94,7 +94,7 @@ def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
 
 
 def block_sizes(subject: Subject, facts: Serving) -> Iterator[Finding]:
-    """Each rank's rows or columns of an fp8 matrix, and those of matrices that are built as one, are whole blocks."""
+    """Each rank's rows or columns of an fp8 matrix must be whole blocks, and so must the parts of a fused matrix."""
     config = quantization_settings(subject.directory)
     if not isinstance(config, Mapping) or config.get("weight_block_size") is None:
         return
@@ -110,7 +110,7 @@ def block_sizes(subject: Subject, facts: Serving) -> Iterator[Finding]:
 
 
 def _uneven(subject: Subject, facts: Serving, module: str, shape: Shape, block: BlockFp8) -> Iterator[str]:
-    """Clauses that name the last part of a module, which is the same in all layers."""
+    """Clauses about partial blocks. They give only the last part of a module's name, which all layers share."""
 
     def is_one_of(patterns: tuple[str, ...]) -> bool:
         return any(re.search(pattern, module) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Weights from a model directory of either layout into a model, and models from nothing but a directory."""
+"""Load weights from a model directory of either layout into a model, or build a model from a directory alone."""
 
 import math
 from collections import Counter, defaultdict
@@ -37,14 +37,14 @@ def load_model(
 ) -> HybridModel:
     """Build the model that a directory of either layout describes and load its weights, one tensor at a time.
 
-    Split over processes each has its part.
+    If the model is split over processes, each process loads its part.
 
     Args:
         expert_tensor_parallel, balance: see `build_model`.
-        sequence_parallel: None: if there are several tensor-parallel ranks. Decoding needs False.
+        sequence_parallel: None: on if there are several tensor-parallel ranks. Decoding needs False.
 
     Raises:
-        UserError: no checkpoint there, a config that cannot be built, or weights that do not fit it.
+        UserError: there is no checkpoint, its config cannot be built, or its weights do not fit the config.
     """
     source = open_weights(directory, fit_config=True, device=default_device() if device is None else device)
     model = build_model(
@@ -72,7 +72,7 @@ def load_model_weights(
     allow_missing_heads: bool = False,
     source: TensorSource | None = None,
 ) -> None:
-    """Copy weights into a model's parameters, casting them to its dtypes. At any parallelism: each rank takes its part.
+    """Copy weights into a model's parameters, casting them to its dtypes. At any parallelism, each rank takes its part.
 
     Args:
         strict: tensors that the model does not have are an error.
@@ -80,8 +80,8 @@ def load_model_weights(
         source: the opened weights of the directory, if they are open already.
 
     Raises:
-        UserError: tensors are missing, unexpected, of another shape or no floats: found before a parameter is changed;
-            or they are not finite, which is known when all are read. The message names them.
+        UserError: tensors are missing, unexpected, of another shape or no floats, which is checked before a parameter
+            changes; or they are not finite, which is known after all are read. The message names them.
     """
     device = next(model.parameters()).device
     source = open_weights(directory, device=device) if source is None else source
@@ -106,14 +106,14 @@ def load_model_weights(
             bar.update(nbytes)
     source.require_finite()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what single tensors lay in is of no size that others need
+        torch.cuda.empty_cache()  # blocks cached while reading have sizes that nothing else reuses
 
 
 @torch.no_grad()
 def unchanged_base(model: HybridModel, directory: Path | str) -> set[str]:
-    """Keys on disk of the base's tensors that a model holds as `load_model` reads them from a directory. Collective.
+    """Keys on disk of the base's tensors that are still equal to what `load_model` reads from a directory. Collective.
 
-    There are none if the directory's base has other tensors than the model's.
+    The set is empty if the directory's base has other tensors than the model's.
     """
     source = open_weights(directory)
     found = {name: info.shape for name, info in source.tensors.items() if not name.startswith("mtp.")}
@@ -132,7 +132,7 @@ def unchanged_base(model: HybridModel, directory: Path | str) -> set[str]:
 
 
 def _require_all_targets(model: HybridModel, targets: Mapping[str, Sequence[ShardedTensor]]) -> None:
-    """Check that a checkpoint's tensors fill every parameter, whose memory is not initialised."""
+    """Check that a checkpoint's tensors fill every parameter, since nothing else initialises their memory."""
     filled: Counter[int] = Counter()
     for shard in (shard for shards in targets.values() for shard in shards):
         filled[shard.data.untyped_storage().data_ptr()] += shard.data.numel()

@@ -1,8 +1,8 @@
-"""What a Megatron directory keeps of the Hugging Face directory that it was imported from, besides weights and config.
+"""Data that a Megatron directory keeps from its Hugging Face original, besides weights and config.
 
-`carried.safetensors` holds the tensors that are not the text model's, under their names on disk; `mtpkit_original.json`
-says how the others were stored where there is a choice, and has the values that Megatron's layout rounds. Both are
-there only where there is something to keep.
+`carried.safetensors` holds the tensors outside the text model, under their names on disk. `mtpkit_original.json`
+records how the other tensors were stored where there is a choice, and the values that Megatron's layout rounds. Each
+file exists only if there is something to keep.
 """
 
 import json
@@ -30,7 +30,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 def keep_original(source: Path, directory: Path, family: Family, config: ModelConfig) -> None:
-    """Write what there is to keep of a Hugging Face directory into a Megatron directory that has none of it."""
+    """Write the two files about a Hugging Face directory into a Megatron directory that has neither."""
     reader = HFReader(source, family.published_name, family.carried)
     table = family.table(config)
     stored, rounded = table.stored_in(reader.tensors), table.rounded_in(reader)
@@ -50,7 +50,7 @@ def keep_original(source: Path, directory: Path, family: Family, config: ModelCo
 
 
 def link_original(source: Path, directory: Path) -> None:
-    """Give another Megatron directory what one keeps; a hard link to the tensors where the file system has them."""
+    """Add the two files of one Megatron directory to another, as hard links if the file system supports them."""
     for name in (ORIGINAL, CARRIED):
         if (source / name).exists() and not (directory / name).exists():
             with staged_file(directory / name) as staging:
@@ -61,12 +61,12 @@ def link_original(source: Path, directory: Path) -> None:
 
 
 def _as_json(tensor: Tensor) -> dict[str, object]:
-    """The dtype and the values of a flat tensor, which decimal numbers hold exactly."""
+    """The dtype and values of a flat tensor. Decimal numbers hold the values exactly."""
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "values": tensor.double().tolist()}
 
 
 def read_stored(places: Iterable[Path]) -> Stored:
-    """How the original stored its tensors; as a family does by default where nothing says it. See `Table.check`.
+    """Read how the original stored its tensors; the family's default if there is no record. See `Table.check`.
 
     Args:
         places: directories to look in, nearest first.
@@ -95,13 +95,13 @@ def _from_json(found: object, where: Path) -> Tensor:
 
 
 def open_carried(places: Iterable[Path]) -> CarriedTensors | None:
-    """The tensors of the original that are not the text model's, if there are any; raises as `HFReader` does."""
+    """The tensors of the original outside the text model, if there are any. Raises as `HFReader` does."""
     place = next((place for place in places if is_there(place / CARRIED)), None)
     return None if place is None else HFReader(place, carried=("",), single=CARRIED).carried
 
 
 def find_carried(directory: Path) -> CarriedTensors | None:
-    """The tensors of a model directory of either layout that are not the text model's, if there are any."""
+    """The tensors of a model directory of either layout that are outside the text model, if there are any."""
     if detect_layout(directory) == "megatron":
         return open_carried(beside(directory))
     family = get_family(load_config(directory).family)

@@ -16,26 +16,26 @@ from mtpkit.errors import UserError, listed, shown
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""What the name of a scale has after that of its weight."""
+"""Suffix that the name of a scale adds to the name of its weight."""
 CONFIG = "quantization_config"
 
 _ROWS = 16
-"""Rows of blocks that are widened at once."""
+"""Number of rows of blocks that are widened at once."""
 
 
 _INSTEAD = ("weight_packed", "qweight", "packed")
-"""What the names of tensors end with that stand in place of a weight."""
+"""Name endings of tensors that are stored in place of a weight."""
 _BESIDE = (
     *("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
     *("weight_shape", "weight_g_idx", "input_scale", "input_global_scale", "k_scale", "v_scale", "scale_inv", "scale"),
     *("qzeros", "scales", "g_idx"),
 )
-"""What the names of further tensors of a quantised weight end with."""
+"""Name endings of further tensors of a quantised weight."""
 
 
 @dataclass(frozen=True)
 class BlockFp8:
-    """The size of blocks that share a scale."""
+    """The size of the blocks that have one scale each."""
 
     rows: int = 128
     columns: int = 128
@@ -46,7 +46,7 @@ class BlockFp8:
         return (*leading, -(-out // self.rows), -(-width // self.columns))
 
     def dequantize(self, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., out, in] fp8 and the scales of its blocks to `dtype`, multiplied in fp32 and rounded once."""
+        """Convert fp8 [..., out, in] and the scales of its blocks to `dtype`: multiply in fp32, then round once."""
         if weight.dim() > 2:
             return torch.stack([self.dequantize(w, s, dtype) for w, s in zip(weight, scale, strict=True)])
         result = torch.empty(weight.shape, dtype=dtype)
@@ -60,7 +60,7 @@ class BlockFp8:
 
 
 def read_block_fp8(file: Values) -> BlockFp8 | None:
-    """The block size of a `config.json`; None where it has no `quantization_config`, or one with a problem.
+    """The block size of a `config.json`; None if it has no `quantization_config`, or one with a problem.
 
     A quantisation other than block fp8 is recorded as a problem.
     """
@@ -82,10 +82,10 @@ def read_block_fp8(file: Values) -> BlockFp8 | None:
 
 
 class Dequantized:
-    """A source whose fp8 weights are read as `dtype`; their scales do not show.
+    """A source whose fp8 weights are read as `dtype`; their scales are hidden.
 
     Raises:
-        UserError: names every weight without its scale, and every scale of another shape or dtype.
+        UserError: weights lack their scale, or scales have another shape or dtype; the message names them all.
     """
 
     def __init__(self, source: Tensors, block: BlockFp8, where: object, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -119,9 +119,9 @@ class Dequantized:
 
 
 def find_quantized(found: Mapping[str, TensorInfo], expected: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The names among `expected` that are stored quantised, each with the further tensors that this takes.
+    """The names among `expected` that are stored quantised, each with the tensors stored beside or in place of it.
 
-    Example: `X.weight` of dtype fp8 has `X.weight_scale_inv`; in place of `X.weight` may be `X.qweight`.
+    Example: an fp8 `X.weight` has `X.weight_scale_inv` beside it; `X.qweight` may be in place of `X.weight`.
     """
     quantized = {}
     for name in expected:

@@ -3,9 +3,9 @@
 `RUN/mtpkit.json`, `config.json`, `tokenizer.json`, ... go with the weights; `RUN/iter_0000100/` is a `torch_dist`
 checkpoint of model, optimizer and common state; `RUN/latest_checkpointed_iteration.txt` is replaced last.
 
-Where a run leaves out the frozen base, its tensors are copied once from its model directory, in their dtypes there and
-one at a time, into files of their own beside those that the ranks save: `base_0.distcp`, ... Later checkpoints of the
-run hold hard links to these files: every checkpoint is complete, and the base is on the disk once. The base need not be
+If the ranks do not save the frozen base, its tensors are copied once from its model directory, one at a time and in
+their stored dtypes, into separate files beside those of the ranks: `base_0.distcp`, ... Later checkpoints of the run
+hold hard links to these files, so every checkpoint is complete and the base is on disk only once. The base need not be
 in memory.
 """
 
@@ -67,24 +67,24 @@ from mtpkit.platform import on_first_rank, save_checkpoints_in_threads
 
 # torch warns of a class that megatron-core, not mtpkit, chose.
 warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
-# Every save would advise an asynchronous writer; saves here are synchronous.
+# Every save would log the advice to use an asynchronous writer, but saves here are synchronous.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 save_checkpoints_in_threads()
 
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable of torch."""
+"""Environment variable that makes `torch.load` unpickle only allowed kinds of objects."""
 
 PREFIX = "base_"
-"""Prefix of the files that hold the base alone."""
+"""Name prefix of the files that hold only the base."""
 
 DIVERGED = "the training diverged: lower the learning rate, and go on from an earlier checkpoint"
-"""Advice where weights to be saved are not finite."""
+"""Advice if weights to be saved are not finite."""
 
 
 def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:
     """Save a model's weights as the release of `directory`, with its config and the tokenizer found in `companions`.
 
-    Tensors of the base that were loaded from `companions` and are unchanged are stored as they are there, whatever
+    Tensors of the base that were loaded from `companions` and have not changed keep their dtypes from there, whatever
     dtype the model has. Collective: every rank calls it. Errors as in `save_checkpoint`.
     """
     state = model.sharded_state_dict()
@@ -112,16 +112,16 @@ def save_checkpoint(
 
     Args:
         sharded_state_dict: megatron-core's, of the model and the optimizer; any nesting.
-        common_state: what is equal on all ranks, such as the iteration and the schedule.
-        companions: model directory whose tokenizer and config.json go along.
-        base: model directory of the base, whose tensors go along where `sharded_state_dict` lacks them.
+        common_state: values that are equal on all ranks, such as the iteration and the schedule.
+        companions: model directory whose tokenizer and config.json are copied along.
+        base: model directory of the base, whose tensors are added where `sharded_state_dict` lacks them.
 
     Returns:
         The directory of the iteration.
 
     Raises:
-        StorageError: writing failed, for instance on a full disk; the previous latest iteration still is.
-        UserError: the base cannot be read, or what is to be saved is not finite; the previous iteration still is.
+        StorageError: writing failed, for instance on a full disk; the previous iteration stays the latest.
+        UserError: the base cannot be read, or the state is not finite; the previous iteration stays the latest.
     """
     directory = Path(directory)
     target = directory / iteration_name(iteration)
@@ -139,7 +139,7 @@ def save_checkpoint(
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
                 with contextlib.suppress(OSError):
-                    directory.rmdir()  # if this was its first checkpoint
+                    directory.rmdir()  # removes the directory if this was its first checkpoint
             raise
     return target
 
@@ -167,7 +167,7 @@ def _publish(
 
 
 def _copy_original(source: Path, run: Path) -> None:
-    """Keep what belongs to the model in the Hugging Face layout, once."""
+    """Copy to a run, once, what a directory keeps of its original (see `mtpkit.checkpoint.original`)."""
     if detect_layout(source) == "megatron":
         link_original(source, run)
     elif not (run / OWN_CONFIG).exists():
@@ -178,10 +178,10 @@ def _copy_original(source: Path, run: Path) -> None:
 def _add_base(staging: Path, target: Path, source: Path) -> None:
     """Add the tensors of the base that a saved checkpoint lacks, in the dtypes in which the base is stored.
 
-    The files of the base in the run's newest checkpoint are linked; without such files the base is read from `source`,
+    The files of the base in the run's newest checkpoint are linked. Without such files, the base is read from `source`,
     a model directory of either layout, whose heads are left out.
     """
-    with storage_errors(target):  # which can be sent to all ranks, unlike torch's own errors
+    with storage_errors(target):  # its errors can be sent to all ranks, unlike torch's
         own = read_index(staging)
         iteration = latest_iteration(target.parent)
         previous = None if iteration is None else target.parent / iteration_name(iteration)
@@ -193,7 +193,7 @@ def _add_base(staging: Path, target: Path, source: Path) -> None:
 
 
 def _write_base(directory: Path, source: Path, own: Metadata) -> Metadata:
-    """Write the base's files into a checkpoint with the index `own`; return the index of what is in them."""
+    """Write the base's files into a checkpoint with the index `own`; return the index of their tensors."""
     base = open_weights(source)
     base.tensors = {
         name: info
@@ -219,7 +219,7 @@ def _write_base(directory: Path, source: Path, own: Metadata) -> Metadata:
 
 
 def _link_base(directory: Path, previous: Path | None) -> Metadata | None:
-    """Take over the base's files of the checkpoint `previous`; None if it has none."""
+    """Link the base's files of the checkpoint `previous` and return their index; None if it has none."""
     files = sorted(previous.glob(f"{PREFIX}*.distcp")) if previous is not None else []
     if previous is None or not files:
         return None
@@ -234,7 +234,7 @@ def _link_base(directory: Path, previous: Path | None) -> Metadata | None:
 
 
 def _part(metadata: Metadata, storage: Mapping[MetadataIndex, object]) -> Metadata:
-    """The part of an index that describes what is stored in these places."""
+    """The part of an index about the entries that are stored in these places."""
     names = {index.fqn for index in storage}
     entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if name in names}
     return Metadata(entries, storage_data=storage)
@@ -250,13 +250,13 @@ def load_checkpoint(
         partial: ignore tensors in the checkpoint that `sharded_state_dict` lacks.
 
     Returns:
-        The same nesting with plain tensors, and the common state beside it.
+        `sharded_state_dict`'s nesting with plain tensors, and the entries of the common state beside it.
 
     Raises:
         UserError: tensors are missing, unexpected, of another shape or not finite; or a file is damaged.
     """
     path = find_torch_dist(directory)
-    require_file(path / "metadata.json")  # which megatron-core opens
+    require_file(path / "metadata.json")  # megatron-core opens this file
     stored = MegatronReader(path)
     asked = _without_absent_extra_states(sharded_state_dict, stored.keys)
     flat = list(nested_values(load_preprocess(asked)[0]))
@@ -277,7 +277,7 @@ def load_checkpoint(
 
 @contextlib.contextmanager
 def _without_code() -> Iterator[None]:
-    """Let torch read objects of the kinds that megatron-core saves, and no other: pickles can run code."""
+    """Let torch load only the kinds of objects that megatron-core saves, because other pickles can run code."""
     register_safe_globals()
     before = os.environ.get(WEIGHTS_ONLY)
     os.environ[WEIGHTS_ONLY] = "1"
@@ -300,7 +300,7 @@ def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, object],
 
 
 def _without_absent_extra_states(sharded_state_dict: Mapping[str, object], stored: Set[str]) -> dict[str, object]:
-    """Let `_extra_state` objects that the checkpoint lacks be None: they carry fp8 scales, or nothing."""
+    """Replace `_extra_state` objects that the checkpoint lacks with None; they hold fp8 scales or nothing."""
 
     def replace(value: object) -> object:
         if isinstance(value, ShardedObject) and value.key.endswith("_extra_state") and value.unique_key not in stored:

@@ -1,4 +1,4 @@
-"""Trained heads put into an existing Hugging Face checkpoint, of which everything else stays as it is."""
+"""Put trained heads into an existing Hugging Face checkpoint; everything else in it stays as it is."""
 
 import hashlib
 import json
@@ -36,9 +36,9 @@ from mtpkit.files import staged_directory
 from mtpkit.model.kinds import kinds_in
 
 HEADS_FILE = "model-heads.safetensors"
-"""The file of heads in a checkpoint whose files had none."""
+"""File for the heads if the checkpoint had none before."""
 BASE_FILE = "model-base.safetensors"
-"""What the only file of a checkpoint is called beside it: transformers would read `model.safetensors` alone."""
+"""New name of a checkpoint's only file if heads get their own: transformers would read `model.safetensors` alone."""
 
 _THREADS = 4
 
@@ -58,7 +58,7 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class Stitched:
-    """What `stitch` did."""
+    """Result of `stitch`."""
 
     heads: tuple[str, ...]
     """Names of the tensors that were written."""
@@ -68,10 +68,10 @@ class Stitched:
     kept_files: tuple[str, ...]
     """The files that were linked or copied."""
     kept: int
-    """Number of all other tensors."""
+    """Number of tensors that are not heads."""
     hashed: int
-    """How many of them were read again and have the hash of the source's; the others lie in linked files, which are
-    the source's own."""
+    """Number of kept tensors that were read again and have the same hash as in the source. The remaining ones are in
+    linked files, which are the source's own."""
 
 
 def stitch(
@@ -79,14 +79,15 @@ def stitch(
 ) -> Stitched:
     """Write a Hugging Face checkpoint with the heads of another model directory.
 
-    Only the files that hold heads and the index are rewritten. Of `config.json` only the keys that count heads
-    change. Every other tensor is proved unchanged: by its SHA-256 after writing, or because its file is the same one.
+    Only the index and the files that hold heads are rewritten. In `config.json`, and in ModelOpt's file beside it,
+    only the keys about heads and the lists of unquantised modules change. Every other tensor is proved unchanged: by
+    its SHA-256 after writing, or because it is in the same file as before.
 
     Args:
         source: the checkpoint in the Hugging Face layout; it is not changed.
         trained: model directory of either layout, such as a training run, whose base has the same sizes.
-        link: link the other files instead of copying them, which takes no room. They are then the source's own files:
-            a program that changes one in place changes both checkpoints.
+        link: hard-link the other files instead of copying them, which needs no disk space. They are then the source's
+            own files: a program that changes one in place changes both checkpoints.
         force: replace a checkpoint at the destination.
 
     Raises:
@@ -114,7 +115,7 @@ def stitch(
 
 
 class _Plan:
-    """Which tensor goes into which file.
+    """The assignment of tensors to files.
 
     Raises:
         UserError: as `stitch` does.
@@ -131,7 +132,7 @@ class _Plan:
         stored = table.stored_in(self.reader.tensors)
         self.quantized = check_base(source, self.reader, table.hf_shapes(stored))
         old_heads = table.mtp_names(stored)
-        old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}  # scales, of no use then
+        old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}  # drops their scales, too
         table = self.family.table(self.config)
         copied = _Part(CheckedTensors(self.reader, source), {*table.copies.values()})
         self.mapped: MappedTensors = table.heads_to_hf(_heads_of(trained), copied, trained, stored)
@@ -140,7 +141,7 @@ class _Plan:
         self._assign(old_heads)
 
     def _assign(self, old_heads: set[str]) -> None:
-        """Heads stay in their files; new names go into the last of these, or into a file of their own."""
+        """Heads under old names stay in their files; new names go into the last of these, or into `HEADS_FILE`."""
         places = self.reader.places
         files = sorted({place.file for place in places.values()})
         touched = {places[name].file for name in old_heads if name in places}
@@ -184,7 +185,7 @@ class _Plan:
 
 
 class _Content:
-    """The tensors of one file under their names on disk: heads by the table, others byte for byte."""
+    """The tensors of one file under their names on disk: heads converted by the table, others copied byte for byte."""
 
     def __init__(self, plan: _Plan, names: list[str], heads: set[str]) -> None:
         self._plan, self._heads = plan, heads
@@ -205,7 +206,7 @@ class _Content:
 
 
 class _Part:
-    """Some tensors of a source."""
+    """A subset of the tensors of a source."""
 
     def __init__(self, source: TensorSource, names: Set[str]) -> None:
         self._source = source
@@ -228,7 +229,7 @@ def _with_heads(base: ModelConfig, trained: ModelConfig, source: Path, where: Pa
     """The config of a base with the heads of another model.
 
     Raises:
-        UserError: the other has none, or sizes that the heads depend on differ; names these.
+        UserError: the other model has no heads, or settings that heads depend on differ; the message names them.
     """
     if not trained.mtp.num_layers:
         raise UserError(f"{where} has no heads to put into {source}; train some, or name another directory")
@@ -244,8 +245,8 @@ def _with_heads(base: ModelConfig, trained: ModelConfig, source: Path, where: Pa
 
 
 def _keep(source: Path, target: Path, link: bool) -> None:
-    """Give the destination a file of the source."""
-    source = source.resolve()  # a cache of downloads holds links
+    """Link or copy a file of the source into the destination."""
+    source = source.resolve()  # files in a download cache are symbolic links
     if link:
         try:
             os.link(source, target)
@@ -259,7 +260,7 @@ def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
     """Compare every tensor but the heads with the source's; return how many were hashed.
 
     Raises:
-        MtpkitError: some differ; names them.
+        MtpkitError: some differ; the message names them.
     """
     missing = [name for name in plan.others if name not in after.places or before.info(name) != after.info(name)]
     same = {

@@ -1,4 +1,4 @@
-"""What `stitch` needs to know of a quantised checkpoint, which it does not read: its tensors' names, and its lists."""
+"""Support for quantised checkpoints in `stitch` without reading weights: tensor names, list of unquantised modules."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +12,14 @@ from mtpkit.checkpoint.values import Values
 
 
 def check_base(source: Path, found: Tensors, expected: Mapping[str, Shape]) -> dict[str, frozenset[str]]:
-    """Check that a checkpoint holds the tensors that its config calls for, of whichever quantisation.
+    """Check that a checkpoint holds the tensors that its config calls for, under any quantisation.
 
     Returns:
-        The names of quantised weights, each with the further tensors that it takes.
+        The names of quantised weights, each with the tensors stored beside or in place of it.
 
     Raises:
-        UserError: names all that are missing, unexpected or of another shape, and scales of block fp8 that do not fit.
+        UserError: tensors are missing, unexpected or of another shape, or scales of block fp8 do not fit; the message
+            names them all.
     """
     if quantization_settings(source) is None:
         require_same_names(source, found.tensors, expected)
@@ -36,7 +37,7 @@ def check_base(source: Path, found: Tensors, expected: Mapping[str, Shape]) -> d
 def list_heads(
     source: Path, config: Mapping[str, object], heads: Sequence[str], quantized: Sequence[str], facts: Serving
 ) -> dict[str, Mapping[str, object]]:
-    """`config.json`, and ModelOpt's file if there is one, with the heads in their lists of unquantised modules.
+    """`config.json`, and ModelOpt's file if there is one, with the heads added to their lists of unquantised modules.
 
     Args:
         config: the `config.json` to change.

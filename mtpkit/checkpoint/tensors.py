@@ -1,4 +1,4 @@
-"""Named tensors that are read one at a time, whatever file or mapping they come from."""
+"""Named tensors that are read one at a time, from whatever file or mapping."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,13 +17,13 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _CPU = torch.device("cpu")
 _MOST_CHARACTERS = 255
-"""The longest name of a file, on any file system."""
+"""Length of the longest file name that any file system allows."""
 _LARGEST = torch.finfo(torch.bfloat16).max
-"""Beyond it a weight is infinite in bf16, which models run in."""
+"""Largest finite value in bf16. Models run in bf16, where a larger weight is infinite."""
 
 
 class TensorInfo(NamedTuple):
-    """Shape and dtype, known before a tensor is read."""
+    """Shape and dtype of a tensor, known before it is read."""
 
     shape: Shape
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class TensorInfo(NamedTuple):
 
 
 class Tensors(Protocol):
-    """Named tensors, whatever their values are."""
+    """Named tensors, whose values are not checked."""
 
     tensors: dict[str, TensorInfo]
 
@@ -54,19 +54,19 @@ class TensorSource(Tensors, Protocol):
         """Check the values of all tensors that were read so far.
 
         Raises:
-            UserError: some hold NaN or infinity, see `is_finite`; names them.
+            UserError: some hold NaN or infinity, see `is_finite`; the message names them.
         """
         ...
 
 
 class CheckedTensors:
-    """Tensors whose values are checked when they are read; on a GPU without waiting for it.
+    """Tensors whose values are checked as they are read; on a GPU, reading does not wait for the result.
 
-    Several threads may read from it on the CPU, one on a GPU.
+    Several threads may read from it on the CPU, but only one on a GPU.
 
     Args:
-        where: file or directory of the weights, or what they are, for the message.
-        device: where tensors are read to and checked.
+        where: file, directory or description of the weights, for the message.
+        device: device that tensors are read to and checked on.
     """
 
     def __init__(self, source: Tensors, where: Path | str, device: torch.device = _CPU) -> None:
@@ -92,9 +92,9 @@ class CheckedTensors:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN, infinite, or beyond what bf16 holds.
+    """Whether all values are finite and within the range of bf16.
 
-    One pass without a copy; waits for the device that the tensor is on.
+    Takes one pass without a copy, and waits for the tensor's device.
     """
     return bool(_is_finite(tensor))
 
@@ -103,28 +103,28 @@ def _is_finite(tensor: Tensor) -> Tensor:
     """[] bool on the tensor's device, see `is_finite`."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    if tensor.dtype not in FLOATS:  # no weight, but bitwise comparisons read it, too
+    if tensor.dtype not in FLOATS:  # not a weight, but bitwise comparisons read such tensors, too
         tensor = tensor.to(torch.float64)
     low, high = (bound.double() for bound in tensor.aminmax())
     return (low >= -_LARGEST) & (high <= _LARGEST)
 
 
 ANOTHER_COPY = "download the files again, or take those of an earlier step"
-"""Advice where weights that were read are not finite."""
+"""Advice if weights that were read are not finite."""
 
 
 def refuse_not_finite(where: Path | str, names: Sequence[str], advice: str = ANOTHER_COPY) -> None:
-    """Refuse tensors of which `is_finite` is false.
+    """Refuse the named tensors, for which `is_finite` is false.
 
     Raises:
-        UserError: `names` has any; lists them.
+        UserError: `names` is not empty; the message lists them.
     """
     if names:
         raise UserError(f"{where}: NaN or infinity (beyond {_LARGEST:.1e}) in {listed(names)}; {advice}")
 
 
 class SeveralSources:
-    """Tensors of several sources as one; no name is in two of them."""
+    """Several sources as one; no name may be in two of them."""
 
     def __init__(self, *sources: TensorSource) -> None:
         self._sources = sources
@@ -141,7 +141,7 @@ class SeveralSources:
 
 
 def is_file_name(value: object) -> bool:
-    """Whether it names a file without a directory, as indexes of checkpoints name theirs."""
+    """Whether a value is a file name without a directory, as the index of a checkpoint must contain."""
     if not isinstance(value, str) or value in ("", ".", "..") or {"/", "\\", "\0"} & set(value):
         return False
     return len(value) <= _MOST_CHARACTERS

@@ -1,4 +1,4 @@
-"""Tensors of memory-mapped files copied to a GPU: pages are read while the GPU fetches those before them."""
+"""Copy tensors of memory-mapped files to a GPU: pages are read while the GPU fetches earlier pages."""
 
 from collections import deque
 
@@ -12,7 +12,8 @@ BUFFERS, BUFFER_BYTES = 4, 16 * 2**20
 class Uploader:
     """Copies tensors to a GPU through a ring of pinned buffers, which torch's CPU threads fill in turn.
 
-    The driver would stage a copy from unpinned memory in one thread. To be used by one thread at a time.
+    Without the ring, the driver would stage a copy from unpinned memory in one thread. Only one thread at a time may
+    use an uploader.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +29,7 @@ class Uploader:
         for source, destination in zip(*parts, strict=True):
             buffer, sent = self._ring[0]
             self._ring.rotate(-1)
-            sent.synchronize()  # the GPU has fetched what the buffer held; true at once for a new one
+            sent.synchronize()  # until the GPU has fetched the buffer's content; returns at once for a new buffer
             buffer = buffer[: source.numel()].copy_(source)
             self._send(buffer, destination, sent)
         return target

@@ -20,7 +20,7 @@ class Values:
         self._values = {key: value for key, value in values.items() if value is not None}
 
     def first(self, *keys: str) -> str | None:
-        """The first of these keys that is set."""
+        """The first of these keys that is set; None if none is."""
         return next((key for key in keys if key in self._values), None)
 
     def get(self, key: str, default: object = None) -> object:
@@ -28,9 +28,9 @@ class Values:
         return self._values.get(key, default)
 
     def typed[T: (int, bool, str)](self, key: str, default: T) -> T:
-        """A whole number from 0, a flag or a text, as the default is.
+        """A setting of the same type as the default: a whole number from 0, a flag or a text.
 
-        Any other value is recorded as a problem, and the default returned.
+        Any other value is recorded as a problem, and the default is returned.
         """
         value = self._values.get(key, default)
         if type(value) is type(default) and (type(value) is not int or value >= 0):

@@ -22,25 +22,25 @@ from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states, unroll_depths
 
 Files = dict[str, list[int]]
-"""Size and time of change (ns) of each file that weights lie in."""
+"""File name -> size (bytes) and modification time (ns), for each file that holds weights."""
 
 _WITHOUT_EFFECT = ("max_position_embeddings", "init_std")
 """Settings that the base's hidden states do not depend on."""
 _READERS = 4
-"""How many tensors are read and hashed at once."""
+"""Number of tensors that are read and hashed at once."""
 
 
 @dataclass
 class Comparison:
-    """Names, as Megatron has them on disk, sorted by whether the two checkpoints share them and where they differ."""
+    """Tensor names, as Megatron has them on disk, grouped by the result of comparing two checkpoints."""
 
     equal: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    """Each with the kind of difference."""
+    """Each name with the kind of difference."""
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
-    """Tensors of both that hold NaN or infinity in either, whether they are equal or not."""
+    """Tensors in both checkpoints that hold NaN or infinity in at least one of them, equal or not."""
 
     @property
     def identical(self) -> bool:
@@ -49,12 +49,12 @@ class Comparison:
 
 
 def compare_weights(first: Path | str, second: Path | str) -> Comparison:
-    """Compare every tensor bitwise, shape and dtype included, holding two at a time.
+    """Compare every tensor bitwise, shape and dtype included, with two tensors in memory at a time.
 
-    Tensors that hold NaN or infinity are a finding of their own: two that are equal are named in `not_finite`, too.
+    Tensors that hold NaN or infinity are reported in `not_finite` even if they are equal.
 
     Raises:
-        UserError: one of them is no checkpoint or is damaged.
+        UserError: a directory is no checkpoint or is damaged.
     """
     (a, apart), (b, _) = _with_carried(first), _with_carried(second)
     result = Comparison(
@@ -73,14 +73,14 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
 
 
 def _with_carried(directory: Path | str) -> tuple[TensorSource, Set[str]]:
-    """The weights of a directory under Megatron's names, with the tensors that are not the text model's, which may hold
-    any values; and the names of the latter."""
+    """The weights of a directory under Megatron's names, including tensors outside the text model; and the names of the
+    latter, which may hold any values."""
     weights, carried = open_weights(directory), find_carried(Path(directory))
     return (SeveralSources(weights, carried), carried.tensors.keys()) if carried else (weights, frozenset())
 
 
 def _difference(a: Tensor, b: Tensor) -> str:
-    """How two tensors differ, in words; empty if bitwise equal."""
+    """A description of how two tensors differ; empty if they are bitwise equal."""
     if a.shape != b.shape:
         return f"shape {list(a.shape)} and {list(b.shape)}"
     if a.dtype != b.dtype:
@@ -91,20 +91,20 @@ def _difference(a: Tensor, b: Tensor) -> str:
 
 
 class Agreement(NamedTuple):
-    """How far the outputs of two models agree."""
+    """Agreement between the outputs of two models."""
 
     difference: float
     """Largest difference of logits, relative to the largest logit."""
     same_token: float
-    """Share of positions at which both choose the same token: of the base, or as a draft."""
+    """Fraction of positions at which both models choose the same token, as the base's output or as a draft."""
 
 
 @torch.no_grad()
 def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed: int = 0) -> dict[str, Agreement]:
     """Compare logits and greedy tokens, in fp32, on random tokens: `base` and `depth 1` to `depth K`.
 
-    K is the larger number of depths, a repeated head being unrolled that far, but no more than distinct heads have; 0
-    if one of them has no heads.
+    K is the larger of the two models' numbers of depths, to which a repeated head is unrolled, but at most the number
+    of distinct heads of either model; 0 if a model has no heads.
 
     Raises:
         UserError: the two have different vocabularies.
@@ -136,9 +136,9 @@ def _all_logits(model: HybridModel, tokens: Tensor, depths: int) -> dict[str, Te
 
 
 def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = None) -> tuple[str, Files]:
-    """32 hexadecimal digits that are equal for equal weights of the base, heads left out; and the files they lie in.
+    """Fingerprint of the base's weights, without heads, as 32 hexadecimal digits; and the files that hold the weights.
 
-    All weights are read, with a progress bar, unless they lie in the files for which the digits are known.
+    All weights are read, with a progress bar, unless the files are those for which the digits are known.
 
     Args:
         known: directory, digits and files of an earlier call.
@@ -155,7 +155,8 @@ def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = No
 
 
 def fingerprint_config(config: ModelConfig) -> str:
-    """32 hexadecimal digits, equal for configs whose bases compute the same: heads and token ids do not count."""
+    """Fingerprint of a config, as 32 hexadecimal digits: equal if the bases compute the same. Heads and token ids are
+    ignored."""
     told = {
         key: value
         for key, value in config.to_dict().items()

@@ -1,4 +1,4 @@
-"""The command line. `run` is the error boundary of every entry point, the scripts outside the package included."""
+"""The command line. `run` is the error boundary of every entry point, including the scripts outside the package."""
 
 from mtpkit.cli.errors import run
 

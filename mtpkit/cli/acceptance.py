@@ -15,7 +15,7 @@ app = new_app()
 
 
 class AcceptanceCommand(Command):
-    """The command, with a former name of its own; `--json` of other commands is a flag."""
+    """The command with one more former name, `--json`, which is a flag in other commands."""
 
     old_names: ClassVar = {**OLD_NAMES, "--json": ("--output",)}
 
@@ -56,11 +56,12 @@ def acceptance(
     """Print how often a base accepts its heads' drafts on held-out data, one row per source.
 
     Teacher-forced: heads read the text's own tokens, and every token that is learnt counts. AL is the acceptance
-    length, 1 + accepted drafts per step: of greedy decoding; expected at temperature 1 with the heads' best tokens as
-    drafts, which is what the engine does; and expected there with drafts drawn from the heads (draft_sampling). On text
-    that the base wrote itself in that manner (`mtpkit data regenerate`) they are what decoding meets. The loss is the
-    KL divergence from the base, with depth k weighing 0.6^(k-1). The last line printed is one JSON object. Under
-    torchrun the processes share the work: torchrun --standalone --no-python --nproc-per-node N mtpkit acceptance ...
+    length, 1 + accepted drafts per step. Three lengths are given: of greedy decoding; expected at temperature 1 with
+    the heads' best tokens as drafts, as in the engine by default; and expected at temperature 1 with drafts sampled
+    from the heads (draft_sampling). Decoding reaches the same lengths on text that the base wrote itself in the same
+    manner (`mtpkit data regenerate`). The loss is the KL divergence from the base; depth k has the weight 0.6^(k-1).
+    The last line printed is one JSON object. Under torchrun the processes share the work:
+    torchrun --standalone --no-python --nproc-per-node N mtpkit acceptance ...
     """
     from mtpkit.files import check_writable, write_file
     from mtpkit.training.evaluation import evaluate_directory
@@ -90,7 +91,7 @@ def acceptance(
 
 
 def _trained_length(model: Path) -> int:
-    """Tokens of a sequence in the run that a directory is, or is a checkpoint of; 1024 where it is none."""
+    """Sequence length of the training run that a directory is or belongs to; 1024 if it is no run's."""
     from mtpkit.checkpoint.directory import TRACKER
     from mtpkit.training.config.reading import load_config
 

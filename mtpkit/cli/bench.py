@@ -1,4 +1,4 @@
-"""Time decoding, prefill, a load, training, conversion and kernels, beside a copy and a matrix product in one run."""
+"""Time decoding, prefill, serving, training, conversion and kernels; the same run times a copy and a matrix product."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,14 +75,14 @@ def decode(
     kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")] = False,
     output: Output = None,
 ) -> None:
-    """Time decoding once all prompts are computed, beside what it takes at the copy bandwidth measured in the same run.
+    """Time decoding after prefill, next to the time it would take at the copy bandwidth measured in the same run.
 
-    Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Before anything is
-    timed, outputs must have their length, synthetic acceptance must come out as asked for, and what the base chose must
-    be what a plain forward pass of it chooses. A model is split over processes by:
+    Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Three checks must
+    pass before anything is timed: outputs have the requested length, the synthetic acceptance rate is the requested
+    one, and the base's choices are those of its plain forward pass. To split a model over processes:
     torchrun --standalone --no-python --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ...
-    Layers are dealt to pipeline stages for the largest K and batch size given: give one K at a time to time each with
-    its own balance.
+    Layers are distributed over pipeline stages for the largest K and batch size given. To time each K with its own
+    balance, give one K at a time.
     """
     from mtpkit.bench.decode import kernel_shares, measure_decode
     from mtpkit.bench.shapes import choose_drafts, get_config, read_token_ids
@@ -130,7 +130,7 @@ def prefill(
     dtype: options.Dtype = "auto",
     output: Output = None,
 ) -> None:
-    """Time prompts up to their first token, as a share of the matrix rate measured in the same run."""
+    """Time prompts up to their first token, with the share of the matrix rate measured in the same run."""
     from mtpkit.bench.prefill import measure_prefill
     from mtpkit.bench.shapes import choose_drafts, get_config
     from mtpkit.platform import require_one_process
@@ -166,11 +166,11 @@ def load(
     dtype: options.Dtype = "auto",
     output: Output = None,
 ) -> None:
-    """Serve requests of many lengths, queued at once or arriving one by one: tokens/s and latencies, beside a limit.
+    """Serve requests of many lengths, queued at once or arriving one by one: tokens/s and latencies, next to a limit.
 
-    Each K has an engine of its own. The first run after a start is reported apart from the later ones. Acceptance is
-    synthetic. Before anything is reported, outputs must have their length, synthetic acceptance must come out as asked
-    for, and what the base chose must be what a plain forward pass of it chooses.
+    Each K gets its own engine. The first run after a start is reported separately from the later runs. Acceptance is
+    synthetic. Three checks must pass before anything is reported: outputs have the requested length, the synthetic
+    acceptance rate is the requested one, and the base's choices are those of its plain forward pass.
     """
     from mtpkit.bench.load import measure_load
     from mtpkit.bench.load_requests import save_requests as save
@@ -209,7 +209,7 @@ def train(
 ) -> None:
     """Time the trainer's own step on random tokens and weights: base, heads and optimizer, tokens/s, memory, TFLOP/s.
 
-    FLOPs per token: 2 per weight of the base, 6 per weight of the heads and depth, 4 per weight of lm_head and depth.
+    FLOPs per token: 2 per base weight, 6 per head weight and depth, 4 per lm_head weight and depth.
     For several GPUs: torchrun --standalone --no-python --nproc-per-node N mtpkit bench train ...
     """
     from mtpkit.bench.shapes import get_base, require_gpu
@@ -237,7 +237,7 @@ def kernels(
     ] = False,
     output: Output = None,
 ) -> None:
-    """Check each kernel against its reference twin, then time it beside a copy and a matrix product in the same run."""
+    """Check each kernel against its reference twin, then time it; the same run times a copy and a matrix product."""
     import torch
 
     from mtpkit.bench.kernels import check_kernels, measure_kernels
@@ -265,7 +265,7 @@ def convert(
 ) -> None:
     """Time import, stitch and export of a synthetic checkpoint, as shares of the rate at which its files are copied.
 
-    All files are removed again. Exported tensors must be those of the original.
+    All files are removed afterwards. Exported tensors must equal those of the original.
     """
     from mtpkit.bench.convert import measure_conversion
     from mtpkit.platform import require_one_process
@@ -284,9 +284,9 @@ def roofline(
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
     output: Output = None,
 ) -> None:
-    """The tokens/s at a bandwidth and a matrix rate: bytes over the one, FLOPs over the other. Measures nothing.
+    """Compute tokens/s from a bandwidth (for bytes) and a matrix rate (for FLOPs), without measuring anything.
 
-    The bandwidth is that of a copy, as `bench decode` has it. Reads alone may be faster: the result is a yardstick.
+    The bandwidth is that of a copy, as in `bench decode`. Reads alone may be faster, so the result is only a yardstick.
     """
     from mtpkit.bench.roofline import tabulate_limits
     from mtpkit.bench.shapes import get_config

@@ -15,7 +15,7 @@ from mtpkit.config import LARGEST_COUNT
 from mtpkit.errors import UserError
 
 _LARGEST = 2**62 - 1
-"""Largest seed, and number of bytes. It leaves room for the seeds of further prompts, each one larger, in 63 bits."""
+"""Largest seed or number of bytes. Each further prompt's seed is one larger; all of them must fit in 63 bits."""
 
 _MAY_BE_INFINITE = ("request_rate",)
 """Options for which infinity has a meaning."""
@@ -33,19 +33,19 @@ OLD_NAMES = {
     "--data-parallel": ("--data-parallel-size",),
     "--warm-up": ("--warm-up-steps",),
 }
-"""Former names of options, each with its present names. They still work, but help does not list them."""
+"""Former names of options, each with its present names. The former names still work, but help does not list them."""
 
 _NAME = re.compile(r"(?<![\w./=-])(--)?[a-z]\w*(-\w+)*(?![\w/=-]|\.\w)")
-"""A word of a message that may be the name of an option, but no part of a path, of a key or of `key=value`."""
+"""Matches a word of a message that may be an option's name, but not a part of a path, a key or `key=value`."""
 
 
 def new_app(**attributes: Any) -> typer.Typer:
-    """A Typer app whose help is plain text: it fits 80 columns, where Rich's tables cut the names of options off."""
+    """Make a Typer app with plain-text help, which fits 80 columns; Rich's tables would cut off option names there."""
     return typer.Typer(**{"cls": Group} | attributes, add_completion=False, rich_markup_mode=None)
 
 
 class Group(TyperGroup):
-    """A group whose help holds the first sentence of each command, whole."""
+    """A group whose help shows the whole first sentence of each command."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands."""
@@ -55,17 +55,18 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that refuses what none of its options takes: empty texts, huge and infinite numbers, paths in circles.
+    """A command that refuses values no option accepts: empty texts, huge or infinite numbers, paths with link loops.
 
     Use it as `@app.command(cls=Command)`. Its list options take several values at once, up to the next option:
-    `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`. Not so if it has positional arguments, which could follow a list.
+    `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`. A command with positional arguments does not accept such lists,
+    because an argument could follow one.
     """
 
     old_names: ClassVar[Mapping[str, Sequence[str]]] = OLD_NAMES
-    """Former names of its options, each with its present names; an option of a former name keeps it."""
+    """Former names of its options, each with its present names. A present option may have such a name, and keeps it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, with former names of options and lists of values as well, and look at all values."""
+        """Parse as usual, accept former option names and lists of values as well, and check every value."""
         self.take_former_names(args)
         if all(param.param_type_name == "option" for param in self.params):
             lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
@@ -92,7 +93,7 @@ class Command(TyperCommand):
         return rest
 
     def take_former_names(self, args: list[str]) -> None:
-        """Let options have the former names that a command line calls them by, so that errors do so too."""
+        """Rename options to the former names that the command line uses, so that errors use the same names."""
         known = {name for param in self.params for name in param.opts}
         line = args[: args.index("--")] if "--" in args else args
         typed = {arg.partition("=")[0] for arg in line}
@@ -101,7 +102,7 @@ class Command(TyperCommand):
                 param.opts = [former, *(name for name in param.opts if name in typed)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, in which options have their present names even if the command line has former ones."""
+        """Write the help with the present names of options, even if the command line uses former ones."""
         for param in self.params:
             present = f"--{(param.name or '').replace('_', '-')}"
             if present in self.old_names.get(param.opts[0], ()):
@@ -109,7 +110,7 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; errors name its options as the command line does, whatever they are called inside."""
+        """Run the command; errors name its options as the command line does, not by their internal names."""
         try:
             return super().invoke(ctx)
         except UserError as error:
@@ -124,7 +125,7 @@ class Command(TyperCommand):
 
 
 def _reworded(error: typer.BadParameter) -> str:
-    """What is wrong with a text where a number belongs, or with a number out of its option's range."""
+    """Reword an error about a text that should be a number, or about a number outside its option's range."""
     cause = error.__cause__
     if not isinstance(cause, ValidationError):
         return error.message
@@ -139,7 +140,7 @@ def _reworded(error: typer.BadParameter) -> str:
 
 
 def _problem(value: object, limit: int) -> str | None:
-    """What is wrong with a value, whatever its option is for; `limit`: of whole numbers."""
+    """Say what makes a value wrong for any option, or return None; `limit` is the largest size of whole numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if isinstance(value, int) and abs(value) > limit:
@@ -148,7 +149,7 @@ def _problem(value: object, limit: int) -> str | None:
         try:
             value.stat()
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return None  # what is to be written need not be there; and what is read is missed with a better message
+            return None  # an output need not exist yet; a missing input gets a better message later
         except OSError as error:
             return f"{value}: {error.strerror}"
     return None

@@ -124,7 +124,7 @@ def verify(
 
 
 def _decode_alike(first: Path, second: Path) -> bool:
-    """Decode with both, and say what is the same; true where a model is too large for it."""
+    """Decode with both models and print how far they agree; True if all is the same or a model is too large to try."""
     from mtpkit.engine.compare import compare_decoding, lack_of_memory
 
     for directory in (first, second):

@@ -62,7 +62,7 @@ def inspect(
     columns: ColumnNames,
     chat_template: ChatTemplate = None,
 ) -> None:
-    """Print the counts of a data set, tokenised and packed now, or of prepared data."""
+    """Print the counts of a data set, which is tokenised and packed for this, or of prepared data."""
     from mtpkit.data.build import build_dataset
 
     _show(build_dataset(data, _tokenizer(model, chat_template), sequence_length, columns, _vocab_size(model)))
@@ -81,15 +81,15 @@ def prepare(
     num_proc: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace prepared data in the output.")] = False,
 ) -> None:
-    """Tokenise and pack data once, into a directory that training maps: data.train=[OUTPUT].
+    """Tokenise and pack data once, into a directory that training memory-maps: data.train=[OUTPUT].
 
-    Rows are conversations (messages, tools), prompt and response, or text; a text file is one text. Conversations are
-    rendered by the chat template. The assistant's messages are learnt; the template's generation markers show where
-    they are, or they are located in the rendered text. Samples without anything to learn are left out and named.
-    Documents that are longer than a sequence are split, and sequences are packed first-fit.
+    Each row is a conversation (messages, tools), a prompt with its response, or a text; a text file is one text. The
+    chat template renders conversations. The assistant's messages are learnt; the template's generation markers show
+    where they are, or else they are located in the rendered text. Samples without anything to learn are left out and
+    named. Documents that are longer than a sequence are split, and sequences are packed first-fit.
 
-    The output is a data set of the package datasets, with a manifest, mtpkit_data.json. Training with another tokenizer
-    or sequence length refuses it.
+    The output is a data set in the format of the package datasets, with a manifest, mtpkit_data.json. Training with
+    another tokenizer or sequence length refuses it.
     """
     from mtpkit.data.build import build_dataset
     from mtpkit.data.prepare import prepare as prepare_data
@@ -129,11 +129,12 @@ def regenerate(
 ) -> None:
     """Let the base answer prompts: heads learn best from text that the base itself wrote.
 
-    Rows with messages ask for the assistant's last answer (or, with --turns all, for each) after what came before it;
-    rows with a prompt are continued; texts are cut into prompts of --prompt-length tokens. The answers are rows of
-    prompt, completion, their token ids, and messages where there were any: what mtpkit data prepare reads.
+    In rows with messages, the assistant's last answer (or, with --turns all, each answer) is written again from the
+    messages before it. Rows with a prompt are continued. Texts are cut into prompts of --prompt-length tokens. Each row
+    of the output has the prompt, the completion, their token ids, and the messages if the input has them. It is input
+    for mtpkit data prepare.
 
-    Finished answers are kept in OUTPUT.partial. After a stop of any kind the same command goes on from there, and draws
+    Finished answers are kept in OUTPUT.partial. After any interruption the same command continues from there, and draws
     the same random numbers for each prompt. OUTPUT appears when all answers are done, in the order of the prompts.
     """
     from mtpkit.checkpoint import find_companions
@@ -170,14 +171,14 @@ def cache(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: cache=DIR")
     ] = None,
 ) -> None:
-    """Write the base's final hidden states of a training's sequences, to train its heads without the base in memory.
+    """Write the base's final hidden states for all training sequences, to train heads without the base in memory.
 
-    Training with cache=DIR in its settings writes missing states itself; this command writes them ahead, under
-    torchrun on all of its processes. The states are stored in shards of safetensors, in cache_dtype: by default the
-    training's dtype, with which losses are the same; float8_e4m3fn takes half the room of bfloat16. Sizes are printed
-    before anything is written. After a stop of any kind the same command goes on with the missing shards.
+    Training with cache=DIR in its settings writes missing states itself. This command writes them ahead of training;
+    under torchrun it uses all processes. The states are stored in safetensors shards, in cache_dtype. By default this
+    is the training's dtype, which leaves losses unchanged; float8_e4m3fn needs half the space of bfloat16. Sizes are
+    printed before anything is written. After any interruption the same command continues with the missing shards.
 
-    Training with another base, tokenizer, data, sequence length, dtype or cache_dtype refuses a cache.
+    Training with another base, tokenizer, data, sequence length, dtype or cache_dtype refuses the cache.
     """
     import torch.distributed as dist
 
@@ -200,10 +201,10 @@ def draft_vocab(
     *,
     columns: ColumnNames,
 ) -> None:
-    """Choose the tokens that drafts are made of: the most frequent ones of a data set.
+    """Choose the tokens that heads may draft: the most frequent tokens of a data set.
 
     With a draft vocabulary the heads score fewer tokens, so that drafting takes less time. The output stays the
-    model's own: a token outside the vocabulary is never drafted, but the model still chooses it. Take data like the
+    model's own: a token outside the vocabulary is never drafted, but the model can still choose it. Use data like the
     text that the model will write; the coverage printed is the share of the data's tokens that can be drafted. Tokens
     of prompts do not count; special tokens are always included.
 
@@ -223,7 +224,7 @@ def draft_vocab(
 
 
 def _penalties(sampling: SamplingParams) -> dict[str, object]:
-    """The penalties that are not the defaults; journals without them are those of earlier versions too."""
+    """Penalties that differ from their defaults; leaving the others out keeps journals of earlier versions valid."""
     values = {name: getattr(sampling, name) for name in _PENALTIES}
     return {name: value for name, value in values.items() if value != getattr(SamplingParams, name)}
 
@@ -243,7 +244,7 @@ def _tokenizer(directory: Path, chat_template: Path | None = None) -> "Tokenizer
 
 
 def _vocab_size(directory: Path) -> int | None:
-    """The number of tokens of the model in a directory; None, with a warning, if it has no config that mtpkit reads."""
+    """Vocabulary size of the model in a directory; None, with a warning, if it has no config that mtpkit can read."""
     from mtpkit.checkpoint import load_config
     from mtpkit.errors import UserError
 
@@ -255,7 +256,7 @@ def _vocab_size(directory: Path) -> int | None:
 
 
 def _show(dataset: "PackedDataset") -> None:
-    """A table of counts, and one of the sources if there are several."""
+    """Print a table of the total counts and, if there are several sources, a table with one row per source."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Column, Table

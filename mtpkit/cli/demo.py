@@ -1,4 +1,4 @@
-"""`mtpkit demo`: the whole road on the tiny base, from real text to a speedup report."""
+"""`mtpkit demo`: the whole workflow on the tiny base, from real text to a speedup report."""
 
 import os
 import shlex
@@ -30,9 +30,9 @@ ROOT = Path(mtpkit.__file__).parent.parent
 CONFIG = Path("examples/train_tiny.yaml")
 OUTPUT = Path("outputs/demo")
 TRAINING_MODULES = 200
-"""Modules of the standard library's 1,400: more text than the demo's training reads."""
+"""Number of modules taken from the standard library's 1,400: more text than the demo's training reads."""
 LEAST_LENGTH = 1.8
-"""Acceptance length that the heads reach at the settings' own K = 3; it is 2.06 on the machine that was tried."""
+"""Acceptance length that the heads must reach at the settings' own K = 3; the machine that was tried reached 2.06."""
 MARK = ".mtpkit-demo"
 """File that marks a directory as a demo's own, which the next demo may remove."""
 
@@ -52,10 +52,10 @@ def demo(
     num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 32,
 ) -> None:
-    """Train MTP heads on the tiny base, convert them there and back, measure the speedup on held-out prompts."""
+    """Train MTP heads on the tiny base, export and import them, and measure the speedup on held-out prompts."""
     out = (ROOT / OUTPUT if output is None else output).resolve()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
-    os.chdir(ROOT)  # the examples name their files from here
+    os.chdir(ROOT)  # the examples use paths relative to the checkout
     _check_place(out)
     import torch
 
@@ -65,7 +65,7 @@ def demo(
     from mtpkit.engine import SamplingParams
     from mtpkit.training.config.reading import load_config
 
-    # The matrices of the tiny base gain little from more threads, and threads that wait for each other make timings
+    # The matrices of the tiny base gain little from more threads, and threads that wait for one another make timings
     # depend on whatever else runs.
     torch.set_num_threads(1)
     corpus, run, hf = out / "corpus", out / "run", out / "hf"
@@ -94,10 +94,10 @@ def demo(
 
 
 def _require_learnt(rows: "list[SpeedupRow]") -> None:
-    """Refuse heads that learnt less than the same settings teach elsewhere.
+    """Refuse heads that learnt less than the same settings achieve on other machines.
 
     Raises:
-        MtpkitError: training or decoding fails.
+        MtpkitError: the acceptance length is below `LEAST_LENGTH`.
     """
     reached = max(row.acceptance_length for row in rows)
     if reached < LEAST_LENGTH:
@@ -111,7 +111,7 @@ def _check_place(out: Path) -> None:
     """Refuse to remove a directory that no demo made.
 
     Raises:
-        UserError: this is no checkout, or `out` cannot be a demo's directory.
+        UserError: the code is not in a checkout, or `out` cannot be a demo's directory.
     """
     if not CONFIG.exists():
         raise UserError(f"the demo needs a checkout of mtpkit, {ROOT} is none: clone the repository and run make demo")
@@ -119,7 +119,7 @@ def _check_place(out: Path) -> None:
 
 
 def _start_over(out: Path) -> None:
-    """Make `out`, without what was there."""
+    """Create `out` anew, removing its former contents, and mark it as a demo's."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / MARK).touch()
@@ -138,7 +138,7 @@ def _call(command: list[str], **environment: str) -> None:
     """Run a command that shows its own progress and errors.
 
     Raises:
-        MtpkitError: it failed.
+        MtpkitError: the command failed.
     """
     code = subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
     if code:
@@ -146,7 +146,7 @@ def _call(command: list[str], **environment: str) -> None:
 
 
 def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[SpeedupRow]":
-    """Measure random heads: they draft nothing right, and change no token."""
+    """Measure random heads: none of their drafts is right, and they change no output token."""
     from mtpkit.bench.speedup import measure_speedup
     from mtpkit.data.tokenizer import load_tokenizer
     from mtpkit.platform import default_device
@@ -161,7 +161,7 @@ def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupC
 
 
 def _train(training: "TrainConfig", settings: list[str]) -> None:
-    """Train with one process per GPU, or per core: processes need not wait for each other as threads do."""
+    """Train with one process per GPU or, without GPUs, per core: processes wait for one another less than threads."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -174,10 +174,10 @@ def _train(training: "TrainConfig", settings: list[str]) -> None:
 
 
 def _convert(run: Path, hf: Path, back: Path) -> None:
-    """Export, import again, and compare.
+    """Export the run, import the result, and compare the tensors.
 
     Raises:
-        MtpkitError: a tensor is not what it was.
+        MtpkitError: a tensor has changed.
     """
     from mtpkit.checkpoint.verify import compare_weights
     from mtpkit.cli import convert

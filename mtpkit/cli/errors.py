@@ -1,4 +1,4 @@
-"""The error boundary: what went wrong becomes one line on stderr and an exit code."""
+"""The error boundary: turns an exception into one line on stderr and an exit code."""
 
 import atexit
 import errno
@@ -18,12 +18,12 @@ from mtpkit.errors import MtpkitError, on_failure
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 _LONGEST = 380
-"""Characters of an error, without `mtpkit: error: `. Lists are cut before, by `mtpkit.errors.listed`."""
+"""Most characters of an error, not counting `mtpkit: error: `. `mtpkit.errors.listed` has already cut long lists."""
 _NO_PATHS = (errno.ELOOP, errno.ENAMETOOLONG)
-"""What the system says of a path that cannot be one."""
+"""System errors for a path that cannot exist: a loop of symbolic links, or a name that is too long."""
 
-# megatron-core's import tells of every optional package and device that it misses. Here, and not in `run`, because
-# commands import it before they run.
+# Importing megatron-core warns about every optional package and device that it misses. The warnings are silenced here,
+# not in `run`, because commands import megatron-core before they run.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
@@ -40,22 +40,22 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
     """
     code = 0
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a model may say what the encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: model output may not fit the encoding
     try:
         if isinstance(command, typer.Typer):
-            # Not standalone: usage errors come here too. What comes back is the code of a `typer.Exit`, or None.
+            # Not standalone, so that usage errors reach the handlers below. Returns a `typer.Exit`'s code, or None.
             code = typer.main.get_command(command)(args, standalone_mode=False) or 0
         else:
             command()
     except MtpkitError as error:
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        message = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")  # pydantic's words
+        message = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")  # pydantic's prefix
         if not message:  # a group without a command has already printed its help
             sys.exit(USAGE_EXIT_CODE)
         _fail(f"{message} (see --help)", USAGE_EXIT_CODE)
     except KeyboardInterrupt:
-        code = INTERRUPTED_EXIT_CODE  # as typer has it
+        code = INTERRUPTED_EXIT_CODE  # the code that typer uses
     except BrokenPipeError:
         # The reader of our output has gone; keep the interpreter from failing once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,7 +67,7 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
     if code == 0 and "mtpkit.platform" in sys.modules:
         from mtpkit.platform import close_distributed
 
-        atexit.register(close_distributed)  # when what the command held is gone
+        atexit.register(close_distributed)  # runs after the command's objects are freed
     sys.exit(code)
 
 
@@ -75,7 +75,7 @@ def _fail(message: str, exit_code: int) -> NoReturn:
     if os.environ.get("MTPKIT_TRACEBACK") == "1":
         traceback.print_exc()
     line = " ".join(message.split())
-    if len(line) > _LONGEST:  # what is wrong stands first and what to do last
+    if len(line) > _LONGEST:  # keep both ends: the problem comes first, the remedy last
         line = f"{line[: 2 * _LONGEST // 3]} ... {line[-_LONGEST // 4 :]}"
     print("mtpkit: error:", line, file=sys.stderr)
     for call in on_failure:
@@ -84,7 +84,7 @@ def _fail(message: str, exit_code: int) -> NoReturn:
 
 
 def _describe(error: OSError) -> str:
-    """What the system said, of which file, and what helps."""
+    """Describe a system error: the file, the system's message and, for a full disk, the remedy."""
     text = error.strerror or str(error) or type(error).__name__
     if error.filename is not None:
         text = f"{error.filename}: {text}"

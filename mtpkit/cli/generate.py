@@ -85,9 +85,9 @@ def generate(
     """Continue prompts and stream the outputs to stdout, each under a heading if there are several; statistics go to
     stderr.
 
-    Exit code 1 when the logits of a prompt became NaN or infinite; the others are printed. A model is split over
-    processes by: torchrun --standalone --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
-    Prompts of a file are shared out over processes with a whole model each by --data-parallel-size.
+    Exit code 1 when the logits of a prompt became NaN or infinite; the other prompts are still printed. To split a
+    model over processes: torchrun --standalone --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
+    --data-parallel-size distributes the prompts of a file over processes that each hold the whole model.
     """
     from mtpkit.engine.loading import config_of, resolve_tree
     from mtpkit.engine.ranks import of_first_rank, reports
@@ -126,7 +126,7 @@ def generate(
 
 @contextmanager
 def _destination(output: Path | None) -> Iterator[TextIO]:
-    """Where outputs are written: stdout, or a file that is there once all are."""
+    """Open the place for outputs: stdout, or a file that appears once all outputs are written."""
     from mtpkit.files import staged_file
 
     if output is None:
@@ -138,7 +138,7 @@ def _destination(output: Path | None) -> Iterator[TextIO]:
 
 @contextmanager
 def _decoder(engine: EngineOptions, replicas: int, prompts: int) -> Iterator["LLM | Replicas"]:
-    """What decodes the prompts: an engine in this process, or several in others."""
+    """Start what decodes the prompts: one engine in this process, or several replicas in other processes."""
     from mtpkit.engine import LLM, Replicas
 
     # Few prompts need few of the graphs that could be captured.
@@ -153,10 +153,10 @@ def _decoder(engine: EngineOptions, replicas: int, prompts: int) -> Iterator["LL
 
 
 def _prompts(prompt: str | None, prompts: Path | None) -> list[JsonObject]:
-    """From the one place that was named, with names for messages.
+    """Read the prompts from the one source given; each prompt gets a name for messages.
 
     Raises:
-        UserError: two places, or nothing to read.
+        UserError: two sources are given, or there is nothing to read.
     """
     from mtpkit.bench.shapes import read_prompts
 
@@ -169,7 +169,7 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[JsonObject]:
         print("type the prompt, and Ctrl-D at the start of a line to end it", file=sys.stderr)
     try:
         text = sys.stdin.read() if prompt is None else prompt
-        text.encode()  # where the terminal's encoding takes all bytes, some are kept as what no text has
+        text.encode()  # if the terminal's encoding takes any byte, bad ones are read as surrogates
     except UnicodeError as error:
         raise UserError(f"{name} is not UTF-8 text: {error}; give it in UTF-8") from error
     if not text:
@@ -178,13 +178,13 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[JsonObject]:
 
 
 def _heading(prompt: JsonObject) -> str:
-    """Where a prompt is from, and how it begins."""
+    """Heading of a prompt: its name and its beginning."""
     text = " ".join(prompt["prompt"].split()) if "prompt" in prompt else f"{len(prompt['prompt_token_ids'])} tokens"
     return f"== {prompt['name']}: {text if len(text) <= _HEADING else text[:_HEADING] + ' ...'}"
 
 
 class _InOrder:
-    """Prints outputs in the order of their prompts though they come as they are decoded; the first open one streams."""
+    """Prints outputs in the order of their prompts, whichever finishes first; the first unfinished one is streamed."""
 
     def __init__(self, headings: Sequence[str], as_json: bool, file: TextIO) -> None:
         self._headings = headings if len(headings) > 1 and not as_json else None
@@ -200,7 +200,7 @@ class _InOrder:
 
     @contextmanager
     def whole_lines(self) -> Iterator[None]:
-        """A context that ends the line of a text if an error breaks it off, before the error's own line."""
+        """Context that ends a partly printed line if an error interrupts it, so that the error gets its own line."""
         try:
             yield
         except BaseException:
@@ -209,7 +209,7 @@ class _InOrder:
             raise
 
     def update(self, output: "RequestOutput") -> None:
-        """Take up the newest state of a request and print what can be printed."""
+        """Store the newest state of a request and print whatever can be printed now."""
         # Requests are numbered in the order of their prompts.
         self._outputs[int(output.request_id)] = output
         while self._current < len(self._outputs) and (current := self._outputs[self._current]) is not None:
@@ -261,7 +261,7 @@ def _summary(k: int | str, stats: "EngineStats") -> str:
 
 
 def _rank_shares(stats: "AcceptanceStats") -> list[str]:
-    """For each depth of trees, in what share of steps the base chose the heads' best candidate, the second one, .."""
+    """Share of steps, for each depth of trees, in which the base chose the heads' best candidate, the second one, .."""
     return [
         f"depth {depth}: the base chose candidate "
         + ", ".join(f"{rank} in {share:.0%}" for rank, share in enumerate(shares, 1))

@@ -1,4 +1,4 @@
-"""`mtpkit`: one command a module of `mtpkit.cli`, imported when it is called."""
+"""The `mtpkit` command: each subcommand is a module of `mtpkit.cli`, imported only when it is called."""
 
 import sys
 from importlib import import_module
@@ -22,10 +22,10 @@ COMMANDS = {
     "bench": "Time decoding, prefill, training, conversion and each kernel.",
     "demo": "Train heads on the tiny base, convert and measure them.",
 }
-"""Name of each command, which is also its module's, and its line in the help. The module's `app` is a `typer.Typer`."""
+"""Each command's name, which is also its module's, and its line in the help. The module's `app` is a `typer.Typer`."""
 
 OLD_COMMANDS = {"evaluate": ["speedup"], "eval": []}
-"""Former words of the command line, each with what stands in their place: `mtpkit eval report` is `mtpkit report`."""
+"""Former command names, each with the words that replace it: `mtpkit eval report` now means `mtpkit report`."""
 
 
 class LazyGroup(Group):
@@ -36,11 +36,11 @@ class LazyGroup(Group):
         self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Replace a former command, then parse as usual."""
+        """Replace a former command name, then parse as usual."""
         return super().parse_args(ctx, [*OLD_COMMANDS.get(args[0], args[:1]), *args[1:]] if args else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """(name, command, its arguments), the command being the real one."""
+        """Return (name, command, its arguments), with the command imported from its module."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, typer.main.get_command(import_module(f"mtpkit.cli.{name}").app), rest
 

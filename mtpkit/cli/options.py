@@ -20,22 +20,22 @@ from mtpkit.errors import UserError, listed
 
 @dataclass(frozen=True)
 class Fields:
-    """Marks a command's parameter as an object of a checked class that is made from options, one per field.
+    """Marks a command's parameter as an object of a checked class, to be made from options, one option per field.
 
     `takes_options` makes the options.
     """
 
     only: Sequence[str] = ()
-    """Fields that are options, in this order; by default all."""
+    """Fields that become options, in this order; by default all fields."""
     without: Sequence[str] = ()
-    """Fields that are none, and keep the default of the class."""
+    """Fields that become no options and keep the default of the class."""
     defaults: object = None
-    """An object with the defaults of the options; by default those of the class."""
+    """An object whose fields are the defaults of the options; by default the class's defaults are used."""
     suffix: str = ""
-    """What the options' names have after the fields'."""
+    """Text that follows the field's name in the option's name."""
 
     def names(self, cls: type) -> dict[str, str]:
-        """Field -> name of its option as a parameter: the field's key in messages, and the suffix."""
+        """Map each field to its option's parameter name: the field's key in messages, followed by the suffix."""
         keys = keys_of(cls)
         return {name: keys[name] + self.suffix for name in self.only or keys if name not in self.without}
 
@@ -49,7 +49,7 @@ class Fields:
             if isinstance(default, tuple):
                 default = list(default) or None
             kind, metavar = _kind(info.annotation)
-            # A flag that is on by default gets a twin `--no-...` from typer, if typer names it.
+            # Typer adds the twin `--no-...` of a flag that is on by default, but only if no names are given here.
             flags = [_flag(option)] if kind is bool and not default else []
             yield inspect.Parameter(
                 option,
@@ -62,7 +62,7 @@ class Fields:
             )
 
     def make[T](self, cls: type[T], values: Mapping[str, Any], clauses: list[str]) -> T | None:
-        """The object of the options' values; `clauses` gets one for each wrong value, which names its option."""
+        """Make the object from the options' values, or return None and add to `clauses` one clause per wrong value."""
         names, wrong = self.names(cls), list[str]()
         given = {name: values[option] for name, option in names.items() if values[option] is not None}
         for name in given:
@@ -78,18 +78,18 @@ class Fields:
 
 
 def takes_options[R](command: Callable[..., R]) -> Callable[..., R]:
-    """Make options of the fields of the parameters that are marked with `Fields`.
+    """Turn the fields of the parameters marked with `Fields` into options of the command.
 
-    Type, default and help of an option are those of the field, whose class checks the value:
+    An option has the type, default and help of its field, and the field's class checks the value:
 
         @app.command(cls=Command)
         @takes_options
         def generate(model: options.Model, sampling: Annotated[SamplingParams, Fields(without=["n"])]) -> None: ...
 
-    A field with the name of another parameter, or of another class's field, is no second option: both get the value.
+    A field that shares its name with another parameter or another class's field shares its option: both get the value.
 
     Raises:
-        UserError: when the command is called with wrong values, all of them named.
+        UserError: when the command is called with wrong values; the message names all of them.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters
@@ -126,7 +126,7 @@ def _flag(name: str) -> str:
 
 
 def _kind(annotation: Any) -> tuple[Any, str | None]:
-    """The type that typer has for a field; for texts that the class reads, what help shows in place of the type."""
+    """Typer's type for a field and, if the class parses the option's text itself, the metavar that help shows."""
     united = typing.get_origin(annotation) in (typing.Union, UnionType)
     members = [
         typing.get_args(one)[0] if typing.get_origin(one) is Annotated else one
@@ -135,7 +135,7 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
     ]
     if Path in members:
         return Path, None
-    if list in members:  # written as in Python, which the class reads
+    if list in members:  # written in Python syntax, which the class parses
         return str, "LIST"
     for one in members:
         if typing.get_origin(one) not in (None, Literal):
@@ -149,7 +149,7 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
 
 
 def _number(text: str) -> int | str:
-    """A text as the number that it is, or else as it is: the class says what is wrong with it."""
+    """Convert a text to an integer, or return it unchanged: the class then says what is wrong with it."""
     try:
         return int(text)
     except ValueError:
@@ -161,7 +161,7 @@ Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help=_fie
 
 
 def writable_directory(path: Path | None) -> Path | None:
-    """Check the directory of an option before the work: one that cannot be written is refused."""
+    """Refuse an option's directory that cannot be written, before any work starts; otherwise return it."""
     from mtpkit.files import check_writable
 
     if path is not None:

@@ -1,4 +1,4 @@
-"""`mtpkit report`: the report of a training run, made again."""
+"""`mtpkit report`: rebuild the report of a training run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ app = new_app()
 
 @app.command(cls=Command)
 def report(output: Annotated[Path, typer.Argument(help="Output of a training run.")]) -> None:
-    """Make OUTPUT/report.html again: curves of loss, acceptance, learning rate and tokens/s, from its metrics."""
+    """Rebuild OUTPUT/report.html from the run's metrics: curves of loss, acceptance, learning rate and tokens/s."""
     from mtpkit.training.report import write_report
 
     print(f"wrote {write_report(output)}")

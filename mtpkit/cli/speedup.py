@@ -38,7 +38,7 @@ def speedup(
     """Decode prompts at several batch sizes and K, and report tokens/s, speedup and acceptance.
 
     Tokens/s are generated tokens over the wall time of a whole run, prefill included. The last line printed is one JSON
-    object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding. A model is split over processes by:
+    object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding. To split a model over processes:
     torchrun --standalone --nproc-per-node 2 infer/eval_speedup.py --tensor-parallel-size 2 ...
     """
     from mtpkit.bench.shapes import choose_drafts, read_prompts

@@ -42,7 +42,7 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train the heads of a base, or go on with a run that was stopped; under torchrun on all of its processes."""
+    """Train the heads of a base, or resume a stopped run; under torchrun, on all of its processes."""
     from mtpkit.training.config.reading import load_config
 
     loaded = load_config(config, overrides or ())  # wrong settings are refused before torch is imported
@@ -56,7 +56,7 @@ def train(
 
 
 def describe_end(config: "TrainConfig") -> list[str]:
-    """What a run says last: its directory, its best checkpoint, and commands that export and evaluate that one."""
+    """Last lines of a run's output: its directory, its best checkpoint, and commands that export and evaluate it."""
     from mtpkit.checkpoint import latest_iteration
     from mtpkit.data.samples import Columns
     from mtpkit.training.metrics import METRICS, read_metrics

@@ -9,10 +9,10 @@ LARGEST_COUNT = 2**31 - 1
 """The largest value of a setting that counts something."""
 
 MOST_DRAFTS = 1000
-"""The most drafts of a step, whatever the heads."""
+"""The most drafts per step, whatever the heads of the model."""
 
 LossKind = Literal["kl", "tv", "ce"]
-"""What heads minimise: KL divergence or total variation distance to the base, or cross-entropy against the tokens."""
+"""Loss of the heads: KL divergence or total variation distance to the base, or cross-entropy against the tokens."""
 
 Balance = Literal["memory", "time"]
 """Balance pipeline stages by memory (weights, gradients and moments) or by the time of a training step (FLOPs)."""

@@ -7,11 +7,11 @@
 
     LossConfig(kind="l2", beta=2)  # loss settings: kind is 'l2', must be 'kl' or 'tv'; beta is 2, must be above 0 ...
 
-Types are strict: True is no number, 2.0 no whole number, "3" neither. Numbers of numpy become Python's own and lists
-become tuples, unless a field's type is a list. Floats are finite unless a field allows others
+Types are strict: True is not a number, 2.0 is not a whole number, and "3" is neither. numpy's numbers become Python's
+own, and lists become tuples unless a field's type is a list. Floats are finite unless a field allows other values
 (`Field(allow_inf_nan=True)`). A field whose type is itself a checked class, or a list or dict of one, takes mappings
-too, whose problems are named by dotted keys. What one field cannot tell alone (`beta` against `kind`) is told by a
-method `problems`, which yields a clause for each problem.
+too; problems inside them are named by dotted keys. Problems between several fields (`beta` against `kind`) are found by
+a method `problems`, which yields a clause for each problem.
 """
 
 import dataclasses
@@ -50,16 +50,16 @@ class WrongValues(UserError):
     def __init__(self, what: str, clauses: Sequence[str]) -> None:
         super().__init__(f"{what}: {listed(clauses, width=320, separator='; ')}")
         self.clauses = list(clauses)
-        """One for each problem; most begin with the key of the value."""
+        """One clause for each problem; most begin with the key of the value."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
-    """Make a class a frozen dataclass that checks its values when it is made and raises `WrongValues`.
+    """Make a class a frozen dataclass that checks its values when an object is made and raises `WrongValues`.
 
     Args:
-        what: the object in messages, such as `sampling parameters`.
-        prefix: what the keys of its fields begin with in files and messages. A field's name serves as well.
+        what: name of the object in messages, such as `sampling parameters`.
+        prefix: start of its fields' keys in files and messages. A field's plain name is accepted too.
     """
 
     def decorate(cls: C) -> C:
@@ -92,19 +92,19 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
 
 
 def keys_of(cls: type) -> dict[str, str]:
-    """Field of a checked class -> its key in files and messages, in order."""
+    """Map each field of a checked class to its key in files and messages, in order."""
     return {name: cast(str, info.validation_alias) for name, info in _fields(cls).items()}
 
 
 def field_of(cls: Any, name: str, default: Any = _SAME) -> Any:
-    """A field with the constraints, the default and the docstring of another checked class's field.
+    """Make a field with the constraints, the default and the docstring of another checked class's field.
 
         most: int | None = field_of(A, "most")  # in A: most: Annotated[int, Field(ge=1)] | None = None
 
     The written type, for type checkers, is the other field's without its constraints.
 
     Args:
-        default: one in place of the other field's. The field then needs a docstring, which says why.
+        default: replaces the other field's default. The new field then needs its own docstring, which says why.
     """
     source = _fields(cls)[name]
     own = default is not _SAME
@@ -119,10 +119,10 @@ def field_of(cls: Any, name: str, default: Any = _SAME) -> Any:
 
 
 def attempt[T](cls: Callable[..., T], values: Mapping[str, object], clauses: list[str], section: str = "") -> T | None:
-    """An object of a checked class, or None: then `clauses` has got a clause for each wrong value.
+    """Make an object of a checked class, or return None and add a clause for each wrong value to `clauses`.
 
     Args:
-        section: what goes before the clauses, such as `loss.`.
+        section: text before each clause, such as `loss.`.
     """
     try:
         return cls(**values)
@@ -132,13 +132,13 @@ def attempt[T](cls: Callable[..., T], values: Mapping[str, object], clauses: lis
 
 
 def from_file[T](cls: type[T], value: object, where: object) -> T:
-    """The object of a checked class that a file describes.
+    """Make the object of a checked class that a file describes.
 
     Args:
         where: file and line, for messages.
 
     Raises:
-        UserError: the value is no mapping, or has unknown, missing or wrong values, all of them named.
+        UserError: the value is not a mapping, or has unknown, missing or wrong values, all of them named.
     """
     if not isinstance(value, Mapping):
         raise UserError(f"{where} is {shown(value)}, must be an object")
@@ -149,12 +149,12 @@ def from_file[T](cls: type[T], value: object, where: object) -> T:
 
 
 def from_json[T](cls: type[T], path: Path | str, remedy: str, what: str = "", version: int | None = None) -> T:
-    """The object of a checked class that a JSON file describes.
+    """Make the object of a checked class that a JSON file describes.
 
     Args:
         remedy: what to do about a file that cannot be used, for messages.
-        what: what messages begin with, such as `data: `.
-        version: the `format` that files have; others are refused before their values are looked at.
+        what: start of messages, such as `data: `.
+        version: the `format` that the file must have; other formats are refused before their values are checked.
 
     Raises:
         UserError: the file cannot be read, has another format, or any error of `from_file`.
@@ -169,27 +169,27 @@ def from_json[T](cls: type[T], path: Path | str, remedy: str, what: str = "", ve
 
 
 def field_clauses(cls: type, values: Mapping[str, object]) -> list[str]:
-    """One clause for each value that does not fit its field, whatever `problems` would say of them together."""
+    """One clause for each value that does not fit its field; the class's `problems` is not called."""
     return _fill(object.__new__(cls), values)
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is an integer, also one of numpy; True and False are none."""
+    """Whether a value is an integer, including numpy's; True and False are not."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def are_whole(values: Collection[object]) -> bool:
-    """Whether all are integers, see `is_whole`. Python's own are told by their types, at 20 ns each."""
+    """Whether all values are integers, see `is_whole`. Python's own are recognised by their types, at 20 ns each."""
     return set(map(type, values)) <= {int} or all(map(is_whole, values))
 
 
 def is_list(value: object) -> bool:
-    """Whether it is a list, tuple, range or set; texts and bytes are none."""
+    """Whether a value is a list, tuple, range or set; texts and bytes are not."""
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def plain(value: Any) -> Any:
-    """Numbers and flags as Python's own, lists and ranges of them as tuples, sets as sets; all else as it is."""
+    """Convert numbers and flags to Python's own, lists and ranges to tuples, sets to frozensets; keep all else."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, Integral):
@@ -209,7 +209,7 @@ def _take_shared_types(cls: type) -> None:
     """Give the fields made by `field_of` their types, constraints included.
 
     Raises:
-        TypeError: a field is written with another type than it has.
+        TypeError: a field is annotated with a type other than that of the shared field.
     """
     for name, field in vars(cls).items():
         if isinstance(field, FieldInfo) and field.annotation is not None:
@@ -225,7 +225,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
-    """Give a new object of a checked class its values; returns a clause for each wrong one."""
+    """Give a new object of a checked class its values; return a clause for each wrong value."""
     cls, clauses = type(blank), list[str]()
     names = {key: name for name, key in keys_of(cls).items()}
     named = {names.get(key, key): value for key, value in values.items()}
@@ -238,8 +238,8 @@ def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
 
 
 def _converted(cls: type, values: Mapping[str, object], clauses: list[str]) -> dict[str, object]:
-    """Values as pydantic takes them strictly: plain, and objects of checked classes in place of mappings. Those that
-    cannot be made are left out, and `clauses` says why."""
+    """Convert values to what strict pydantic takes: plain values, and objects of checked classes in place of mappings.
+    Values that cannot be converted are left out, and `clauses` says why."""
     converted: dict[str, object] = {}
     for name, value in values.items():
         kind = _fields(cls)[name].annotation if name in _fields(cls) else None
@@ -250,7 +250,7 @@ def _converted(cls: type, values: Mapping[str, object], clauses: list[str]) -> d
 
 
 def _made(kind: Any, value: Any, key: str, clauses: list[str]) -> Any:
-    """A value of a field, or of a list or dict in it, as pydantic takes it; `clauses` says what cannot be made."""
+    """Convert a value of a field, or of a list or dict in it, to what pydantic takes; `clauses` says what is wrong."""
     origin, inner = get_origin(kind), get_args(kind)
     members = [member for member in inner if member is not types.NoneType]
     if len(members) == 1 < len(inner):
@@ -268,7 +268,7 @@ def _made(kind: Any, value: Any, key: str, clauses: list[str]) -> Any:
 
 
 def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) -> Iterator[str]:
-    """Yield one clause for each field of the wrong value."""
+    """Yield one clause for each field with a wrong value."""
     keys = keys_of(cls)
     found: dict[str, Any] = {}
     for each in error.errors(include_url=False, include_input=False):
@@ -278,7 +278,7 @@ def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) ->
             yield f"{name if name.isidentifier() and len(name) <= 60 else shown(name)} is unknown"
         elif name not in values:
             yield f"{keys[name]} is missing"
-        elif first["type"] != "missing" or len(first["loc"]) > 1:  # or else it was left out
+        elif first["type"] != "missing" or len(first["loc"]) > 1:  # otherwise `_converted` left it out and reported it
             yield _clause(keys[name], _fields(cls)[name], first, values[name])
 
 
@@ -298,13 +298,13 @@ def _clause(key: str, info: FieldInfo, error: Mapping[str, Any], value: Any) -> 
 
 
 def _kind(annotation: Any, many: bool = False) -> str:
-    """The values of a type in words, such as `a whole number or None`; of many, `whole numbers`."""
+    """The values of a type in words, such as `a whole number or None`; with `many` in the plural: `whole numbers`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(inner[0], many)
     if origin in (Union, types.UnionType):
         kinds = list(dict.fromkeys(_kind(member, many) for member in inner))
-        if _NOUNS[float][many] in kinds:  # of which whole numbers are some
+        if _NOUNS[float][many] in kinds:  # which include whole numbers
             kinds = [kind for kind in kinds if kind != _NOUNS[int][many]]
         return " or ".join(kinds)
     if origin is Literal:
@@ -348,7 +348,7 @@ def _limits(info: FieldInfo) -> str:
 
 
 def _metadata(annotation: Any, own: Sequence[Any] = ()) -> Iterator[Any]:
-    """Yield the constraints of a type and of those inside it."""
+    """Yield the constraints of a type and of the types inside it."""
     for entry in (*own, *getattr(annotation, "__metadata__", ())):
         yield from entry.metadata if isinstance(entry, FieldInfo) else [entry]
     for inner in get_args(annotation):

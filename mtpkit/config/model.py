@@ -1,4 +1,4 @@
-"""The frozen description of a model, whichever checkpoint layout it came from."""
+"""The frozen description of a model, the same for all checkpoint layouts."""
 
 import math
 import re
@@ -29,14 +29,14 @@ from mtpkit.files import JsonObject
 _WHAT = "model config"
 
 _UNKNOWN_DEPTHS_DEFAULT, _UNKNOWN_DEPTHS_MOST = 3, 7
-"""K by default, and the largest K of `auto`, for a repeated head of which nobody says how deep it was trained."""
+"""Default K, and the largest K of `auto`, for a repeated head if it is unknown for how many depths it was trained."""
 
 _ADDED_LATER: dict[str, object] = {"layernorm_zero_centered_gamma": False}
-"""Fields of `ModelConfig` that files have only where they differ from these defaults, as older ones lack them."""
+"""Fields of `ModelConfig` that files have only if they differ from these defaults, since older files lack them."""
 
 HiddenState = Literal["after_final_norm", "before_final_norm"]
 HEAD_RULES = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
-"""Fields of `MtpConfig` in which implementations of one model differ: what heads were trained with is right."""
+"""Fields of `MtpConfig` in which implementations of one model differ; the right values are those of the training."""
 
 
 @checked("model config", prefix="mtp_")
@@ -50,16 +50,16 @@ class MtpConfig(Part):
     num_depths: Annotated[int, up_to(64)] = 0
     """K, the number of depths the heads are trained for. A repeated head may be unrolled further when serving."""
     depths_known: bool = True
-    """False: nothing says for how many depths a repeated head was trained; `num_depths` is 1 then."""
+    """Whether it is known for how many depths a repeated head was trained; if not, `num_depths` is 1."""
     repeated: bool = Field(default=True, validation_alias="mtp_use_repeated_layer")
     """One physical layer shared by all depths (Nemotron 3), rather than one per depth (DeepSeek-V3)."""
     reads_of_base: HiddenState = "after_final_norm"
-    """The hidden state of the base that depth 1 reads. lm_head reads the one after the final norm in any case."""
+    """The hidden state of the base that depth 1 reads. lm_head always reads the one after the final norm."""
     reads_of_depth: HiddenState = "after_final_norm"
-    """The hidden state of a depth that the next one reads: after or before the depth's own final norm."""
+    """The hidden state of a depth that the next depth reads: after or before the depth's own final norm."""
     zero_first_embedding: bool = False
-    """Whether a depth reads zeros in place of the embedding where it is at position 0 of a document. In decoding a
-    repeated head is there at depth 1 alone, whose first entry then lacks the document's second token."""
+    """Whether a depth reads zeros in place of the embedding at position 0 of a document. In decoding, a repeated head
+    is at position 0 only at depth 1, whose first entry then lacks the document's second token."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be built."""
@@ -70,11 +70,11 @@ class MtpConfig(Part):
 
     @property
     def rules(self) -> dict[str, object]:
-        """What heads read, by keys in files."""
+        """The `HEAD_RULES`, by their keys in files."""
         return {f"mtp_{name}": getattr(self, name) for name in HEAD_RULES}
 
     def hands_on_normed(self, depth: int) -> bool:
-        """Whether what the next depth reads of this one, or of the base at 0, is the state after its final norm."""
+        """Whether the next depth reads the state of this depth (0: the base) after its final norm, not before it."""
         return (self.reads_of_depth if depth else self.reads_of_base) == "after_final_norm"
 
     @property
@@ -84,12 +84,12 @@ class MtpConfig(Part):
 
     @property
     def default_drafts(self) -> int:
-        """K where nobody sets it: the depths the heads are trained for, or 3 where those are unknown."""
+        """Default K: the number of depths the heads are trained for, or 3 if that is unknown."""
         return self.num_depths if self.depths_known else _UNKNOWN_DEPTHS_DEFAULT
 
     @property
     def most_adaptive_drafts(self) -> int:
-        """The largest K that `auto` tries: the depths the heads are trained for, or 7 where those are unknown."""
+        """The largest K that `auto` tries: the number of depths the heads are trained for, or 7 if that is unknown."""
         return self.num_depths if self.depths_known else _UNKNOWN_DEPTHS_MOST
 
 
@@ -97,14 +97,14 @@ class MtpConfig(Part):
 class ModelConfig:
     """Sizes and switches of a hybrid language model with multi-token-prediction (MTP) heads.
 
-    Field names are megatron-core's where it has one. Instances are checked on construction; `UserError` names every
-    offending field. Files, `of` and `replace` have the fields of all parts side by side under the keys of `keys_of`,
-    such as `mamba_num_heads` for `mamba2.num_heads`.
+    Field names are megatron-core's where it has such a field. Instances are checked on construction; `UserError` names
+    every offending field. Files, `of` and `replace` have the fields of all parts side by side under the keys of
+    `keys_of`, such as `mamba_num_heads` for `mamba2.num_heads`.
     """
 
     family: str
     """Name of the family in `mtpkit.checkpoint.families` that the model is written as in the Hugging Face layout; empty
-    where nobody has said it."""
+    if unknown."""
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
     pattern: Pattern
@@ -115,7 +115,7 @@ class ModelConfig:
     """Sections of layer kinds that differ from their defaults, at most one of each kind."""
     layernorm_epsilon: Annotated[Number, Field(ge=1e-20, le=1)] = 1e-5
     layernorm_zero_centered_gamma: bool = False
-    """Whether norms multiply by 1 + their weights (Gemma, Qwen3-Next), all but those inside of recurrent mixers."""
+    """Whether all norms except those inside recurrent mixers multiply by 1 + their weights (Gemma, Qwen3-Next)."""
     tie_word_embeddings: bool = False
     init_std: Annotated[Number, Field(ge=0, le=1e3)] = 0.02
     bos_token_id: int | None = None
@@ -155,7 +155,7 @@ class ModelConfig:
         return next((section for section in self.sections if isinstance(section, kind)), kind.default())
 
     def has(self, kind: type[Section]) -> bool:
-        """Whether some layer, of the base or the heads, is of a kind."""
+        """Whether any layer of the base or the heads is of the given kind."""
         return kind.letter in self.letters
 
     @property
@@ -194,7 +194,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """A config from the fields of all parts by their keys in files, such as `mamba_num_heads`.
+        """Make a config from the fields of all parts, given by their keys in files, such as `mamba_num_heads`.
 
         Raises:
             UserError: unknown or missing keys, or wrong values, all of them named.
@@ -210,7 +210,7 @@ class ModelConfig:
         return cls(**values, mtp=parts.pop(MtpConfig), sections=tuple(parts.values()))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some values changed, by their keys in files. A number of depths that is given is known."""
+        """Return a copy with some values changed, given by their keys in files. A changed number of depths is known."""
         if "mtp_num_depths" in changes:
             changes = {"mtp_depths_known": True} | changes
         return type(self).of(**self.values() | changes)
@@ -229,7 +229,7 @@ class ModelConfig:
         return found
 
     def value(self, key: str) -> Any:
-        """One value by its key in files, whether or not `values` has it."""
+        """One value by its key in files, even if `values` leaves the key out."""
         for part in (self.mtp, *(self.section(kind) for kind in SECTIONS.values())):
             for name, own in keys_of(type(part)).items():
                 if own == key:
@@ -237,14 +237,14 @@ class ModelConfig:
         return getattr(self, key)
 
     def departures(self) -> JsonObject:
-        """Settings of the model and its layers, by their keys in files, that older files lack and that differ from what
-        these imply."""
+        """Settings of the model and its layers, by their keys in files, that older files lack and that differ from the
+        defaults that such files imply."""
         values, sections = self.values(), [kind for letter, kind in SECTIONS.items() if letter in self.letters]
         later = [keys_of(section)[name] for section in sections for name in section.added_later]
         return {key: values[key] for key in (*_ADDED_LATER, *later) if key in values}
 
     def to_dict(self) -> JsonObject:
-        """The values as JSON has them; `from_dict` reads them back."""
+        """The values in the form that JSON has; `from_dict` reads them back."""
 
         def written(value: object) -> object:
             if isinstance(value, tuple):

@@ -68,7 +68,7 @@ def build_dataset(
     """Memory-map the prepared data of `paths`; read, tokenise and pack files, folders and globs, with a progress bar.
 
     Args:
-        sequence_length: None: that of the prepared data, or 1024 if there is none.
+        sequence_length: tokens per sequence; None: that of the prepared data, or 1024 without prepared data.
         vocab_size: vocabulary size of the model that reads the data; None: not known.
 
     Raises:

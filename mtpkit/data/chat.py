@@ -1,10 +1,11 @@
-"""Conversations to token ids and a mask of the assistant's tokens, through the tokenizer's chat template.
+"""Turn conversations into token ids and a mask of the assistant's tokens, with the tokenizer's chat template.
 
 A template may mark the assistant's parts itself (`{% generation %}`). For other templates each assistant message is
-located in the rendered text: it lies between the rendering of the conversation before it, generation prompt included,
-and the rendering of the conversation up to it. Some templates render a message differently depending on what follows
-(reasoning is dropped from older turns, tools move before the last question), so that these two are not prefixes of the
-whole. Then the message is replaced by another text, and the part of the rendering that changes is where it was.
+located in the rendered text: it starts where the rendering of the conversation before it ends, generation prompt
+included, and it ends where the rendering of the conversation including it ends. Some templates render a message
+differently depending on what follows (reasoning is dropped from older turns, tools move before the last question), so
+that these two renderings are not prefixes of the whole. In that case the message is replaced by another text, and the
+part of the rendering that changes is the message's place.
 """
 
 import copy
@@ -26,7 +27,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SampleError(Exception):
-    """The reason why a sample cannot be used; the sample is left out, the others are not affected."""
+    """The reason why a sample cannot be used; this sample is left out, and other samples are not affected."""
 
 
 def require_template(tokenizer: Tokenizer) -> None:
@@ -57,7 +58,7 @@ def encode_chat(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [n] int32 of a whole conversation, and [n] bool, True for the tokens of the assistant.
 
-    These include the token that ends the assistant's turn, but nothing that the template adds after it.
+    The assistant's tokens include the one that ends the turn, but nothing that the template adds after it.
 
     Raises:
         SampleError: the template refuses the conversation, or an assistant message is not found in the rendered text.
@@ -109,7 +110,7 @@ def assistant_spans(render: Callable[..., str], messages: Messages, special: lis
 def _span_by_prefixes(
     render: Callable[..., str], messages: Messages, index: int, whole: str, header: bool = True
 ) -> Span | None:
-    """The span between two prefixes of the whole; `header`: only if the template has a generation prompt to skip."""
+    """Find a span between two prefixes of the whole; `header`: only if the template has a generation prompt to skip."""
     try:
         before, upto = render(messages[:index], True), render(messages[: index + 1])
         if header and before == render(messages[:index]):
@@ -123,7 +124,7 @@ def _span_by_prefixes(
 def _span_by_replacement(
     render: Callable[..., str], messages: Messages, index: int, whole: str, after: int
 ) -> Span | None:
-    """The span that changes when the message is replaced, extended to the left up to the generation prompt."""
+    """Find the span that changes when the message is replaced, extended to the left up to the generation prompt."""
     start, tail = len(whole), len(whole)
     # Two texts with different first and last letters: at most one of them can share such a letter with the message.
     for text in ("A-A", "B-B"):
@@ -152,7 +153,7 @@ def _generation_prompt(render: Callable[..., str], messages: Messages) -> str:
 
 
 def _close(whole: str, start: int, end: int, special: list[str]) -> Span:
-    """End a span with the token that ends the turn: drop white space after it, or add it if it follows the span."""
+    """End a span with the token that ends the turn: drop white space after it, or add this token if it comes next."""
     stripped = whole[start:end].rstrip()
     if any(stripped.endswith(token) for token in special):
         return start, start + len(stripped)
@@ -191,7 +192,7 @@ def _encode_in_parts(tokenizer: Tokenizer, text: str, spans: list[Span]) -> tupl
 
 
 def _apply_template(tokenizer: Tokenizer, messages: Messages, tools: list[dict] | None, **options: object) -> Any:
-    """A conversation as the chat template renders it, by the options of `apply_chat_template`."""
+    """Render a conversation by the chat template, with the options of `apply_chat_template`."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **options)
     except Exception as error:  # templates may raise anything

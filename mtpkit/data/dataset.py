@@ -24,7 +24,7 @@ class StoredStates(Protocol):
     """The base's final hidden states of b sequences, in the form in which they are cached."""
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """[b, s, h] in `dtype`."""
+        """The states as a tensor [b, s, h] in `dtype`."""
         ...
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "StoredStates":
@@ -81,7 +81,7 @@ class SourceCounts:
     """Documents without prediction targets."""
     num_sequences: Count
     num_tokens: Count
-    """Tokens in the sequences without padding."""
+    """Tokens in the sequences, not counting padding."""
     num_target_tokens: Annotated[int, Field(ge=1)]
     """Prediction targets."""
     fingerprint: str
@@ -130,7 +130,7 @@ class PackedDataset:
         self.sequence_length = sequence_length
         """Tokens in a sequence, s."""
         self.counts = [source.counts for source in sources]
-        """Counts of each source; several sources may have one name."""
+        """Counts of each source; several sources may share a name."""
         self._read_hidden: ReadStates | None = None
         self._pad_id, self._vocab_size = pad_id, vocab_size
         self._chunks = [(source, batch) for source in sources for batch in source.table.to_batches()]
@@ -153,7 +153,7 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the sequences without padding."""
+        """Tokens in the sequences, not counting padding."""
         return sum(counts.num_tokens for counts in self.counts)
 
     @cached_property

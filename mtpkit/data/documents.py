@@ -1,8 +1,8 @@
-"""Samples to documents, token ids with a mask of the prediction targets; and documents to packed sequences.
+"""Turn samples into documents (token ids and a mask of the prediction targets), and documents into packed sequences.
 
-Sequences of one length are filled first-fit. They are Arrow tables, in which a row is one packed sequence: `input_ids`
-(list of int32) and `loss_mask` (list of bool) of its concatenated documents, and `document_lengths` (list of int32).
-Padding is not stored.
+All sequences have the same length and are filled first-fit. They are kept in Arrow tables, in which a row is one packed
+sequence: `input_ids` (list of int32) and `loss_mask` (list of bool) of its concatenated documents, and
+`document_lengths` (list of int32). Padding is not stored.
 """
 
 import hashlib
@@ -28,19 +28,20 @@ BATCH = 256
 """Samples per call of the tokenizer, which works on them in parallel."""
 
 ROWS = 1000
-"""Sequences per record batch, in which Arrow counts tokens with 32 bits."""
+"""Sequences per record batch; few enough for Arrow, which counts the tokens of a record batch with 32 bits."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """`token_ids` [n] int32; `loss_mask` [n] bool, True where the token is a prediction target."""
+    """A tokenised sample: `token_ids` [n] int32, and `loss_mask` [n] bool, True where the token is a prediction
+    target."""
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
     name: str = ""
     """Name of its sample."""
     problem: str = ""
-    """Why it has no prediction targets, if that is known."""
+    """Reason why it has no prediction targets, if it is known."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -60,10 +61,10 @@ def tokenize(
 ) -> Iterator[Document]:
     """Yield one document per sample, in order.
 
-    A text becomes prompt (masked out), text and end-of-sequence token, after the first tokens (BOS) that the tokenizer
-    adds. A conversation becomes its rendering by the chat template, with the assistant's tokens as prediction targets,
-    see `encode_chat`. Token ids that a model generated are kept if its tokenizer was the same. A sample without text,
-    or a conversation that the template refuses, becomes a document that is masked out entirely.
+    A text becomes the tokens that the tokenizer puts first (BOS), the prompt (masked out), the text and an
+    end-of-sequence token. A conversation becomes its rendering by the chat template, with the assistant's tokens as
+    prediction targets, see `encode_chat`. Token ids that a model generated are kept if its tokenizer was the same. A
+    sample without text, or a conversation that the template refuses, becomes a document that is masked out entirely.
 
     Example, a prompt of tokens A B and a text of tokens C D:
         token_ids [A, B, C, D, eos], loss_mask [False, False, True, True, True]
@@ -106,7 +107,7 @@ def warn_of_left_out(left_out: Sequence[str], num_documents: int, more: str = ""
 
 
 def describe(name: str, problem: str) -> str:
-    """A sample that is left out, and why."""
+    """Describe a sample that is left out, with the reason."""
     return f"{name or 'unnamed'} ({problem or 'empty mask'})"
 
 
@@ -155,7 +156,8 @@ def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[
 def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Put items into bins, in order, each into the first bin with room for it; return the indices of each bin's items.
 
-    Lengths are 1 .. capacity. Takes O(n log n): each node of a tree over the bins holds the most room below it.
+    Lengths are 1 .. capacity. Takes O(n log n): each node of a tree over the bins holds the largest room of the bins
+    below it.
 
     Example: first_fit([3, 3, 1, 2], capacity=4) == [[0, 2], [1], [3]]
     """

@@ -28,7 +28,7 @@ class DraftVocab:
     """The tokens that may be drafted."""
 
     token_ids: list[int]
-    """Ascending."""
+    """The tokens' ids, in ascending order."""
     vocab_size: Annotated[int, Field(ge=1)]
     """Vocabulary size of the model."""
     coverage: float = 0.0
@@ -103,7 +103,8 @@ def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> N
     """Check the ids of a draft vocabulary against its size.
 
     Raises:
-        UserError: there are no ids, or some are no integers, outside the vocabulary or repeated; begins with `name`.
+        UserError: there are no ids, or some are no integers, outside the vocabulary or repeated; the message begins
+            with `name`.
     """
     if not token_ids:
         raise UserError(f"{name} is empty; it needs at least one token id")

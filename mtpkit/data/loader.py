@@ -10,7 +10,7 @@ from mtpkit.errors import UserError
 
 
 class LoaderState(TypedDict):
-    """The position in a stream of batches, and all that its order depends on."""
+    """The position in a stream of batches, and everything that the order of the stream depends on."""
 
     consumed: int
     """Sequences that all ranks together have consumed."""

@@ -1,6 +1,6 @@
 """Prepare data from files: read, tokenise and pack once, with several processes, through `datasets`.
 
-All tokens are never in memory at once: samples, documents and sequences go from one memory-mapped Arrow file to the
+The tokens are never all in memory at once: samples, documents and sequences go from one memory-mapped Arrow file to the
 next. The result does not depend on the number of processes.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left_out.txt"
 SAMPLES_PER_PROCESS = 1000
-"""Start another process only for at least so many samples."""
+"""Smallest number of samples per process, unless the number of processes is given."""
 _TOKENS_AT_ONCE = 2**24
 """Tokens of sequences that are built at a time."""
 
@@ -108,7 +108,7 @@ def prepare(
 
 
 def _files_by_name(sources: Iterable[Source]) -> dict[str, list[str]]:
-    """The files of sources, of which several may have one name."""
+    """The files of the sources by name; several sources may share a name."""
     files: dict[str, list[str]] = defaultdict(list)
     for source in sources:
         files[source.name] += map(str, source.files)
@@ -116,7 +116,7 @@ def _files_by_name(sources: Iterable[Source]) -> dict[str, list[str]]:
 
 
 def _processes(num_proc: int | None, items: int, least: int = 1) -> int | None:
-    """Processes for `items`, by default each with at least `least` of them; None: this process alone."""
+    """Number of processes for `items`, by default with at least `least` items each; None: this process alone."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = num_proc or min(available, items // least)
     return n if (n := min(wanted, items)) > 1 else None
@@ -132,7 +132,7 @@ def _tokenize_source(
     columns: Columns | None,
     vocab_size: int | None,
 ) -> tuple["Dataset", int, list[str]]:
-    """Documents of at most `sequence_length` tokens, the number of samples, and `describe` of those left out.
+    """Return documents of at most `sequence_length` tokens, the number of samples, and `describe` of samples left out.
 
     Args:
         folder: directory for intermediate files.
@@ -201,7 +201,7 @@ def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", seque
 
 
 def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]]:
-    """Yield samples as JSON, last an error if there is one, since exceptions of another process arrive incomplete."""
+    """Yield samples as JSON, and an error last if there is one: exceptions of another process arrive incomplete."""
     try:
         for sample in read_samples(files, columns):
             yield {"sample": json.dumps(asdict(sample)), "error": ""}
@@ -212,7 +212,7 @@ def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]
 def _tokenize(
     batch: dict[str, list[str]], tokenizer: Tokenizer, own: str, sequence_length: int, vocab_size: int | None
 ) -> dict[str, list]:
-    """Parts of samples with prediction targets, and an empty part for each sample without any."""
+    """Tokenise samples into parts with prediction targets; a sample without any target gives one empty part."""
     samples = (Sample(**json.loads(text)) for text in batch["sample"])
     rows: dict[str, list] = {"input_ids": [], "loss_mask": [], "name": [], "problem": []}
     for document in tokenize(samples, tokenizer, own, vocab_size):
@@ -259,7 +259,8 @@ def _quiet_datasets() -> Iterator[None]:
     try:
         yield
     finally:
-        # With several processes `datasets` leaves a copy in its place, and what holds the first misses later changes.
+        # With several processes `datasets` replaces `os.environ`; code that holds the original would miss later
+        # changes.
         os.environ = environ  # noqa: B003
         os.environ.pop("TOKENIZERS_PARALLELISM")
         if before is not None:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMAT = 1
-"""Version of the layout; others are refused."""
+"""Version of the layout; other versions are refused."""
 COLUMNS = {"input_ids": "int32", "loss_mask": "bool", "document_lengths": "int32"}
-"""Columns of the data files, and the types in their lists."""
+"""Columns of the data files, with the types of the entries in their lists."""
 
 
 @checked("manifest of prepared data")
@@ -42,14 +42,14 @@ class Manifest:
     tokenizer_name: str
     """Directory of the tokenizer."""
     sources: Annotated[list[SourceCounts], Field(min_length=1, title="a list of at least one source")]
-    """In the order of their sequences."""
+    """Counts of each source, in the order of the sequences."""
     source_files: dict[str, list[str]]
     """Files of each source."""
     files: Annotated[dict[str, int], Field(min_length=1, title="the sizes of one or more data files")]
-    """Size of each data file in bytes, in the order of their sequences."""
+    """Size of each data file in bytes, in the order of the sequences."""
 
     def problems(self) -> Iterator[str]:
-        """Yield one clause for each name and number that is impossible beside the others."""
+        """Yield one clause for each wrong file name, and for each source whose counts contradict each other."""
         for name in self.files:
             if not re.fullmatch(r"[\w-]+\.arrow", name):
                 yield f"files has {shown(name)}, not a data file"
@@ -67,7 +67,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of prepared data.
 
     Raises:
-        UserError: there is none, it is damaged, or its version is not known.
+        UserError: there is no manifest, it is damaged, or its version is not known.
     """
     return from_json(Manifest, directory / MANIFEST, "prepare the data again", "data: ", FORMAT)
 
@@ -91,11 +91,11 @@ def open_prepared(
     """Memory-map the sources of prepared data.
 
     Args:
-        sequence_length: the length that it must have been prepared for; None: any.
-        name: a name for all of its sources, in place of their own.
+        sequence_length: sequence length that the data must have been prepared for; None: any length.
+        name: a name for all sources in the data, in place of their own names.
 
     Raises:
-        UserError: it was made with another tokenizer or for another sequence length, or it is damaged.
+        UserError: the data was prepared with another tokenizer or for another sequence length, or it is damaged.
     """
     manifest = read_manifest(directory)
     own = fingerprint(tokenizer)
@@ -149,7 +149,7 @@ def _map_table(directory: Path, manifest: Manifest) -> "pyarrow.Table":
 
 
 def _columns(table: "pyarrow.Table") -> dict[str, str]:
-    """The type in the lists of each list column; columns with nulls are left out."""
+    """The type of the entries of each list column; columns with nulls are left out."""
     import pyarrow as pa
 
     return {

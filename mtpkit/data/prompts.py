@@ -42,15 +42,15 @@ def read_prompts(
     columns: Columns | None = None,
     limit: int | None = None,
 ) -> tuple[list[Prompt], list[str]]:
-    """Read prompts from files, folders and globs, in order; also `describe` the rows without one.
+    """Read prompts from files, folders and globs, in order; also returns `describe` of the rows without a prompt.
 
-    In a row with messages, the conversation before the assistant's last message is a prompt, or, with `turns` "all",
-    before each of the assistant's messages; a conversation that ends without an answer is a prompt as a whole. A row
-    with a prompt gives that prompt. A text is cut into pieces of `prompt_length` tokens; a shorter remainder is
-    dropped, unless it is the whole text.
+    In a row with messages, the prompt is the conversation before the assistant's last message; with `turns` "all", the
+    conversation before each of the assistant's messages is a prompt. A conversation that ends without an answer is a
+    prompt as a whole. A row with a prompt gives that prompt. A text is cut into pieces of `prompt_length` tokens; a
+    shorter remainder is dropped, unless it is the whole text.
 
     Args:
-        limit: at most so many prompts, spread evenly over all; pieces of texts that are not among them are not made.
+        limit: largest number of prompts, spread evenly over all prompts; pieces of texts beyond these are not made.
 
     Raises:
         UserError: a file cannot be read or has none of the columns, or a text comes without `prompt_length`.
@@ -111,7 +111,7 @@ def _prompts(
     turns: Turns,
     columns: Columns,
 ) -> Iterator[Callable[[], Prompt]]:
-    """Yield what makes each prompt of a row."""
+    """Yield a function for each prompt of a row, which makes the prompt."""
     if column == columns.messages:
         require_template(tokenizer)
         for prompt in _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sampling(Protocol):
-    """What is known here of `mtpkit.engine.SamplingParams`: a dataclass with a field `seed`."""
+    """The part of `mtpkit.engine.SamplingParams` that is needed here: a dataclass with a field `seed`."""
 
     __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
 
@@ -85,7 +85,7 @@ class Answer:
     prompt: str
     completion: str
     finish_reason: str
-    """`stop`: at an end-of-sequence token or a stop string; `length`: cut off."""
+    """`stop`: ended at an end-of-sequence token or a stop string; `length`: cut off."""
     tokenizer: str
     """Fingerprint of the tokenizer that the token ids belong to."""
     prompt_token_ids: TokenIds
@@ -121,7 +121,7 @@ def journal_settings(
 
 
 class Journal:
-    """Finished answers on the disk, which one process writes.
+    """A file of the finished answers, which only one process writes at a time.
 
     Args:
         output: path of the output; the journal is beside it.
@@ -139,7 +139,7 @@ class Journal:
         self._file: IO[bytes] = self.path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The settings as JSON will give them back: lists for tuples.
+            # The settings as they are read back from JSON, with lists in place of tuples.
             self._offsets = self._recover(json.loads(json.dumps(settings)))
         except BlockingIOError as error:
             self._file.close()
@@ -239,11 +239,11 @@ def regenerate[S: Sampling](
     Args:
         params: `SamplingParams` of all prompts; their seed is not used.
         tokenizer: fingerprint of the engine's tokenizer.
-        in_flight: most requests that the engine holds at once.
+        in_flight: largest number of requests that the engine holds at once.
         refused: `describe` of the rows without a prompt, for the warning.
 
     Returns:
-        The number of answers; they are in the output then.
+        The number of answers, which are in the output by then.
 
     Raises:
         UserError: no prompt can be served.

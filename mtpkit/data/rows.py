@@ -33,7 +33,7 @@ _ROWS_AT_ONCE = 256
 
 
 def kind_problem(file: Path) -> str:
-    """An error message for a file whose suffix is not supported; "" if it is."""
+    """An error message for a file whose suffix is not supported; "" if the suffix is supported."""
     suffix = file.suffix.lower()
     if suffix in _READERS or suffix in TEXT_SUFFIXES or suffix in MORE_TEXT_SUFFIXES:
         return ""
@@ -44,9 +44,9 @@ def kind_problem(file: Path) -> str:
 
 
 def read_rows(file: Path, text_column: str) -> Iterator[tuple[str, Row]]:
-    """Yield (name, row); the name is `FILE:NUMBER`, the line, or the row in Parquet and in JSON lists.
+    """Yield (name, row); the name is `FILE:NUMBER`, with the line number, or the row number in Parquet and JSON lists.
 
-    Each row has all columns of the file's first rows, with None for those that it lacks. A text file is one row with
+    Each row has all columns of the file's first rows, with None for columns that it lacks. A text file is one row with
     the whole text in the column `text_column`.
 
     Raises:
@@ -165,7 +165,7 @@ def _read_parquet(file: Path) -> Numbered:
 
 
 def _drop_nulls(value: Any, top: bool = True) -> Any:
-    """Drop null entries inside columns: in a Parquet file all messages have the same keys."""
+    """Drop null entries inside columns: in a Parquet file all messages have the same keys, and absent ones are null."""
     if isinstance(value, dict):
         return {key: _drop_nulls(entry, False) for key, entry in value.items() if top or entry is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Rows to samples: conversations, prompts with responses, texts; every row is checked."""
+"""Turn rows into samples: conversations, prompts with responses, or texts; every row is checked."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import JsonObject, parse_json
 
 NAMING = "--text-column and the like; data.text_column=.. in training"
-"""How users name columns, for messages."""
+"""The options with which users name columns, for error messages."""
 _MOST_DEPTH = 64
 """Deepest nesting of lists and objects in messages and tools."""
 
@@ -20,8 +20,8 @@ _MOST_DEPTH = 64
 class Columns:
     """Names of the columns to read: a conversation, else prompt and response, else text.
 
-    The first rows of a file decide; among conversations, a row without messages may have prompt and response. If a file
-    lacks the default column `response`, `completion` is read in its place.
+    The first rows of a file decide which of these is read; among conversations, a row without messages may have prompt
+    and response. If a file lacks the default column `response`, `completion` is read in its place.
     """
 
     text: str = "text"
@@ -48,9 +48,9 @@ class Sample:
     tools: list[JsonObject] | None = None
     """JSON schemas of the functions that a conversation may call."""
     prompt_token_ids: list[int] | None = None
-    """At least 0; not yet checked against a vocabulary."""
+    """Token ids of the prompt, at least 0; not yet checked against a vocabulary."""
     completion_token_ids: list[int] | None = None
-    """The same; given if and only if `prompt_token_ids` is."""
+    """Token ids of the completion, likewise; given if and only if `prompt_token_ids` is."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer that the token ids belong to."""
     complete: bool = True
@@ -58,7 +58,7 @@ class Sample:
     name: str = field(default="", compare=False)
     """File and line or row (counted from 1) that it comes from."""
     problem: str = field(default="", compare=False)
-    """Why there is no text, if that is known."""
+    """Reason why there is no text, if it is known."""
 
 
 def read_samples(files: Iterable[Path], columns: Columns | None = None) -> Iterator[Sample]:
@@ -77,7 +77,7 @@ def read_samples(files: Iterable[Path], columns: Columns | None = None) -> Itera
 
 
 def read_messages(row: Row, column: str, name: str) -> tuple[list[JsonObject], list[dict] | None]:
-    """Messages and tools of a row, lists or JSON strings.
+    """Read the messages and tools of a row, which are lists or JSON strings.
 
     Raises:
         UserError: one of them has a wrong type.
@@ -112,7 +112,7 @@ def read_text_column(row: Row, column: str, name: str) -> str:
 
 
 def lacking(row: Row, column: str) -> str:
-    """Say which columns a row without `column` has; readers give None where a row lacks a column of others."""
+    """Say which columns a row without `column` has; columns that only other rows have are None and not listed."""
     others = listed(key for key, value in row.items() if value is not None)
     return f"no column {column!r}; it has: {others}" if others else "empty row"
 
@@ -149,7 +149,7 @@ def _choose(file: Path, row: Row, columns: Columns) -> Callable[[Row, str], Samp
 
 
 def _sample(row: Row, column: str, name: str) -> Sample:
-    """A sample of the text in a column, or with the reason why there is none."""
+    """Make a sample from the text in a column; if there is no text, the sample names the reason."""
     problem = lacking(row, column) if row.get(column) is None else ""
     return Sample(read_text_column(row, column, name), name=name, problem=problem)
 

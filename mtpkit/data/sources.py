@@ -25,11 +25,11 @@ class Source:
     name: str
     files: tuple[Path, ...] = ()
     prepared: Path | None = None
-    """A directory of `mtpkit data prepare`, in place of files; `name` is empty if its own names are kept."""
+    """A directory of `mtpkit data prepare`, in place of files; `name` is empty if its sources keep their own names."""
 
 
 def find_sources(paths: Iterable[str | Path], warn: bool = True) -> list[Source]:
-    """Find the sources that `paths` name: files, folders (with all below), globs (`**` too), prepared data.
+    """Find the sources that `paths` name: files, folders (with everything below), globs (`**` too), prepared data.
 
     A source has the name of its file or folder without suffix, or the name of `name=path`. Sources that would share a
     name have the end of their paths as names, `a/x.jsonl` and `b/x.jsonl`. A file that is named twice, directly or
@@ -151,7 +151,7 @@ def _find(path: Path) -> tuple[list[Path], str]:
         return [], f"{path} is a link that leads nowhere"
     else:
         return [], f"{path} {'is neither a file nor a folder' if path.exists() else 'does not exist'}"
-    # Beside other files an empty one is normal (an __init__.py).
+    # An empty file among other files is normal (an __init__.py).
     found = [p for p in found if p.stat().st_size]
     if unknown := [p for p in found if kind_problem(p)]:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""

@@ -48,7 +48,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     try:
         with _without_config_warnings():
-            # Unless told, transformers asks in a terminal whether to run the code that `auto_map` of MiMo names.
+            # By default transformers asks in a terminal whether to run the code that MiMo's `auto_map` names.
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of a wrong type fail only here
         return tokenizer
@@ -61,8 +61,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 @contextmanager
 def _without_config_warnings() -> Iterator[None]:
-    """Keep transformers from warning of a `config.json` of a model type that it lacks, such as `mimo`: all that it
-    needs of that file is which class the tokenizer has, and only if the tokenizer's own files do not say so."""
+    """Silence transformers' warning about a `config.json` of a model type that it does not know, such as `mimo`. It
+    needs that file only for the tokenizer's class, and only if the tokenizer's own files do not name the class."""
     logger = logging.getLogger("transformers.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -73,13 +73,13 @@ def _without_config_warnings() -> Iterator[None]:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """32 hexadecimal digits that are equal for tokenizers that split texts alike, wherever they are stored.
+    """32 hexadecimal digits that are equal for tokenizers that split texts in the same way, wherever they are stored.
 
     The chat template does not count: it changes the text, not its tokens.
     """
     if tokenizer.is_fast:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Truncation and padding of the last batch are stored there too.
+        # The backend also stores truncation and padding of the last batch, which do not count.
         rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
     else:
         added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}

@@ -1,6 +1,6 @@
 """Decoding with and without multi-token-prediction heads: continuous batching over paged and recurrent caches.
 
-Settings are imported with the package; the engine, and with it torch, on first use.
+Importing the package imports only the settings; the engine, and torch with it, is imported on first use.
 """
 
 from importlib import import_module

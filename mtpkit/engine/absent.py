@@ -32,7 +32,8 @@ class AbsentMethod(UserError, AttributeError):
 
 
 def _absent(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Absent]:
-    """Arguments by name, from rows of an advice and the neutral value, or a tuple of values, of each argument."""
+    """Map each argument's name to its `Absent`. A row has an advice, and for each of its arguments the neutral value or
+    a tuple of neutral values."""
     return {
         name: Absent(advice, value if isinstance(value, tuple) else (value,))
         for advice, arguments in rows.items()
@@ -136,13 +137,13 @@ LLM_METHODS = {
 def answers_absent[**P, R](
     what: str, absent: Mapping[str, Absent], signature: inspect.Signature | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: raise one `UserError` about all arguments that a function lacks, with the advice for each.
+    """Decorator: raise one `UserError` that names all given arguments the function lacks, with the advice in `absent`.
 
     Arguments in `absent` with neutral values are dropped. The function keeps its signature and help.
 
     Args:
         what: the function's name in the error.
-        signature: the function's signature, where `inspect.signature` cannot tell.
+        signature: the function's signature, for functions whose signature `inspect.signature` cannot find.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -189,7 +190,7 @@ def absent_method(owner: object, name: str) -> AttributeError:
 
 
 def _joined(names: Sequence[str], answers: Sequence[str]) -> str:
-    """All answers; if they are too long for a line, all names and the first answers."""
+    """Join all answers; if they are too long for one line, join the names, followed by the first answers."""
     whole = listed(answers, most=len(answers), width=330)
     return whole if whole.endswith(answers[-1]) else f"{listed(names, width=180)}: {listed(answers, width=140)}"
 

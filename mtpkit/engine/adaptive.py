@@ -5,18 +5,18 @@ from collections.abc import Mapping, Sequence
 from mtpkit.engine.tree import DraftShape, depth_of
 
 _DECAY = 0.99
-"""Factor on the acceptance counts per step."""
+"""Decay factor of the acceptance counts per step."""
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 """Acceptance rate assumed for a depth that has not been tried, and the number of drafts this assumption counts for."""
 _PRIOR_MENDED = 0.37
-"""Where the first candidate is wrong, how often another one of a tree is assumed to be right: the share of second
-candidates that others have measured."""
+"""Assumed probability that another candidate of a tree is right when the first one is wrong: the rate that others have
+measured for second candidates."""
 _PROBE_INTERVAL, _PROBE_STEPS = 256, 2
-"""Acceptance is only learnt from drafts that are verified, so in every 256 steps of a batch 2 verify other drafts than
-the best ones. The first of them finds stale drafts. If a probe takes twice the time of a plain step, the two cost
-1%."""
+"""Acceptance is learnt only from drafts that are verified, so 2 of every 256 steps of a batch are probes, which verify
+other drafts than the best ones. The first of the two finds stale drafts. If a probe takes twice the time of a plain
+step, the two probes cost 1%."""
 _GAIN = 1.01
-"""More drafts are chosen if their expected speed is more than this factor higher."""
+"""More drafts are chosen only if their expected speed exceeds that of fewer drafts by more than this factor."""
 
 
 class FixedSpeculation:
@@ -26,7 +26,7 @@ class FixedSpeculation:
         self.drafts = drafts
 
     def choose(self, num_rows: int) -> DraftShape:
-        """K, or the tree, of a step with `num_rows` decode rows."""
+        """Return K, or the tree, for a step with `num_rows` decode rows."""
         return self.drafts
 
     def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class FixedSpeculation:
 
 
 class _Acceptance:
-    """Running conditional acceptance per depth."""
+    """Running conditional acceptance rates, one per depth."""
 
     def __init__(self, depths: int, prior: float) -> None:
         self._reached = [_PRIOR_WEIGHT] * depths
@@ -48,7 +48,7 @@ class _Acceptance:
         return [a / r for a, r in zip(self._accepted, self._reached, strict=True)]
 
     def expected_length(self, depths: int) -> float:
-        """Expected tokens per row of a step, its own one and accepted drafts up to a depth."""
+        """Expected tokens per row of a step: the base's own token, and accepted drafts of the first `depths` depths."""
         length, product = 1.0, 1.0
         for rate in self.rates[:depths]:
             product *= rate
@@ -56,7 +56,7 @@ class _Acceptance:
         return length
 
     def observe(self, accepted: Sequence[int], known: Sequence[int]) -> None:
-        """Count the accepted drafts of rows, and of each row no more depths than are `known`."""
+        """Count the accepted drafts of each row, at as many depths as the row's entry in `known` says."""
         for depth in range(min(max(known, default=0), len(self._reached))):
             counted = [a for a, most in zip(accepted, known, strict=True) if most > depth]
             if counted:
@@ -64,23 +64,24 @@ class _Acceptance:
                 self._accepted[depth] = self._accepted[depth] * _DECAY + sum(a > depth for a in counted)
 
     def age(self) -> None:
-        """Note a step that said nothing of these drafts: rates stay, and count for less beside the next ones."""
+        """Age the counts after a step without such drafts: the rates stay, but weigh less against later ones."""
         for depth, reached in enumerate(self._reached):
             kept = max(_DECAY, _PRIOR_WEIGHT / reached)
             self._reached[depth], self._accepted[depth] = reached * kept, self._accepted[depth] * kept
 
 
 class AdaptiveSpeculation:
-    """The drafts with the most expected tokens per second and row: (1 + r_1 + r_1 r_2 + ..) / step time.
+    """Chooses the drafts with the most expected tokens per second and row: (1 + r_1 + r_1 r_2 + ..) / step time.
 
-    The rates r_k are running conditional acceptances: of a chain those of first candidates, which trees tell, too; of a
-    tree those at which any candidate of a depth is accepted. The step times are measured before the first request.
+    The rates r_k are running conditional acceptance rates. For a chain, r_k is the rate of the first candidate at depth
+    k, which steps with trees also show. For a tree, it is the rate at which any candidate at depth k is accepted. The
+    step times are measured before the first request.
 
     Args:
-        step_times: (rows, drafts) -> seconds of a step, for K from 0 to the largest, perhaps a tree of that depth, and
-            some numbers of rows.
-        batches: batches whose steps take turns. A probe is one of all of them, since a step that finds stale drafts
-            must be followed by one of the same batch.
+        step_times: seconds of a step by (rows, drafts), for several numbers of rows, each K from 0 to the largest, and
+            optionally a tree of the largest depth.
+        batches: number of batches whose steps take turns. A probe runs in one step of each batch, since a step that
+            finds stale drafts must be followed by a step of the same batch.
     """
 
     def __init__(self, step_times: Mapping[tuple[int, DraftShape], float], batches: int = 1) -> None:
@@ -97,7 +98,7 @@ class AdaptiveSpeculation:
 
     @property
     def rates(self) -> list[float]:
-        """Running conditional acceptance per depth of chains."""
+        """Running conditional acceptance rates of chains, one per depth."""
         return self._chain.rates
 
     def expected_length(self, drafts: DraftShape) -> float:
@@ -105,7 +106,7 @@ class AdaptiveSpeculation:
         return (self._chain if isinstance(drafts, int) else self._tree).expected_length(depth_of(drafts))
 
     def choose(self, num_rows: int) -> DraftShape:
-        """K, or the tree, of a step, where all batches together have `num_rows` decode rows."""
+        """Return K, or the tree, for a step; `num_rows` counts the decode rows of all batches."""
         size = next((size for size in self._sizes if size >= num_rows), self._sizes[-1])
         best: DraftShape = 0
         for drafts in self._shapes:
@@ -122,8 +123,8 @@ class AdaptiveSpeculation:
         return self.expected_length(drafts) / self.step_times[size, drafts]
 
     def _untold(self, best: DraftShape) -> list[DraftShape]:
-        """Drafts that tell what steps of the best ones do not, for probes in turn: one more depth, where a gain shows
-        first; all depths, which may pay off only together; a tree."""
+        """List the drafts whose acceptance does not show in steps of the best drafts, for probes to try in turn: one
+        more depth, where a gain shows first; all depths, which may pay off only together; a tree."""
         if not isinstance(best, int):
             return []
         deeper = [best + 1, self.max_depth] if best < self.max_depth else []
@@ -134,8 +135,8 @@ class AdaptiveSpeculation:
 
         Args:
             accepted: accepted drafts of each decode row.
-            fresh: for each row, the drafts that its previous step made and this step verified. Deeper drafts are
-                stale, and their acceptance says nothing.
+            fresh: for each row, the number of drafts that its previous step made and this step verified. Deeper drafts
+                are stale, and their acceptance says nothing.
         """
         self._chain.observe(accepted, fresh)
         self._tree.age()
@@ -144,10 +145,10 @@ class AdaptiveSpeculation:
         """Update the acceptance rates from a step of trees that the previous steps made.
 
         Args:
-            ranks: of each row and depth that of the accepted candidate, see `Verdict.ranks`.
+            ranks: the rank of the accepted candidate, for each row and depth; see `Verdict.ranks`.
         """
         self._tree.observe([sum(rank >= 0 for rank in row) for row in ranks], [len(row) for row in ranks])
-        # Along the first candidates a row is a chain, as far as it is known whether they were right.
+        # The first candidates of a row form a chain, which counts as far as it is known whether they were right.
         firsts = [next((depth for depth, rank in enumerate(row) if rank), len(row)) for row in ranks]
         known = [first + (row[first : first + 1] not in ([], [-2])) for first, row in zip(firsts, ranks, strict=True)]
         self._chain.observe(firsts, known)

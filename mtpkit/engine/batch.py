@@ -1,7 +1,7 @@
 """Tensors of a step, built from its plan.
 
-The host sends numbers in one copy and block tables in another; everything else is computed on the device. So a step
-whose sizes are fixed can be captured in a CUDA graph, see `mtpkit.engine.graphs`.
+The host sends all numbers in one copy and the block tables in another; everything else is computed on the device. A
+step whose sizes are fixed can therefore be captured in a CUDA graph, see `mtpkit.engine.graphs`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,18 +24,18 @@ from mtpkit.model.state import Committed, States
 from mtpkit.platform import to_device
 
 NULL_SLOT = -1
-"""Slot of null rows: for the kernels of recurrent state no slot, for `DeviceState` the last entry."""
+"""Slot of null rows. Kernels of recurrent state take it for no slot; in `DeviceState` it indexes the last entry."""
 NULL_CONTEXT = -1
 """Context length of null rows among the chunks, see `StepInput.context_lens`."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of a step, those of its plan or larger: null rows and their tokens fill up what is beyond the plan."""
+    """Sizes of a step, which are at least those of its plan: null rows and their tokens pad the plan."""
 
     decode_rows: int
     chunk_rows: int
-    """If there are more than chunks in the plan, the last one is a null row with all tokens beyond the plan's."""
+    """If this exceeds the number of chunks in the plan, the last row is a null row that has all padding tokens."""
     chunk_tokens: int
 
     @classmethod
@@ -49,7 +49,7 @@ class StepShape:
         return self.decode_rows + self.chunk_rows
 
     def tokens(self, width: int) -> int:
-        """All tokens, where decode rows have `width` each."""
+        """All tokens, with `width` tokens per decode row."""
         return self.decode_rows * width + self.chunk_tokens
 
 
@@ -62,17 +62,17 @@ class _Part(NamedTuple):
     positions: Tensor
     kv_slots: Tensor
     bounds: Tensor
-    """[R + 1], the first token of each row of the step, and the end of the last one; of chunks after decode rows [R],
-    without the first."""
+    """[R + 1], the first token of each row of the step, and the end of the last one. For chunks after decode rows [R]:
+    the decode rows already have the first entry, as the end of their last row."""
     context_lens: Tensor
     logit_indices: Tensor
     logit_rows: Tensor
     committed: Committed | None
-    """What is committed of the rows; None: chunks after decode rows."""
+    """Counters of the rows' committed positions; None: chunks after decode rows, whose counters `_joined` adds."""
 
 
 def _joined(decoding: _Part, chunks: _Part) -> _Part:
-    """Decode rows, and behind them chunks."""
+    """Append chunks to decode rows."""
     tensors = [name for name in _Part._fields if name != "committed"]
     joined = {name: torch.cat([getattr(decoding, name), getattr(chunks, name)]) for name in tensors}
     assert decoding.committed is not None
@@ -117,17 +117,17 @@ class BatchBuilder:
         return self.assemble(plan, shape, numbers, tables, plan.processors)
 
     def count(self, shape: StepShape) -> int:
-        """How many `numbers` a step of this shape has."""
+        """Length of `numbers` for a step of this shape."""
         return sum(self._counts(shape))
 
     def _counts(self, shape: StepShape) -> list[int]:
-        """How many of these there are, in this order: slots of rows; of chunks their ends, context lengths, the known
-        tokens after them, and tokens."""
+        """Lengths of the parts of `numbers`, in order: the slots of all rows, then for the chunks their ends, context
+        lengths, known tokens after them, and tokens."""
         chunks = shape.chunk_rows
         return [shape.rows, chunks, chunks, chunks * self._lookahead, shape.chunk_tokens]
 
     def numbers(self, plan: Plan, shape: StepShape) -> np.ndarray:
-        """[count(shape)] int64, all that the host sends for a step but the block tables."""
+        """[count(shape)] int64, everything that the host sends for a step except the block tables."""
         chunks = plan.chunks
         slots = np.full(shape.rows, NULL_SLOT, np.int64)
         ends = np.full(shape.chunk_rows, plan.num_chunk_tokens, np.int64)
@@ -144,7 +144,7 @@ class BatchBuilder:
         return np.concatenate([slots, ends, contexts, lookahead.ravel(), token_ids])
 
     def null_numbers(self, shape: StepShape, slots: Sequence[int] = ()) -> np.ndarray:
-        """`numbers` of a step of null rows, except for decode rows at `slots`."""
+        """`numbers` of a step in which all rows are null rows except the first decode rows, which are at `slots`."""
         numbers = self.numbers(Plan((), 0, 0, 0), shape)
         numbers[: len(slots)] = slots
         return numbers
@@ -153,8 +153,8 @@ class BatchBuilder:
         """Build the tensors of a step on the device, without a host-device sync.
 
         Args:
-            plan: only its K, whether drafts are trees, and its number of sampling rows are read.
-            numbers: those of `numbers`, on the device.
+            plan: only its K, its number of sampling rows, `trees` and whether there are `restores` are read.
+            numbers: the result of the method `numbers`, on the device.
             tables: [R, B] int64, the blocks of each row.
             use: names of the processors that the step computes.
         """
@@ -210,11 +210,12 @@ class BatchBuilder:
     def _decode_rows(
         self, slots: Tensor, live: Tensor, tables: Tensor, width: int, depths: Tensor | None = None
     ) -> _Part:
-        """Decode rows at `slots` [D] with `width` tokens each, which only the device knows.
+        """Gather decode rows at `slots` [D] with `width` tokens each; only the device knows these tokens.
 
         Args:
             live: [R] the slots of all rows, see `DeviceState.live`.
-            depths: [D, width] depths of the tokens of trees, which lie behind one another in the caches all the same.
+            depths: [D, width] depths of the tokens of trees. They determine positions only: the caches still hold the
+                tokens one after another.
         """
         state, counted = self.state, self.state.committed.counts
         ended, held = None if state.ends is None else live, tuple(counted.values())
@@ -232,11 +233,11 @@ class BatchBuilder:
         )
 
     def _chunks(self, shape: StepShape, tables: Tensor, first: int, count: int, numbers: Iterable[Tensor]) -> _Part:
-        """Chunks from token `first` of the step on.
+        """Build the chunks, the first of which begins at token `first` of the step.
 
         Args:
             count: rows of the step that sample.
-            numbers: those of the chunks, see `numbers`.
+            numbers: the parts of `numbers` that belong to the chunks.
         """
         ends, context_lens, _, token_ids = numbers
         counted = self.state.committed.counts

@@ -32,7 +32,7 @@ class IdPool:
         return ids
 
     def allocate_from(self, among: range) -> int:
-        """Take the one of these ids that would be handed out first. The caller knows that one is free."""
+        """Take the id in `among` that would be handed out first. The caller knows that one of them is free."""
         index = next(index for index in reversed(range(len(self._free))) if self._free[index] in among)
         taken = self._free.pop(index)
         self._references[taken] = 1

@@ -1,4 +1,4 @@
-"""CUDA graphs: how functions are captured, and functions of a few rows of numbers with one graph per number of rows."""
+"""CUDA graphs: capture of functions, and replay of functions on a few rows of integers with one graph per row count."""
 
 from collections.abc import Callable, Sequence
 from itertools import batched
@@ -13,33 +13,33 @@ from mtpkit.platform import to_device
 _WARM_UPS = 1
 """Runs before a capture, in which kernels are compiled and libraries choose their algorithms."""
 _MOST_ROWS = 32
-"""Rows of the largest graph of `RowGraphs`; more rows are replayed in turns."""
+"""Rows of the largest graph of `RowGraphs`; more rows take several replays."""
 NO_ROW = -1
-"""What null rows have in place of each number."""
+"""Value of every number in a null row."""
 
 
 class Capture:
-    """Captures functions whose graphs share their memory: what one returns is valid until the next replay."""
+    """Captures functions as graphs that share their memory: a result is valid until any of them is replayed."""
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def graph[R](self, function: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
-        """The graph of a function, and what the function returned, which each replay writes again.
+        """Capture a function; returns the graph and the function's result, which each replay overwrites.
 
         Args:
-            function: runs without a host-device sync; it is called before the capture, too.
+            function: must run without a host-device sync; it is also called before the capture, to warm up.
         """
         torch.cuda.synchronize()
-        # One stream for all graphs: libraries keep a workspace for each.
+        # One stream for all graphs, since libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 function()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Beside NCCL, whose own thread asks for events meanwhile.
+        # With several ranks, NCCL's own thread queries events during the capture, which "global" would forbid.
         mode = "thread_local" if dist.is_initialized() and dist.get_world_size() > 1 else "global"
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
             result = function()
@@ -48,20 +48,20 @@ class Capture:
 
 
 class RowGraphs:
-    """Replays functions of rows of numbers: one graph for each function and each power of two of rows, filled up with
-    null rows.
+    """Replays functions on rows of integers. There is one graph for each function and each power of two of rows, which
+    null rows pad to.
 
-    A function gets a tensor [columns, R] int64, of which it leaves out rows that are `NO_ROW`, and returns nothing. It
-    is not stored, since it refers to what holds these graphs, which would then keep itself alive.
+    A function gets a tensor [columns, R] int64, skips the rows that are `NO_ROW`, and returns nothing. The function is
+    not stored: it refers to the owner of these graphs, which would then keep itself alive.
 
     Args:
-        rows: as many as there may be at once; more run in turns, as do more than `_MOST_ROWS`.
-        columns: the most numbers of a row.
+        rows: the most rows that a call usually has. More rows, or more than `_MOST_ROWS`, take several replays.
+        columns: the number of integers in a row.
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.sizes = [1]
-        """The captured numbers of rows, ascending."""
+        """The captured row counts, ascending."""
         while self.sizes[-1] < min(rows, _MOST_ROWS):
             self.sizes.append(2 * self.sizes[-1])
         self._numbers = {size: torch.full((columns, size), NO_ROW, device=device) for size in self.sizes}
@@ -69,7 +69,7 @@ class RowGraphs:
         self._capture = Capture()
 
     def run(self, function: Callable[[Tensor], None], rows: Sequence[Sequence[int]]) -> None:
-        """Run a function for rows, which all have the same number of numbers, without waiting for the device."""
+        """Run a function on rows of `columns` integers each, without waiting for the device."""
         for some in batched(rows, self.sizes[-1]):
             size = next(size for size in self.sizes if size >= len(some))
             graph = self._captured(function, size)
@@ -77,7 +77,7 @@ class RowGraphs:
             graph.replay()
 
     def capture_all(self, function: Callable[[Tensor], None]) -> None:
-        """Capture a function for all numbers of rows, the largest first, so that the others share its memory."""
+        """Capture a function for all row counts, the largest first, so that the smaller graphs share its memory."""
         for size in reversed(self.sizes):
             self._captured(function, size)
 
@@ -89,7 +89,7 @@ class RowGraphs:
         return self._graphs[key]
 
     def _fill(self, size: int, rows: Sequence[Sequence[int]] = ()) -> None:
-        """Set what a graph reads: the rows, and null rows after them."""
+        """Write the tensor that a graph reads: the rows, and null rows after them."""
         held = self._numbers[size]
         null = [NO_ROW] * len(held)
         columns = list(zip(*rows, *[null] * (size - len(rows)), strict=True))

@@ -1,4 +1,4 @@
-"""Whether two model directories decode alike: the tokens that they choose, and the drafts on the way there."""
+"""Comparison of the decoding of two model directories: the tokens that they choose, and the drafts that they make."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from mtpkit.errors import UserError
 from mtpkit.platform import default_device
 
 _BESIDE_WEIGHTS = 2 * 10**9
-"""Bytes for caches, activations and libraries, of a few short requests."""
+"""Bytes needed besides the weights, for libraries and for the caches and activations of a few short requests."""
 
 
 @dataclass(frozen=True)
 class DecodingAgreement:
-    """What two models had in common when they decoded the same prompts."""
+    """Agreement of two models that decoded the same prompts."""
 
     num_drafts: int
     """K, drafts per step."""
     same_tokens: float
-    """Share of tokens up to the first that differs."""
+    """Share of the output tokens that come before the first difference of their prompt."""
     same_drafts: float
-    """Share of drafts, after the same tokens, that are the same; 1 without any."""
+    """Share of equal drafts among those that both models made after the same tokens; 1 if there are none."""
     acceptance_lengths: tuple[float, float]
 
     @property
@@ -39,7 +39,7 @@ class DecodingAgreement:
 
 
 class Recorder:
-    """A drafter that keeps the drafts that another makes for the only request, by the number of its known tokens.
+    """A drafter that records the drafts that another one makes for the only request, by the number of known tokens.
 
     Args:
         known: length of the request's prompt.
@@ -51,7 +51,7 @@ class Recorder:
         self.drafts: dict[int, list[int]] = {}
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        """The other drafter's drafts."""
+        """Return the drafts of the inner drafter, and record them."""
         made = self._inner.draft(hidden, batch, verdict)
         for accepted, token_ids in zip(verdict.accepted.tolist(), made.token_ids.tolist(), strict=False):
             self._known += accepted + 1
@@ -60,7 +60,7 @@ class Recorder:
 
 
 def lack_of_memory(directory: Path | str) -> str:
-    """Why a model is too large to be decoded on this machine, as a clause; empty where it is not."""
+    """Clause that says why a model is too large to be decoded on this machine; empty if it fits."""
     device = default_device()
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
@@ -81,10 +81,10 @@ def compare_decoding(
     """Decode random prompts greedily with two models, one after the other, and compare.
 
     Args:
-        num_drafts: K; None: what the heads of both can make by default.
+        num_drafts: K; None: the smaller of the two models' defaults, which is 0 if one has no heads.
 
     Raises:
-        UserError: the two have different vocabularies, or heads that cannot make so many drafts.
+        UserError: the models have vocabularies of different sizes, or heads that cannot make `num_drafts` drafts.
     """
     configs = [load_config(directory) for directory in (first, second)]
     if configs[0].vocab_size != configs[1].vocab_size:
@@ -134,5 +134,5 @@ def _decode(
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Length of the common prefix of two token sequences."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -24,9 +24,9 @@ class Tokenizer(Protocol):
 class Detokenizer:
     """Decodes the output of one request token by token.
 
-    A character appears once all its tokens are known. The text ends before the first stop string; until the request is
-    finished, an end of the text that may become part of a stop string is not shown. Without stop strings, nothing is
-    decoded until the text is read or the request ends.
+    A character appears once all its tokens are known. The text ends before the first stop string. Until the request is
+    finished, the last characters, which may become part of a stop string, are not shown. Without stop strings, nothing
+    is decoded until the text is read or the request ends.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> None:
@@ -60,13 +60,13 @@ class Detokenizer:
     def _read_on(self) -> bool:
         """Decode new tokens, except for an unfinished character; returns whether they completed a stop string.
 
-        How broken characters are shown depends on the tokens that are decoded with them. If there are any, tokens are
-        decoded one by one, so that the text does not depend on how often it is read.
+        How broken characters are shown depends on the tokens that are decoded with them. If the new text has broken
+        characters, its tokens are decoded one by one, so that the text does not depend on how often it is read.
         """
         newest = len(self._token_ids)
         if newest > self._read + 1 and _REPLACEMENT not in self._new_text(newest):
             stopped = self._advance(newest)
-            if self._read == newest:  # decode the next text after the last whole character, as token by token
+            if self._read == newest:  # decode the next text after the last whole character, as if token by token
                 starts = range(newest - 1, self._window, -1)
                 self._window = next((start for start in starts if self._is_whole(start)), self._window)
             return stopped

@@ -1,7 +1,7 @@
 """State of the running requests on the device, from which the next step reads what the previous step decided.
 
 Only this module writes that state: it admits requests, stores the results of steps and resets slots. The one exception
-is `earlier`, which comes back from a checkpoint in the launch that copies the states of the layers.
+is `earlier`: the launch that restores the states of the layers from a checkpoint restores it, too.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,23 @@ from mtpkit.model.state import Committed, Counter
 from mtpkit.platform import to_device
 
 _NO_END = -2
-"""Entry of `Ends.token_ids` that no token equals, `NO_TOKEN` included."""
+"""Padding of `Ends.token_ids`; it equals neither a token nor `NO_TOKEN`."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Where requests end: their steps go no further, and later ones that are launched leave the slot as it is, so that
-    a checkpoint can be made of it when the host has learned of the end."""
+    """End conditions of requests. No step goes beyond the end of its request, and steps that are launched later leave
+    the slot unchanged, so that a checkpoint can be made of the slot once the host has learned of the end."""
 
     token_ids: Tensor
-    """[slots, MOST_END_TOKENS] int64, tokens that end the request; the first ones only if there are more."""
+    """[slots, MOST_END_TOKENS] int64, tokens that end the request; if there are more, the smallest ones."""
     limits: Tensor
-    """[slots] int64, the committed positions at which `max_tokens` ends it."""
+    """[slots] int64, the number of committed positions at which `max_tokens` ends the request."""
     reached: Tensor
     """[slots] bool, whether the request has ended."""
 
     def admit(self, slots: Tensor, requests: Sequence[Request]) -> None:
-        """Write the slots of `requests`."""
+        """Write the end conditions of `requests` to their slots."""
         rows = []
         for one in requests:
             ends = sorted(one.end_token_ids)[:MOST_END_TOKENS]
@@ -50,13 +50,13 @@ class Ends:
         self.limits[slots], self.token_ids[slots], self.reached[slots] = values[:, 0], values[:, 1:], False
 
     def cut(self, batch: Batch, verdict: Verdict) -> Tensor:
-        """[R] the accepted drafts that come before the end of each row's request; notes which requests have ended."""
+        """[R] the number of accepted drafts that come before the end of each row's request; marks requests that end."""
         count = batch.plan.num_sampling_rows
         slots, accepted = batch.inputs.state_slots[:count], verdict.accepted[:count]
         chosen = verdict.token_ids[:count]
         index = torch.arange(chosen.shape[1], device=chosen.device)
         ended = (chosen[..., None] == self.token_ids[slots][:, None]).any(-1)
-        # The token chosen at index i follows that many committed positions, besides those before the step.
+        # The token chosen at index i follows first + i committed positions.
         first = batch.newest_positions(torch.zeros_like(verdict.accepted))[:count] + 1
         ended |= first[:, None] + index >= self.limits[slots][:, None]
         at = torch.where(ended & (index <= accepted[:, None]), index, chosen.shape[1]).amin(1)
@@ -69,12 +69,13 @@ class DeviceState:
     """State of the requests by slot, from which a step gathers its rows. All tensors are [slots, ...] and stay at their
     address, as CUDA graphs require.
 
-    A slot keeps nothing of the request that had it before: `admit` writes it before the last chunk of a prompt, and the
+    A slot keeps nothing of its previous request: `admit` writes part of it before the last chunk of a prompt, and the
     step of that chunk writes the rest. A preempted request is restored in the same way from the tokens on the host.
     """
 
     tokens: Tensor
-    """[slots, 1 + K] int64, the inputs of the next step: the newest token and the drafts after it; T of trees."""
+    """[slots, 1 + K] int64, the inputs of the next step: the newest token and the drafts after it; [slots, T] for
+    trees."""
     num_computed: Tensor
     """[slots] int64, number of positions that are committed in the states of the layers."""
     committed: Committed
@@ -87,13 +88,13 @@ class DeviceState:
     """[slots, K, v] float32, the distributions that drafts were drawn from, for the v tokens that this rank holds, see
     `Batch.draft_probs`; None: drafts are not drawn."""
     parents: Tensor | None
-    """[slots, T] int64, of trees that grow; None: there are none."""
+    """[slots, T] int64, parents of the tokens in trees that grow; None: trees do not grow."""
     earlier: Earlier | None
-    """[slots, E, ...], the last E committed positions; None: the drafter does not read them. One more with a prefix
-    cache, whose checkpoints begin one position earlier for the heads; but of several pipeline stages the last one alone
-    has hidden states to keep."""
+    """[slots, E, ...], the last E committed positions; None: nothing on this rank reads them. With a prefix cache there
+    is one position more, since the heads begin one position before a checkpoint. Pipeline stages before the last one
+    have no hidden states to keep."""
     ends: Ends | None
-    """Where requests end; None: the host alone knows."""
+    """End conditions of requests; None: only the host checks them."""
     vocabulary: Vocabulary
 
     @classmethod
@@ -114,7 +115,8 @@ class DeviceState:
             counters: counters that the states of the layers have for each request.
             earlier: E and the hidden size, see `Drafter.earlier`.
             dtype: dtype of hidden states.
-            hidden_size: that of the base, needed with a prefix cache; 0: this rank does not have its hidden states.
+            hidden_size: the base's hidden size, needed with a prefix cache; 0: this rank lacks the base's hidden
+                states.
         """
         cached = config.enable_prefix_caching
         positions, hidden_size = (earlier[0] + 1, hidden_size) if cached and hidden_size else earlier
@@ -151,7 +153,7 @@ class DeviceState:
         return [*own, *self.committed.counts.values(), *self.columns.values(), *parts]
 
     def earlier_at(self, slots: Tensor, behind: bool = False) -> Earlier | None:
-        """[R, E, ...] the committed positions before a step of the rows at `slots` that the drafter reads.
+        """[R, E, ...] the committed positions that the drafter reads before a step of the rows at `slots`.
 
         Args:
             behind: the step begins at the last committed position, see `Plan.restores`.
@@ -165,7 +167,7 @@ class DeviceState:
         return Earlier(self.earlier.token_ids[slots][:, kept], self.earlier.hidden[slots][:, kept])
 
     def live(self, slots: Tensor, decoding: int) -> Tensor:
-        """[R] `slots`, -1 for the first `decoding` rows whose requests have ended."""
+        """[R] `slots`, with -1 for those of the first `decoding` rows whose requests have ended."""
         if self.ends is None:
             return slots
         rows = torch.arange(len(slots), device=slots.device)
@@ -201,7 +203,7 @@ class DeviceState:
         """Store the results of a batch. Chunks that do not end a prompt have no tokens to store.
 
         Args:
-            hidden: [T, 1, h], the base's hidden states; None: no `earlier` ones are kept.
+            hidden: [T, 1, h], the base's hidden states; may be None if no `earlier` ones are kept.
         """
         inputs, slots = batch.inputs, batch.inputs.state_slots
         last = batch.last_index(verdict.accepted if self.ends is None else self.ends.cut(batch, verdict))
@@ -227,7 +229,7 @@ class DeviceState:
         self._count_tokens(batch, verdict, drafts)
 
     def _count_tokens(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:
-        """Store what comes with the chosen tokens and the drafts of the rows that sample, and count the tokens."""
+        """Store the distributions and parents of the drafts, and let processors count the chosen tokens."""
         count = batch.plan.num_sampling_rows
         slots, accepted = batch.inputs.state_slots[:count], verdict.accepted[:count]
         if self.draft_probs is not None and drafts.probs is not None:
@@ -240,10 +242,10 @@ class DeviceState:
                 processor.count(self.columns, slots, accepted, placed)
 
     def settled(self, slots: Tensor, committed: Committed) -> None:
-        """Store that the states of the slots [R] are where a prefill chunk would have left them.
+        """Reset the counters of the slots [R], whose states are now as a prefill chunk would have left them.
 
         Args:
-            committed: their counters until now.
+            committed: the counters of the slots until now.
         """
         self.committed.put(slots, committed.none(committed.counts, len(slots), slots.device))
 

@@ -38,8 +38,8 @@ class Engine:
 
     With `async_scheduling`, a step is launched before the results of the previous one are read: unless blocks run out,
     the device does not wait for the host, and the host learns one step late that a request has stopped. With several
-    batches a step is of one batch, and the previous one is that of the same batch: while its results come, steps of the
-    others are planned and launched. With `graphs`, decode steps are replayed CUDA graphs.
+    batches, each step belongs to one batch, and its previous step is that of the same batch: until the results of a
+    batch arrive, steps of the other batches are planned and launched. With `graphs`, steps are replayed CUDA graphs.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Engine:
         blocks, prefix = IdPool(num_blocks), None
         if config.enable_prefix_caching:
             blocks = CachedBlocks(num_blocks)
-            # All stages of a pipeline find the same, and the last one alone has heads.
+            # All pipeline stages must find the same prefixes, but only the last stage has heads.
             ahead = self.ranks.most(drafter.earlier[0] + 1 if config.num_speculative_tokens else 0)
             successors = self.ranks.most(int(ahead > 0 and layout.head_slot_bytes > 0))
             room = config.num_checkpoints, ahead, config.prefix_cache_interval
@@ -115,8 +115,8 @@ class Engine:
 
         Args:
             place: name of the request in messages, such as its place in a list or in a file.
-            checkpoint_at: tokens of the prompt after which the prefix cache keeps a checkpoint, besides those that it
-                keeps anyway.
+            checkpoint_at: number of prompt tokens after which the prefix cache keeps a checkpoint, besides those that
+                it keeps anyway.
 
         Raises:
             UserError: as in `add_request`.
@@ -177,11 +177,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, finished_only: bool = False) -> list[RequestOutput]:
-        """Launch a step of one batch, and commit the results of its previous one (with `async_scheduling`) or of this
-        one.
+        """Launch a step of one batch, and commit the results of the batch's previous step (with `async_scheduling`) or
+        of this step.
 
         Args:
-            finished_only: return outputs of finished requests only; the text of the others is not decoded then.
+            finished_only: return outputs of finished requests only; the text of unfinished requests is then not
+                decoded.
 
         Returns:
             Outputs of the requests that emitted tokens.
@@ -218,34 +219,34 @@ class Engine:
         self.executor.warm_up(shapes)
 
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
-        """Time steps of these batch sizes with each of `draft_shapes`, and choose among these by the times. No request
-        may wait or run."""
+        """Time steps of these batch sizes with each of `draft_shapes`, and from then on choose drafts by these times.
+        No request may wait or run."""
         assert not self.has_unfinished
         shapes = self.draft_shapes
         times = {(size, drafts): self._time(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
         self.speculation = AdaptiveSpeculation(times, self.config.num_batches)
 
     def _time(self, rows: int, drafts: DraftShape, repeats: int) -> float:
-        """Seconds from step to step of `rows` requests: with pipeline stages what the slowest takes for all batches, or
-        what one batch takes for its way through all stages."""
+        """Seconds from one step of a request to its next while `rows` requests decode. With pipeline stages it is the
+        time of the slowest stage for all batches or the time of one batch through all stages, whichever is longer."""
         batches = min(rows, self.config.num_batches)
         own = round(1e9 * self.executor.time_step(-(-rows // batches), drafts, repeats))
         return max(batches * self.ranks.most(own), self.ranks.over_stages(own)) / 1e9
 
     @property
     def draft_shapes(self) -> list[DraftShape]:
-        """What can be chosen among: chains of K = 0 and more, then the tree, if there is one."""
+        """The shapes of drafts to choose from: chains of K = 0 and more, then the tree, if there is one."""
         chains = list[DraftShape](range(self.config.num_speculative_tokens + 1))
         return chains + ([self.config.tree] if self.config.tree else [])
 
     @torch.inference_mode()
     def _settle(self) -> None:
-        """Exchange with other ranks all that is under way, before any of them may end."""
+        """Complete all exchanges with other ranks that are under way, before any rank may end."""
         self.executor.settle()
         self.ranks.settle()
 
     def _take_up(self, batch: int | None = None) -> list[Request]:
-        """Commit the results of steps under way, the oldest first: all, or until one step of this batch is left."""
+        """Commit the results of steps under way, the oldest first: all, or until one step of `batch` is left."""
         changed = []
         while self._under_way and (batch is None or self._num_under_way(batch) > 1):
             step = self._under_way.popleft()
@@ -264,7 +265,7 @@ class Engine:
         return sum(step[0].plan.batch == batch for step in self._under_way)
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
-        """Report the accepted drafts of decode rows to the choice of drafts, without rows whose logits are invalid."""
+        """Report the accepted drafts of decode rows to `speculation`, except for rows whose logits are invalid."""
         accepted, counts = result.accepted.tolist(), result.num_tokens.tolist()
         valid = [
             index
@@ -279,7 +280,7 @@ class Engine:
             self.speculation.observe_trees([ranks[index] for index, made in zip(valid, fresh, strict=True) if made])
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; an id that is finished or unknown is ignored."""
+        """Drop a request; the id of a finished or unknown request is ignored."""
         self.scheduler.abort(request_id)
         if not self.scheduler.has_unfinished:
             with self.ranks.working():

@@ -1,4 +1,4 @@
-"""What the device does in a step: the base, verification, drafting and state, in graphs and across pipeline stages."""
+"""Execution of steps on the device: base, verification, drafting and state, with CUDA graphs and pipeline stages."""
 
 import statistics
 import time
@@ -41,7 +41,7 @@ Verifier = Callable[[Tensor, Batch], Verdict]
 
 
 class Launched:
-    """A launched plan, whose result is being copied to the host or, on an earlier pipeline stage, has yet to come."""
+    """A launched plan. Its result is being copied to the host or, on a stage before the last one, has yet to arrive."""
 
     def __init__(self, plan: Plan, values: Tensor | None = None) -> None:
         self.plan = plan
@@ -64,7 +64,8 @@ class Launched:
         """Wait for the result and return it.
 
         Args:
-            check: refuses what no step of a plan results in, given [S, columns] and the plan.
+            check: raises an error if no step of the plan can have these results, given the results [S, columns] and the
+                plan.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -75,34 +76,34 @@ class Launched:
 
 
 class _Open(NamedTuple):
-    """A plan that a pipeline stage has run and whose results it has not stored."""
+    """A plan that a pipeline stage has run, but whose results it has not stored yet."""
 
     launched: Launched
     slots: frozenset[int | None]
-    """The slots of its rows: until it is stored no other plan with one of them may begin."""
+    """The slots of its rows: until the results are stored, no other plan with any of these slots may begin."""
     held: list[int | None]
-    """The slots of its decode rows that are trees, in their order."""
+    """The slots of its decode rows in order, if their drafts are trees; else empty."""
     store: Callable[[Tensor], Tensor]
     """Stores the results, given the message [S, bytes] uint8; returns what goes to the host."""
 
     @property
     def is_left(self) -> bool:
-        """Whether the request of a tree has left its slot. Its blocks may then get another owner, and what is moved in
-        them when the plan is stored must be moved before."""
+        """Whether a request whose drafts are a tree has left its slot. Its blocks may then get another owner, so the
+        plan must be stored first: this moves entries within the blocks."""
         return any(
             row.request.slot != slot for row, slot in zip(self.launched.plan.decode_rows, self.held, strict=False)
         )
 
 
 class Executor:
-    """Runs plans on the device. All that a step reads and writes there is made here; nothing is decided here.
+    """Runs plans on the device. Allocates everything that a step reads and writes there, and decides nothing.
 
     Attributes:
         states: caches of the layers.
         state: what the device knows of the requests.
-        checkpoints: those of a prefix cache, if there is one.
+        checkpoints: the checkpoints of the prefix cache, if there is one.
         graphs: the captured steps, if there are graphs.
-        stores: on pipeline stages before the last one what stores their results, captured as well.
+        stores: on pipeline stages before the last one, the captured functions that store the results of steps.
     """
 
     def __init__(
@@ -149,12 +150,13 @@ class Executor:
                 self.stores = StepGraphs(self.builder, config, width, num_blocks)
                 nbytes = nbytes_of(self._columns_of(Plan.without_rows(1, 1, config.drafts)))
                 self._message = torch.zeros(largest_step(config)[2], nbytes, dtype=torch.uint8, device=device)
-                """What `stores` read: the rows of a message where the step has them, zeros in null rows."""
+                """Fixed tensor that `stores` read: each row of a message at its row of the step, and zeros in null
+                rows."""
         self._open: deque[_Open] = deque()
-        self._most_open = 2 * self.stage.stages  # a step of each batch, decode rows and chunks apart
+        self._most_open = 2 * self.stage.stages  # one step per batch, as one plan of decode rows and one of chunks
 
     def launch(self, plan: Plan) -> Launched | None:
-        """Launch a plan; None if it has no rows: checkpoints were restored."""
+        """Launch a plan; returns None if the plan has no rows but only restores checkpoints."""
         slots = frozenset([*(row.request.slot for row in plan.rows), *(one.slot for one in plan.restores)])
         while self._open and (
             len(self._open) >= self._most_open or any(slots & one.slots or one.is_left for one in self._open)
@@ -176,12 +178,12 @@ class Executor:
         return launched
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Keep checkpoints of requests as they are after the last launched step."""
+        """Save checkpoints of requests as they are after the last launched step."""
         if saves and self.checkpoints:
             self.checkpoints.save(saves)
 
     def _launch_resumed(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
-        """Launch a step of rows that begin at checkpoints, see `Plan`: no hidden states go from stage to stage."""
+        """Launch a step of rows that begin at checkpoints, see `Plan`. Stages exchange no hidden states for it."""
         batch = self.builder.build(plan)
         if not self.stage.last:
             return self._opened(plan, slots, partial(self._store, batch))
@@ -191,7 +193,7 @@ class Executor:
         return Launched(plan, packed)
 
     def _opened(self, plan: Plan, slots: frozenset[int | None], store: Callable[[Tensor], Tensor]) -> Launched:
-        """The launched plan whose results another stage will tell, see `_Open`."""
+        """Open a launched plan, whose results the last stage will send; see `_Open`."""
         launched = Launched(plan)
         self._open.append(_Open(launched, slots, [row.request.slot for row in plan.decode_rows if plan.trees], store))
         return launched
@@ -204,7 +206,7 @@ class Executor:
         return self._finish(batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden))
 
     def _launch_stage(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
-        """Launch what a pipeline stage does of a plan: all transfers are outside of graphs."""
+        """Launch this pipeline stage's part of a plan. All transfers are outside of graphs."""
         shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
         width = width_of(self.config.drafts) if plan.trees else 1 + plan.num_speculative_tokens
         cast(Runner, self.runner).receive(shape.tokens(width))
@@ -212,7 +214,8 @@ class Executor:
             packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
             self.stage.tell(to_bytes(packed, self._columns_of(plan)))
             return Launched(plan, packed)
-        # By the time that the results come requests may have changed; on the device nothing of these slots has.
+        # Requests may have changed when the results arrive, so what is stored then must be built now. On the device,
+        # these slots do not change until then.
         if self.graphs:
             sent = self.graphs.send(plan)
             hidden, store = self.graphs.replay(self._execute, plan, sent), partial(self._replay_store, plan, sent)
@@ -223,7 +226,7 @@ class Executor:
         return self._opened(plan, slots, store)
 
     def collect(self, launched: Sequence[Launched]) -> list[StepResult]:
-        """Wait for the results of launched plans, the oldest that are under way."""
+        """Wait for the results of launched plans, which are the oldest under way."""
         while not all(one.fetched for one in launched):
             self._store_first()
         return [one.wait(self._check if self.stage.stages > 1 else None) for one in launched]
@@ -236,20 +239,21 @@ class Executor:
         return columns_of(plan, self.config.tree, self.vocab_size)
 
     def settle(self) -> None:
-        """Exchange with other pipeline stages all that is under way."""
+        """Complete all exchanges with other pipeline stages that are under way."""
         while self._open:
             self._store_first()
         self.stage.settle()
 
     def _store_first(self) -> None:
-        """Store the results of the first open plan, which the last stage tells, and begin to copy them to the host."""
+        """Receive the results of the first open plan from the last stage, store them, and begin to copy them to the
+        host."""
         first = self._open.popleft()
         plan = first.launched.plan
         message = self.stage.hear(plan.num_sampling_rows, nbytes_of(self._columns_of(plan)), self.builder.device)
         first.launched.fetch(first.store(message))
 
     def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:
-        """Store the results of a plan, given what was sent of it, by a graph."""
+        """Store the results of a plan by a graph, given what `StepGraphs.send` returned for the plan."""
         assert self.stores is not None
         shape, decoded = self.stores.shape_for(plan), plan.num_decode_rows
         rows = self._message[: shape.rows, : message.shape[1]].zero_()
@@ -261,7 +265,7 @@ class Executor:
         """Store the results of a batch.
 
         Args:
-            message: [S, bytes] uint8; None: in a graph, from the fixed tensor `_message`.
+            message: [S, bytes] uint8; None: read the fixed tensor `_message`, as graphs do.
 
         Returns:
             [S, columns] int64, the results for the host.
@@ -276,13 +280,14 @@ class Executor:
         return packed
 
     def _execute(self, batch: Batch) -> Tensor:
-        """Run the device's part of a step; returns the tensor of `pack_result`, but on a pipeline stage before the last
-        one the hidden states that it hands on."""
+        """Run the device's part of a step; returns the packed results, see `_finish`. A pipeline stage before the last
+        one returns the hidden states for the next stage instead."""
         out = self.runner.run(batch)
         return self._finish(batch, out) if self.stage.last else out.hidden
 
     def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
-        """Verify, draft and store, given the results of the base."""
+        """Verify, draft and store, given the results of the base; returns `pack_returned` or, without stages,
+        `pack_result`."""
         verdict = self.verifier(out.logits, batch)
         batch, order = batch.along(verdict)
         hidden = out.hidden if order is None else out.hidden[order]
@@ -292,8 +297,8 @@ class Executor:
 
     @torch.inference_mode()
     def warm_up(self, shapes: Sequence[DraftShape]) -> None:
-        """Capture the CUDA graphs of steps of all sizes, if there are graphs, for each of these shapes of drafts. With
-        a prefix cache, capture its copies, and compile what it runs without graphs.
+        """If there are CUDA graphs, capture steps of all sizes for each of these shapes of drafts. With a prefix cache,
+        capture its copies, and compile the code that it runs without graphs.
 
         Slots and blocks must be free.
         """
@@ -312,7 +317,8 @@ class Executor:
 
     @torch.inference_mode()
     def time_step(self, rows: int, drafts: DraftShape, repeats: int) -> float:
-        """Seconds of a greedy decode step on free slots, the median of `repeats`; see `warm_up`."""
+        """Median seconds of `repeats` greedy decode steps on free slots; as for `warm_up`, slots and blocks must be
+        free."""
 
         def step() -> None:
             if self.graphs:

@@ -1,9 +1,9 @@
 """Steps as CUDA graphs, with one replay per step.
 
 One graph is captured for each `StepShape`, shape of drafts and set of processors, before the first request or when it
-is first needed. It reads what the host sends from fixed tensors, and everything else from `DeviceState`. Null rows fill
-a step up to the shape: they have no recurrent state, and use a block of keys and an entry of `DeviceState` that no
-request has.
+is first needed. It reads what the host sends from fixed tensors, and everything else from `DeviceState`. Null rows pad
+a step to the shape: they have no recurrent state, and use a block of keys and values and an entry of `DeviceState` that
+belong to no request.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,15 +22,15 @@ from mtpkit.engine.step import Batch, Plan
 from mtpkit.engine.tree import DraftShape, width_of
 
 _SMALLEST = 16
-"""Fewest tokens of chunks that a graph is captured for."""
+"""Fewest chunk tokens that a graph is captured for."""
 _COARSE = 128
-"""Up to this many tokens a step takes about as long as reading the weights: captured sizes are far apart."""
+"""Up to this many tokens, a step takes about as long as reading the weights, so captured sizes are far apart."""
 _TOKENS_PER_CHUNK = 4
-"""A graph has a row for every so many tokens of its chunks: kernels look at all rows, so that more would cost time."""
+"""Chunk tokens per chunk row of a graph. Kernels visit all rows, so more rows would cost time."""
 
 
 class Sent(NamedTuple):
-    """What the host sends of a step: its `BatchBuilder.numbers` and its `block_tables`."""
+    """Arrays that the host sends for a step: its `BatchBuilder.numbers` and its `block_tables`."""
 
     numbers: np.ndarray
     tables: np.ndarray
@@ -41,29 +41,31 @@ Execute = Callable[[Batch], Tensor]
 
 
 def _rounded(value: int, *steps: tuple[int, int], beyond: int) -> int:
-    """`value` rounded up to a multiple of the step beside the first limit that it is within, or else of `beyond`."""
+    """Round `value` up to a multiple of the step in the first pair (limit, step) with limit >= `value`, or else of
+    `beyond`."""
     step = next((step for limit, step in steps if value <= limit), beyond)
     return -(-value // step) * step
 
 
 def bucket_size(rows: int) -> int:
-    """The captured number of decode rows for `rows` of them."""
+    """The captured number of decode rows that a step with `rows` decode rows is padded to."""
     return _rounded(rows, (4, 1), (16, 4), (64, 8), beyond=16)
 
 
 def chunk_bucket(tokens: int) -> int:
-    """The captured number of tokens for chunks of `tokens`: a power of two up to 128, above it four to each octave."""
+    """The captured number of chunk tokens for `tokens`: a power of two up to 128, then four sizes per doubling."""
     power = 1 << max(0, tokens - 1).bit_length()
     return max(_SMALLEST, _rounded(tokens, (_COARSE, power), beyond=power // 8))
 
 
 def mixed_bucket(rows: int, tokens: int) -> tuple[int, int]:
-    """The captured numbers of decode rows and of tokens of chunks beside them: coarser ones, since they multiply."""
+    """The captured numbers of decode rows and of chunk tokens beside them. They are coarser, since the numbers
+    multiply."""
     return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(tokens, (32, 32), (256, 64), beyond=128)
 
 
 def _tokens_for(chunks: int) -> int:
-    """The fewest tokens whose graph has rows for so many chunks."""
+    """Chunk tokens that suffice for a graph to have `chunks` rows for chunks and a null row."""
     return (chunks - 1) * _TOKENS_PER_CHUNK + 1
 
 
@@ -76,18 +78,18 @@ def _sizes(bucket: Callable[[int], int], most: int) -> list[int]:
 
 
 def most_chunk_tokens(config: EngineConfig) -> int:
-    """The largest captured number of tokens of chunks."""
+    """The largest captured number of chunk tokens."""
     return chunk_bucket(max(config.max_num_batched_tokens, _tokens_for(config.max_num_seqs)))
 
 
 def _most_mixed(config: EngineConfig) -> int:
-    """The largest captured number of tokens of chunks beside decode rows; 0: chunks run alone."""
+    """The largest captured number of chunk tokens beside decode rows; 0: chunks run alone."""
     most = min(config.max_mixed_tokens, config.max_num_batched_tokens)
     return most and mixed_bucket(1, most)[1]
 
 
 def largest_step(config: EngineConfig) -> tuple[int, int, int]:
-    """Tokens, logits and rows of the largest captured steps."""
+    """The largest numbers of tokens, of logits and of rows in captured steps."""
     decode_rows, chunk_rows = mixed_bucket(config.max_num_seqs, 1)[0], config.max_num_seqs + 1
     rows = decode_rows * config.decode_width
     return max(most_chunk_tokens(config), rows + _most_mixed(config)), rows + chunk_rows, decode_rows + chunk_rows
@@ -102,26 +104,27 @@ def _size(key: Key) -> int:
 class StepGraphs:
     """Captures steps and replays them.
 
-    Each call gets the captured function as `execute`, the same one each time. It runs a batch without a host-device
-    sync and returns the tensor that goes to the host, [R, ...]. It is not stored, since it refers to the engine, which
-    would then keep itself alive.
+    Each call gets the captured function as `execute`, the same one each time. The function runs a batch without a
+    host-device sync and returns a tensor; `run` requires results of rows, [R, ...]. The function is not stored, since
+    it refers to the engine, which would then keep itself alive.
 
     Args:
-        config: its limits are those of the largest steps.
-        table_width: blocks of the longest request.
-        null_block: the block of null rows, to which all of them write.
+        config: its limits determine the largest steps.
+        table_width: number of blocks of the longest request.
+        null_block: the block that all null rows write to.
     """
 
     def __init__(self, builder: BatchBuilder, config: EngineConfig, table_width: int, null_block: int) -> None:
         self.builder, self.config = builder, config
         self.null_block = null_block
         self.chunk_sizes = _sizes(chunk_bucket, most_chunk_tokens(config))
-        """The captured numbers of tokens of chunks, ascending."""
+        """The captured numbers of chunk tokens, ascending."""
         self.mixed_sizes = _sizes(lambda tokens: mixed_bucket(1, tokens)[1], _most_mixed(config))
-        """The captured numbers of tokens of chunks that run together with decode rows."""
+        """The captured numbers of chunk tokens that run together with decode rows."""
         beside = [size for size in self.chunk_sizes if size > config.max_mixed_tokens]
         self.sizes_beside = [size for size in self.mixed_sizes if size <= config.max_mixed_tokens] + beside
-        """The captured numbers of tokens of chunks in steps that have decode rows too, together or apart."""
+        """The captured numbers of chunk tokens in steps that also have decode rows, whether both run together or
+        apart."""
         rows, tokens = mixed_bucket(config.max_num_seqs, self.chunk_sizes[-1])
         largest, device = StepShape(rows, config.max_num_seqs + 1, tokens), builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
@@ -130,10 +133,10 @@ class StepGraphs:
         self._capture = Capture()
 
     def run(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
-        """Replay the rows of `plan`.
+        """Replay the graph for `plan`.
 
         Args:
-            sent: what `send` gave of the plan, which its requests may have changed since.
+            sent: what `send` returned for the plan, if its requests may have changed since.
 
         Returns:
             [S, ...], the results of `execute` for the rows that sample, valid until the next run.
@@ -144,7 +147,8 @@ class StepGraphs:
         return torch.cat([result[:decoded], first]) if decoded and chunks else result[:decoded] if decoded else first
 
     def replay(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
-        """Replay the rows of `plan`; returns all that `execute` gives, of null rows too, valid until the next run."""
+        """Replay the graph for `plan`; returns all that `execute` gives, also for null rows, valid until the next
+        run."""
         shape = self.shape_for(plan)
         graph, result = self.captured(execute, self._key(shape, self._drafts(plan), plan.processors))
         self._fill(shape, *(sent or self.send(plan)))
@@ -152,7 +156,7 @@ class StepGraphs:
         return result
 
     def send(self, plan: Plan) -> Sent:
-        """What the host sends of a plan as it is now."""
+        """Make the arrays that the host sends for a plan as it is now."""
         shape = self.shape_for(plan)
         return Sent(self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block))
 
@@ -170,11 +174,12 @@ class StepGraphs:
         return StepShape(rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens)
 
     def capture_all(self, execute: Execute, shapes: Sequence[DraftShape]) -> None:
-        """Capture what requests may need, with progress, except for penalties and many prompts of fewer than
-        `_TOKENS_PER_CHUNK` tokens. The largest steps come first, so that the others share their memory.
+        """Capture the graphs that requests may need, with a progress bar, except those for penalties and for many
+        prompts of fewer than `_TOKENS_PER_CHUNK` tokens. The largest steps come first, so that smaller steps share
+        their memory.
 
         Args:
-            shapes: all drafts of steps without chunks; those with chunks are captured for the most drafts.
+            shapes: all drafts that steps without chunks may have; steps with chunks are captured for the most drafts.
         """
         decode = [StepShape(rows, 0, 0) for rows in _sizes(bucket_size, self.config.max_num_seqs)]
         chunks = [self._with_chunks(0, tokens) for tokens in self.chunk_sizes]
@@ -205,15 +210,16 @@ class StepGraphs:
         return self._graphs[key]
 
     def _key(self, shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:
-        """The key of a graph. Those with chunks always compute temperature and filters, so that there are fewer of
-        them; on a stage without the lm_head nothing is computed from logits."""
+        """The key of a graph. Graphs with chunks always compute temperature and filters, so that fewer graphs are
+        needed. On a stage without the lm_head, nothing is computed from logits."""
         if not self.builder.state.vocabulary.width:
             return shape, drafts, GREEDY
         chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
         return shape, drafts, for_graph(chosen)
 
     def _fill(self, shape: StepShape, numbers: np.ndarray, tables: np.ndarray) -> None:
-        """Set what a step of this shape reads. Blocks of a row beyond those given are what an earlier step left."""
+        """Write what a step of this shape reads. Block table entries beyond the given ones keep what an earlier step
+        left."""
         self._numbers[: len(numbers)].copy_(self.builder.ints(numbers))
         self._tables[: shape.rows, : tables.shape[1]].copy_(self.builder.ints(tables))
 

@@ -50,7 +50,8 @@ class LLM:
         model_config = loading.config_of(options.model)
         adaptive = options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
-        # With "auto" each K would need its graphs of mixed steps. All is checked before weights are read.
+        # With "auto", each K would need its own graphs of mixed steps, so steps are not mixed. Everything is checked
+        # before weights are read.
         mixed = 0 if adaptive else options.max_mixed_tokens
         options = replace(options, num_speculative_tokens=depths, max_mixed_tokens=mixed)
         loading.check_trained(options.model, model_config.mtp, depths)
@@ -117,7 +118,7 @@ class LLM:
         self._warm_up(options.warm_up, adaptive)
 
     def _warm_up(self, capture: bool, adaptive: bool) -> None:
-        """Capture graphs, if that is asked for; and with K = "auto" time steps of batch sizes that double."""
+        """Capture graphs if `capture` is set; with K = "auto", time steps of batch sizes that double."""
         config = self.engine.config
         if capture:
             self.engine.warm_up(self.engine.draft_shapes if adaptive else [config.drafts])
@@ -176,12 +177,12 @@ class LLM:
         return self._run(self._requests(prompts, sampling_params))
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`; for vLLM's methods that mtpkit lacks it says what to do instead."""
+        """Raise `AttributeError`; for vLLM's methods that mtpkit lacks, the error says what to do instead."""
         raise absent_method(self, name)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether prompts may be texts, and outputs have one."""
+        """Whether prompts may be texts, and outputs have a text."""
         return self.tokenizer is not None
 
     def stats(self) -> EngineStats:
@@ -193,12 +194,12 @@ class LLM:
         self.engine.reset_stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what earlier prompts and outputs left in the prefix cache, as one must after a change of the weights.
-        Waits for the end of calls of other threads. Of a model that is split, every rank must call it. Without a prefix
-        cache there is nothing to forget; statistics stay.
+        """Forget what earlier prompts and outputs left in the prefix cache; required after a change of the weights.
+        Waits until calls of other threads have ended. If the model is split over ranks, every rank must call this
+        method. Without a prefix cache there is nothing to forget. Statistics stay.
 
         Returns:
-            False if requests that were added to `engine` directly are unfinished: nothing is forgotten then.
+            False if requests that were added to `engine` directly are unfinished: nothing is forgotten then. Else True.
 
         Raises:
             UserError: a stream of this thread is still open.
@@ -255,12 +256,12 @@ def _engine_config(
     ahead: bool,
     graphs: bool,
 ) -> EngineConfig:
-    """What the options come to for a model; the memory plan adds the number of checkpoints.
+    """Resolve the options for a model; the memory plan adds the number of checkpoints later.
 
     Args:
         depths: the largest K.
         tree: the shape of the drafts, if it is a tree.
-        ahead: whether steps are launched before the results of the last are read.
+        ahead: whether a step is launched before the results of the last one are read.
         graphs: whether this rank can replay steps as CUDA graphs.
     """
     return EngineConfig(
@@ -282,14 +283,14 @@ def _engine_config(
         draft_sampling=options.draft_sampling,
         async_scheduling=ahead,
         num_batches=ranks.stage.stages,
-        graphs=bool(ranks.least(int(graphs))),  # experts of one stage alone may forbid them
+        graphs=bool(ranks.least(int(graphs))),  # experts of a single stage may forbid them
         seed=options.seed if options.seed is not None else ranks.of_first(secrets.randbits(32)),
     )
 
 
 def _freeze_objects() -> None:
-    """Keep the garbage collector from all that was made so far: a step must not wait while it traverses all modules of
-    a model. Objects that an earlier engine froze are collected first, if they have become garbage."""
+    """Exclude all objects made so far from garbage collection: no step may wait while the collector traverses all
+    modules of a model. Objects that an earlier engine froze are collected first, if they have become garbage."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

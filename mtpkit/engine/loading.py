@@ -1,4 +1,4 @@
-"""From the arguments of `LLM` to what an engine runs: model, tokenizer, end tokens, K, graphs, draft vocabulary."""
+"""Resolves the arguments of `LLM` to what an engine runs: model, tokenizer, end tokens, K, graphs, draft vocabulary."""
 
 import functools
 import logging
@@ -54,10 +54,10 @@ def open_model(
     Args:
         model: a directory of either layout, or a model.
         dtype: a key of `DTYPES`, or "auto".
-        tokenizer: a tokenizer, its directory, or None: the tokenizer beside the model, if there is one.
-        ranks: tensor-parallel ranks, of which this one loads its part of a directory.
-        whole_experts: these ranks share out experts, and split none.
-        stages, balance: pipeline stages, of which this rank loads one, and how layers are dealt to them.
+        tokenizer: a tokenizer or its directory. None: the tokenizer beside the model, if there is one.
+        ranks: number of tensor-parallel ranks; of a directory, this rank loads its part.
+        whole_experts: give each of these ranks whole experts, instead of a part of every expert.
+        stages, balance: number of pipeline stages, of which this rank loads one, and how layers are divided among them.
 
     Returns:
         The model, its tokenizer (None if there is none), and the union of the end-of-sequence tokens that config,
@@ -128,7 +128,7 @@ def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
     """The largest number of drafts per step: as given, or by default the depths that the heads were trained for.
 
     Raises:
-        UserError: the heads cannot make so many.
+        UserError: the heads cannot make `k` drafts.
     """
     if k is None:
         return config.mtp.default_drafts
@@ -137,7 +137,7 @@ def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
 
 
 def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | None, int]:
-    """The shape of the drafts, None for a chain, and the largest number of drafts on a path.
+    """Return the tree of the drafts, or None for a chain, and the largest number of drafts on a path.
 
     Raises:
         UserError: settings that exclude each other, or that the heads cannot serve.
@@ -183,13 +183,13 @@ def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | No
 
 
 def check_children(tree: Tree | None, tokens: int) -> None:
-    """Check that a token of a tree can have so many children.
+    """Check that there are enough tokens to draft for all children of a token of a tree.
 
     Args:
-        tokens: how many tokens drafts are chosen from.
+        tokens: number of tokens that drafts are chosen from.
 
     Raises:
-        UserError: it cannot.
+        UserError: a token of the tree has more children.
     """
     if tree is not None and tree.most_children > tokens:
         raise UserError(
@@ -198,7 +198,7 @@ def check_children(tree: Tree | None, tokens: int) -> None:
 
 
 def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) -> None:
-    """Give the embedding that a model's last pipeline stage has for drafts another type, or say why that has no effect.
+    """Round the draft embedding of a model's last pipeline stage to integers, or log why this setting has no effect.
 
     Args:
         dtype: a key of `DRAFT_EMBEDDING_BITS`, or "auto".
@@ -206,7 +206,8 @@ def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) ->
         stages: pipeline stages.
 
     Raises:
-        UserError: a model that is given has an embedding of yet another type, or rows that cannot be rounded.
+        UserError: the draft embedding of a given model was already rounded to other integers, or `hidden_size` is odd
+            for int4.
     """
     if dtype == "auto":
         return
@@ -239,13 +240,14 @@ def warn_untrained(model: str, k: int, depths: int) -> None:
 
 
 def check_trained(model: HybridModel | str | Path, heads: MtpConfig, k: int) -> None:
-    """Warn if a repeated head is to make more drafts than it has depths, where its file says how many it has."""
+    """Warn if a repeated head is to make more drafts than it was trained for, where the checkpoint says for how
+    many."""
     if heads.repeated and heads.depths_known and k > heads.num_depths:
         warn_untrained(str(model) if isinstance(model, str | Path) else "the model given", k, heads.num_depths)
 
 
 def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
-    """Log which settings have no effect, and that heads are unused, if nothing is drafted."""
+    """If nothing is drafted, log which settings have no effect, and that heads are unused."""
     if depths:
         return
     for name in (name for name, value in settings.items() if value is not None):
@@ -270,7 +272,7 @@ def report_uncached(options: EngineOptions, plan: MemoryPlan) -> None:
 def execution(
     weight: torch.Tensor, stacked: bool, async_scheduling: bool | None, enforce_eager: bool, stages: int = 1
 ) -> tuple[bool, bool]:
-    """Whether steps are launched ahead of their results, and whether they are CUDA graphs.
+    """Whether a step is launched before the results of the last one are read, and whether steps are CUDA graphs.
 
     Args:
         weight: any weight of the model, for its device.

@@ -20,9 +20,11 @@ _CPU_CACHE_BYTES = 4 << 30
 _CHECKPOINTS = 2
 """Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of its output."""
 _LEAST_CHECKPOINTS = 16
-"""With fewer of them, what one request leaves would push out what the next one could use."""
+"""Default minimum of checkpoints: with fewer, those that one request leaves would evict those that the next could
+use."""
 _CHECKPOINTS_SHARE = 10
-"""Checkpoints may take a tenth of the memory that requests of full length could use, and all that these leave."""
+"""By default, checkpoints may take all memory that requests of full length leave, or one tenth of what the fewest
+blocks leave if that is more."""
 _LIVE_COPIES = 3
 """Number of the widest layer's activations that are live at once."""
 
@@ -34,16 +36,17 @@ class MemoryPlan:
     total: int
     """Memory of the device; 0 on a CPU, where only caches are limited."""
     in_use: int
-    """Weights, and all else that was on the device before the engine."""
+    """Weights, and everything else that was on the device before the engine."""
     activations: int
-    """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs; with the copies of recurrent
-    states that depths change, the distributions of drafts that are drawn, and what pipeline stages hand on."""
+    """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs. They include the copies of
+    recurrent states that depths change, the distributions that drafts are drawn from, and the hidden states that
+    pipeline stages exchange."""
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest captured step."""
     slot_bytes: int
     """Recurrent state, convolution windows and rings of one request, and its share of `DeviceState`."""
     ring_bytes: int
-    """The part of `slot_bytes` that is rings."""
+    """The part of `slot_bytes` that rings take."""
     max_num_seqs: int
     max_model_len: int
     block_bytes: int
@@ -54,9 +57,9 @@ class MemoryPlan:
     """One checkpoint of the prefix cache."""
     num_checkpoints: int
     draft_embedding: int
-    """Part of `in_use`: the embedding that each rank of the last of several pipeline stages has for drafts."""
+    """Part of `in_use`: the draft embedding on each rank of the last of several pipeline stages."""
     null_blocks: int
-    """Blocks besides those of requests: one for the null rows of CUDA graphs, or 0."""
+    """Blocks besides those of requests: 1 for the null rows of CUDA graphs, 0 without graphs."""
 
     @property
     def state_bytes(self) -> int:
@@ -78,7 +81,7 @@ class MemoryPlan:
         return -(-(tokens + self.lookahead) // self.block_size)
 
     def requests_that_fit(self, tokens: int) -> int:
-        """How many requests of `tokens` tokens can run at once."""
+        """Number of requests of `tokens` tokens that can run at once."""
         if not self.block_bytes:
             return self.max_num_seqs
         return min(self.max_num_seqs, self.num_blocks // self.blocks_for(tokens))
@@ -118,18 +121,19 @@ def plan_memory(
     ranks: Ranks | None = None,
     draft_embedding: int = 0,
 ) -> MemoryPlan:
-    """Divide the memory that the loaded weights leave free. Of several ranks each plans its own; the number of blocks
-    is that of the rank with the fewest.
+    """Divide the memory that the loaded weights leave free. Each rank plans its own memory; the numbers of blocks and
+    checkpoints are those of the rank with the fewest.
 
     Args:
         num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as many as fit.
         earlier: see `Drafter.earlier`.
         prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None: `_CHECKPOINTS` for each
-            request, if they do not take too much of what is left.
+            request, within the limit of `_CHECKPOINTS_SHARE`.
         draft_embedding: see `draft_embedding_bytes`.
 
     Raises:
-        UserError: `num_blocks`, or one request of full length, does not fit; with the numbers and what to change.
+        UserError: `num_blocks`, or one request of full length, does not fit; the message has the numbers and what to
+            change.
     """
     ranks = ranks or Ranks()
     vocabulary = ranks.vocabulary(model.vocab_size)
@@ -184,24 +188,24 @@ def _checkpoint_bytes(layout: StateLayout, config: EngineConfig, state: DeviceSt
 
 
 def _checkpoints(plan: MemoryPlan, available: int, num_blocks: int | None, prefix_bytes: int | None) -> int:
-    """Checkpoints of the prefix cache that a rank has room for; see `plan_memory`. By default they leave the room of
+    """Number of prefix cache checkpoints that a rank has room for; see `plan_memory`. By default they leave room for
     the fewest blocks that must fit."""
     if prefix_bytes is None:
         least = num_blocks or plan.blocks_for(plan.max_model_len)
         useful = num_blocks or least * plan.max_num_seqs
         rest = available - plan.state_bytes - plan.null_blocks * plan.block_bytes
-        if not plan.total:  # all memory of the host, which others use, too
+        if not plan.total:  # all free memory of the host, which other processes use, too
             rest = min(rest, least * plan.block_bytes + _CPU_CACHE_BYTES)
         prefix_bytes = max(0, rest - useful * plan.block_bytes, (rest - least * plan.block_bytes) // _CHECKPOINTS_SHARE)
         most = max(_LEAST_CHECKPOINTS, _CHECKPOINTS * plan.max_num_seqs)
     else:
         most = LARGEST_COUNT
-    # A stage without recurrent layers keeps nothing of its own.
+    # The checkpoints of a stage without recurrent layers take no memory.
     return min(most, prefix_bytes // plan.checkpoint_bytes) if plan.checkpoint_bytes else most
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int]:
-    """All memory of a GPU, and what is in use of it; what torch keeps for itself counts as free. A CPU: (0, 0)."""
+    """Total memory of a GPU, and the part in use; what torch reserves without using it counts as free. CPU: (0, 0)."""
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
@@ -210,10 +214,10 @@ def _device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | None) -> int:
-    """The number of blocks: what was asked for, or else what requests of full length can use, or what fits.
+    """The number of blocks: `num_blocks` if given, else as many as requests of full length can use or as many as fit.
 
     Raises:
-        UserError: these do not fit; see `plan_memory`.
+        UserError: the blocks do not fit; see `plan_memory`.
     """
     one = plan.blocks_for(plan.max_model_len)
     least, name, what = one, "max_model_len", f"one request of max_model_len {plan.max_model_len} needs"
@@ -230,9 +234,9 @@ def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | No
 
 
 def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]) -> int:
-    """What drafting takes for each row besides activations: copies of the states that depths 2 .. K change (see
-    `StepInput.continued`), one for a repeated head, and one for each draft of a tree that gets children; and
-    distributions of drafts: each one, all together, and those under verification."""
+    """Bytes that drafting takes per row besides activations. First, copies of the states that depths 2 .. K change (see
+    `StepInput.continued`): one for a chain of a repeated head; for a tree one, and one more for each draft that gets
+    children. Second, distributions of drafts in three places: as each is made, stacked, and under verification."""
     depths = config.num_speculative_tokens
     copies = 1 + config.tree.entries if config.tree else 0 if earlier[0] else 1
     forked = layout.head_slot_bytes * copies if depths > 1 else 0
@@ -240,8 +244,8 @@ def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier:
 
 
 def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logits: int, ranks: int) -> int:
-    """Estimate: `_LIVE_COPIES` of the widest layer's activations, divided by the ranks except hidden states, and this
-    rank's logits in the model's dtype and in fp32."""
+    """Estimate the bytes of activations: `_LIVE_COPIES` of the widest layer's, which are divided by the ranks except
+    for hidden states, and this rank's logits in the model's dtype and in fp32."""
     widest = max(kind.activations(model) for kind in kinds_in(model.letters)) // ranks
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize
     return tokens * hidden + logits * (dtype.itemsize + 4)

@@ -26,7 +26,7 @@ DEFAULT_BUDGET = 2048
 """Default limit of the tokens in a step, unless decoding needs more."""
 
 DEFAULT_MIXED = 512
-"""Default of the most prompt tokens that run together with decoding requests."""
+"""Default limit of the prompt tokens that run together with decoding requests."""
 
 
 def _check_tree[T](tree: T) -> T:
@@ -52,24 +52,25 @@ class EngineOptions:
 
     model: Any
     """Directory of a checkpoint, in the Hugging Face or the Megatron layout, or a model from
-    `mtpkit.model.build_model`; call `reset_prefix_cache` after a change of its weights."""
+    `mtpkit.model.build_model`; call `reset_prefix_cache` after changing the model's weights."""
     num_speculative_tokens: Drafts | Literal["auto"] | None = None
-    """K, drafts per step from the model's MTP heads; by default what the heads were trained for, 0 without heads. 0:
-    plain decoding. "auto": K is chosen for each step from measured step times and the acceptance so far, up to what
-    the heads were trained for (7 where that is unknown); where a tree is given, among chains up to its depth and the
-    tree."""
+    """Number of drafts per step (K) from the model's MTP heads; by default the number that the heads were trained for,
+    or 0 without heads. 0: plain decoding. "auto": K is chosen for each step from measured step times and the acceptance
+    so far, up to the number that the heads were trained for (7 if that is unknown). If a tree is given, the choice is
+    among chains up to its depth and the tree."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
     tensor_parallel_size: Count = 1
-    """Processes, each with a GPU and a part of the model, that decode together; start as many with torchrun."""
+    """Number of processes, each with a GPU and a part of the model, that decode together; start them with torchrun."""
     pipeline_parallel_size: Count = 1
-    """Pipeline stages: processes, or groups of `tensor_parallel_size` of them, that have some of the model's layers
-    each."""
+    """Number of pipeline stages, each with some of the model's layers. A stage is one process, or a group of
+    `tensor_parallel_size` processes."""
     enable_expert_parallel: bool = False
-    """Give each of the tensor-parallel processes whole experts of a mixture, in place of a part of every expert."""
+    """Give each tensor-parallel process whole experts of the mixture-of-experts layers, instead of a part of every
+    expert."""
     disable_custom_all_reduce: bool = False
-    """Leave all that tensor-parallel ranks exchange to NCCL. By default small tensors take one kernel, which reads the
-    memory of the other GPUs, where all are on one host and reach each other."""
+    """Use NCCL for all tensors that tensor-parallel ranks exchange. By default, one kernel that reads the memory of the
+    other GPUs exchanges small tensors, if all GPUs are on one host and can access each other's memory."""
     seed: Seed | None = 0
     """Seed from which requests without their own seed get one; None: a new seed for each engine."""
     block_size: Count = 16
@@ -79,63 +80,66 @@ class EngineOptions:
     max_num_seqs: Count = 64
     """Most requests that run at once; each holds a slot of recurrent state."""
     max_num_batched_tokens: Count | None = None
-    """Most tokens of a step; longer prompts are split. By default 2048, or what decoding needs."""
+    """Most tokens in a step; longer prompts are split into chunks. By default 2048, or more if decoding needs more."""
     max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = DEFAULT_MIXED
-    """Most prompt tokens that run in one forward pass with decoding requests; more of them get a pass of their own. 0:
-    never together, as with `num_speculative_tokens` "auto"."""
+    """Most prompt tokens that share a forward pass with decoding requests; if there are more, they run in a separate
+    pass. 0: prompts always run in a separate pass, as with `num_speculative_tokens` "auto"."""
     max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that a decoding request may wait for its next tokens while prompts arrive, as far as shorter chunks of
-    the prompts can keep to it. By default, with CUDA graphs, a few times what it waits while none arrive."""
+    """Most seconds that a decoding request waits for its next tokens while prompts arrive, as far as shorter chunks of
+    the prompts can achieve this. By default, on a GPU, a few times the wait while no prompts arrive."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory that weights and caches may take."""
+    """Share of the GPU's memory that may be in use, by weights, activations and caches together."""
     num_blocks: Count | None = None
-    """Blocks of the cache; by default as many as fit."""
+    """Number of blocks of the cache of keys and values; by default as many as fit, or as many as `max_num_seqs`
+    requests of full length need if that is less."""
     state_rollback: Rollback = "replay"
-    """How recurrent state is rolled back after rejected drafts: `replay` reads it once per step, `snapshot` keeps one
-    copy per token."""
+    """Method to roll recurrent state back after rejected drafts: `replay` reads the state once per step, `snapshot`
+    keeps one copy per token."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent state."""
     enable_prefix_caching: bool = True
-    """Let prompts that begin like earlier requests go on from what those left: blocks of keys and values, and
-    checkpoints of recurrent state at the ends of prompts and outputs."""
+    """Let prompts that begin like an earlier request continue from what that request left: blocks of keys and values,
+    and checkpoints of recurrent state at the end of its prompt and of its output."""
     prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of the checkpoints of recurrent state; by default room for twice `max_num_seqs` of them, at least 16, in
-    what `max_num_seqs` requests of full length leave of the memory for caches, or in a tenth of it. 0: nothing is
-    cached."""
+    """Bytes for the checkpoints of recurrent state; 0: nothing is cached. By default, there is room for 2 *
+    `max_num_seqs` checkpoints, at least 16, if they fit in the cache memory that `max_num_seqs` requests of full length
+    leave, or in a tenth of the cache memory if that is more."""
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
     prefix_cache_interval: Count = 2048
-    """A long prompt leaves a checkpoint at every multiple of this many tokens."""
+    """Interval in tokens between the checkpoints of a long prompt, which leaves one at every multiple of it."""
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
     speculative_token_tree: Annotated[str | list | tuple | None, AfterValidator(_check_tree)] = Field(
         default=None, title="a list, its text, or None"
     )
-    """Draft a tree instead of a chain: how many children every token of each depth gets, "[3, 2, 1]", or the paths of
-    the tree as ranks among siblings, "[[0], [1], [0, 0]]". Its depth is K. By default a chain."""
+    """Draft a tree instead of a chain. Give the number of children per token for each depth, such as "[3, 2, 1]", or
+    the paths of the tree as ranks among siblings, such as "[[0], [1], [0, 0]]". The tree's depth is K; by default a
+    chain is drafted."""
     speculative_eagle_topk: Count | None = None
-    """Draft a tree that keeps the most probable paths: the best drafts of each depth, as many as this says, get as many
-    children each. K is its depth. By default a chain; 1: a chain."""
+    """Draft a tree that keeps the most probable paths: at each depth, this number of best drafts get this number of
+    children each. The tree's depth is K. By default, and with 1, a chain is drafted."""
     speculative_num_draft_tokens: Annotated[int, Field(ge=2, le=MOST_TREE_TOKENS)] | None = None
-    """Tokens of a decoding request in a step with `speculative_eagle_topk`, its newest one included; by default K times
-    that number and 1."""
+    """Number of tokens that a decoding request feeds in a step with `speculative_eagle_topk`, its newest token
+    included; by default 1 + K * `speculative_eagle_topk`, at most 63."""
     draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = Field(
         default=None, title="a list of token ids, a file of mtpkit data draft-vocab, or None"
     )
     """Tokens that drafts are chosen from: a file written by `mtpkit data draft-vocab`, or ids; by default all tokens.
-    The output stays the base's own."""
+    The output remains that of the base."""
     draft_embedding_dtype: Literal["auto", "int8", "int4"] = "auto"
-    """Type of the embedding that the last of several pipeline stages has for drafts: "int8" or "int4" with scales take
-    a half or about a quarter of bfloat16's memory, and change drafts alone. "auto": that of the model."""
+    """Type of the draft embedding on the last of several pipeline stages. "int8" takes half of bfloat16's memory and
+    "int4" about a quarter, with scales; both change only the drafts. "auto": the type of the model."""
     async_scheduling: bool | None = None
-    """Launch a step before the results of the last one are read; by default on a GPU, and with pipeline stages."""
+    """Launch a step before the results of the last one are read. This is the default on a GPU and with pipeline
+    stages."""
     enforce_eager: bool = False
     """Run all steps without CUDA graphs."""
     warm_up: bool = True
     """Compile kernels and capture CUDA graphs for steps of all sizes before the first request, not when a step first
     needs them."""
     synthetic_acceptance: Sequence[float] | None = Field(default=None, title="a list of rates, one per draft, or None")
-    """Rates at which drafts of each depth are accepted by chance; for benchmarks with random weights."""
+    """Rates at which drafts are accepted at random, one per depth; for benchmarks with random weights."""
     device: Any = None
     """"cuda", "cpu", a `torch.device`, or a GPU's number. By default the GPU, or the CPU where there is none."""
     tokenizer: Any = None
@@ -175,7 +179,7 @@ class EngineOptions:
 
 @checked("engine")
 class EngineConfig:
-    """How an engine runs, all values resolved."""
+    """Resolved settings that an engine runs with."""
 
     max_model_len: Count
     """Most tokens of a prompt and its output together."""
@@ -189,8 +193,8 @@ class EngineConfig:
     """Most tokens of a step; longer prompts are split over steps."""
     max_mixed_tokens: int = field_of(EngineOptions, "max_mixed_tokens")
     max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency", default=None)
-    """Most seconds from one step of a request to its next, as far as shorter chunks can keep to it; None: with
-    `graphs`, a multiple of what decoding takes."""
+    """Most seconds from one step of a request to its next, as far as shorter chunks can achieve this; None: on a GPU, a
+    multiple of the time that decoding alone takes."""
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
     """Off by default, as there are no checkpoints by default."""
@@ -203,8 +207,8 @@ class EngineConfig:
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""
     num_batches: Count = 1
-    """Batches that requests are divided into, one for each pipeline stage. Each has steps of its own, which are planned
-    and launched in turn and run one behind the other."""
+    """Number of batches that requests are divided into, one per pipeline stage. Each step belongs to one batch; the
+    steps of the batches are planned and launched in turn and run one after another."""
     graphs: bool = False
     """Replay steps as CUDA graphs."""
     seed: int | None = field_of(EngineOptions, "seed")
@@ -223,7 +227,7 @@ class EngineConfig:
 
     @property
     def draft_distributions(self) -> int:
-        """Distributions of drafts that a decoding request has under verification."""
+        """Number of distributions of a decoding request's drafts that one verification reads."""
         if not self.draft_sampling:
             return 0
         return len(self.tree.expanded) if isinstance(self.tree, TokenTree) else self.num_speculative_tokens
@@ -232,7 +236,7 @@ class EngineConfig:
     def lookahead(self) -> int:
         """Cache positions beyond the committed ones that a decode step may write.
 
-        1 + K tokens are verified; when all are accepted, K - 1 draft entries follow the newest one. Of a tree as many
+        1 + K tokens are verified; when all are accepted, K - 1 draft entries follow the newest one. For a tree, as many
         entries follow as there are drafts that get children.
         """
         if self.tree:

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step carries: at most as many as the requests that decode beside them can wait for."""
+"""Limits on the prompt tokens of each step, so that decoding requests do not wait too long for their next token."""
 
 import math
 from collections.abc import Sequence
@@ -9,40 +9,45 @@ from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.step import Plan
 
 _FIRST = 512
-"""Prompt tokens beside decoding requests until step times are known."""
+"""Prompt tokens of a step beside decoding requests until step times have been measured."""
 _LEAST = 16
-"""Fewest prompt tokens of a step, so that prompts are not starved whatever the bound is."""
+"""Fewest prompt tokens of a step, so that prompts make progress under any bound."""
 _PATIENCE, _MOST_PATIENCE = 2.75, 12.0
-"""Without a bound from the user, a step with prompts takes at most about this many times what decoding alone takes. It
-is the larger number where requests wait for others to end, or as many more wait as decode: they wait longer than those
-for their next token."""
+"""Without a bound from the user, a step with prompt tokens takes at most about `_PATIENCE` times as long as a step that
+only decodes. The factor grows up to `_MOST_PATIENCE` with the number of uncomputed prompts per decoding request, and is
+`_MOST_PATIENCE` while more requests wait than slots are free: then prompts wait longer than decoding requests do."""
 _ENOUGH = 4096
-"""Prompt tokens of a step beyond which a token costs no less: decoding requests would wait for nothing."""
+"""Prompt tokens beyond which a longer step does not lower the time per token: it would only delay decoding."""
 _WEIGHT = 0.2
-"""Weight of the newest time in a running mean."""
+"""Weight of the newest measurement in a running mean."""
 _DRIFT = 0.0003
-"""Share of the gap by which the slower kind's seconds of a token fall towards the faster kind's, at each long step of
-the faster kind: a kind that was timed too high, and is not chosen for it, is tried again after some thousand steps."""
+"""At each long step of the faster kind, the slower kind's seconds per token are lowered by this share of the gap to the
+faster kind's. A kind that was measured too slow, and is therefore no longer chosen, is thus tried again after some
+thousand steps."""
 _LATE = 2.0
-"""A time of more than so many times the mean counts as that: a pause of the host says nothing about the device."""
+"""Measurements are clipped at this many times the running mean: a pause of the host says nothing about the device."""
 _LONG = 256
-"""Chunks of fewer tokens mostly wait for the weights to be read: a token takes at most what they suggest."""
+"""Prompt tokens from which a step is long. Shorter steps mostly wait for the weights to be read, so their seconds per
+token are only an upper bound."""
 
 
 class Pacing:
-    """Chooses the prompt tokens of a step from the times of earlier steps.
+    """Chooses the number of prompt tokens of each step from the times of earlier steps.
 
-    A step with n prompt tokens takes d + c n seconds, with d the time of decoding alone, and c that of one token; both
-    are running means, d for numbers of decoding requests within a fifth of each other. A token that shares a forward
-    pass with decode rows has a c of its own: it takes less where they leave the device room, since the weights are read
-    for them anyway, and more where they do not. While requests wait for others to end, the smaller c is chosen: those
-    that run have few prompts left, and more of their tokens a second would bring nothing forward. Otherwise it is the
-    kind of which a second computes more. Nothing is bounded while no request decodes.
+    A step is taken to last d + c n seconds: n is its number of prompt tokens, d the time of a step that only decodes,
+    and c the time per prompt token. Both d and c are running means. Each level of the number of decoding requests has
+    its own d; levels are about a fifth apart. There are two values of c, one for each kind of step: prompt tokens
+    *mixed* into the forward pass of the decode rows, or in a pass *apart*. Mixed tokens are cheaper while the decode
+    rows leave the device room, since the weights are read for those rows anyway, and dearer otherwise.
+
+    The kind that computes more prompt tokens per second is chosen. While requests wait for a slot, mixed tokens are
+    chosen if their c is smaller: running requests have few prompt tokens left, and computing these faster would let no
+    waiting request begin sooner. While no request decodes, the token budget is the only bound.
 
     Args:
         bound: seconds that a step may take while requests decode; None: a multiple of d.
-        alone, beside: the numbers of prompt tokens that are captured without decode rows, and for steps that have
-            decode rows too, both ascending; a step is filled up to one of them.
+        alone, beside: captured sizes, as numbers of prompt tokens, ascending: `alone` for steps without decode rows,
+            `beside` for steps with decode rows. A step gets the largest size within its limit.
         most_mixed: most prompt tokens that share a forward pass with decode rows.
     """
 
@@ -52,12 +57,12 @@ class Pacing:
         self.bound = bound
         self.alone, self.beside, self.most_mixed = alone, beside, most_mixed
         self.chosen: int | None = None
-        """What `most_tokens` chose last."""
+        """The newest result of `most_tokens`."""
         self.told: int | None = None
-        """What another rank chose for the next step: it is chosen here, too."""
+        """The number that rank 0 chose for the next step; `most_tokens` then returns it."""
         self._decode: dict[int, float] = {}
         self._token: dict[bool, float] = {}
-        """c by whether the token shares a forward pass with decode rows."""
+        """c of mixed tokens (True) and of tokens apart (False)."""
 
     def most_tokens(
         self, budget: int, num_decoding: int, num_waiting: int, crowded: bool = False, elsewhere: int = 0
@@ -65,11 +70,11 @@ class Pacing:
         """Most prompt tokens of a step.
 
         Args:
-            budget: what it is at most.
+            budget: upper limit of the result.
             num_decoding: decode rows of the step.
-            num_waiting: requests of its batch whose prompts are not computed yet.
-            crowded: whether some of these cannot begin before others end.
-            elsewhere: decode rows of each other batch, on average. A step without decode rows delays these.
+            num_waiting: requests of the step's batch whose prompts are not computed yet.
+            crowded: whether some of the waiting requests cannot begin before running requests end.
+            elsewhere: mean number of decode rows of each other batch, which a step without decode rows delays.
         """
         chosen = self.told
         if chosen is None:
@@ -95,25 +100,25 @@ class Pacing:
         choices = [(min(most, room / apart), apart)]
         if most_mixed:
             choices = [(min(most, most_mixed, room / mixed), mixed), *(one for one in choices if one[0] > most_mixed)]
-        untimed = True not in self._token  # then these are tried
+        untimed = True not in self._token  # then mixed tokens are tried
         if most_mixed >= _LONG and (untimed or (crowded and mixed < apart)):
             choices = choices[:1]
-        # More tokens in a pass of their own may take so much longer that fewer are computed in a second.
+        # More tokens in a pass of their own may take so much longer that fewer are computed per second.
         tokens, _ = max(choices, key=lambda choice: choice[0] / (decode + choice[0] * choice[1]))
         return min(budget, max(_LEAST, int(tokens)))
 
     def _token_seconds(self, mixed: bool) -> float | None:
-        """c, or that of the other kind of steps where none of this kind was timed."""
+        """c of this kind of step; of the other kind while none of this kind has been timed."""
         return self._token.get(mixed, self._token.get(not mixed))
 
     def _decode_seconds(self, num_decoding: int) -> float | None:
-        """d for the nearest number of requests that was timed."""
+        """d of the nearest timed number of decoding requests."""
         if not self._decode:
             return None
         return self._decode[min(self._decode, key=lambda known: abs(known - _level(num_decoding)))]
 
     def observe(self, plans: Sequence[Plan], seconds: float) -> None:
-        """Record the time of a step: from the previous results, of whichever batch, to its own."""
+        """Record the seconds of a step, from the arrival of the previous results (of any batch) to that of its own."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
         level, mixed = _level(decoding), any(plan.num_decode_rows and plan.num_chunk_tokens for plan in plans)
@@ -121,7 +126,7 @@ class Pacing:
         if not tokens:
             self._decode[level] = _mean(self._decode.get(level), seconds)
             return
-        if decoding and level not in self._decode:  # while prompts wait, no step may ever decode alone
+        if decoding and level not in self._decode:  # under a load of prompts, no step may ever only decode
             fed = sum(row.length for plan in plans for row in plan.decode_rows)
             left = 0.0 if known is None else seconds - tokens * known
             self._decode[level] = max(left, seconds * fed / (fed + tokens))
@@ -144,10 +149,11 @@ class Pacing:
 def pacing_for(
     config: EngineConfig, device: torch.device, alone: Sequence[int] = (), beside: Sequence[int] = ()
 ) -> Pacing | None:
-    """The pacing of an engine, given the captured sizes that `Pacing` takes, if there are any.
+    """The pacing of an engine. `alone` and `beside` are the captured sizes, if graphs are captured: see `Pacing`.
 
-    None on a CPU without a bound from the user: steps as plans have them, which do not depend on times. A request waits
-    from step to step for a step of each batch, so that each of these has its part of the user's bound.
+    None on a CPU without graphs and without a bound from the user, so that plans do not depend on measured times. With
+    several batches, a request waits for one step of each batch between its tokens, so that each step gets an equal part
+    of the user's bound.
     """
     bound = config.max_inter_token_latency
     if bound is not None:
@@ -158,7 +164,7 @@ def pacing_for(
 
 
 def _level(num_decoding: int) -> int:
-    """Which numbers of requests decode at the same d: four levels for each doubling."""
+    """The level of a number of decoding requests, all of which share one d: four levels per doubling."""
     return round(4 * math.log2(num_decoding)) if num_decoding else 0
 
 

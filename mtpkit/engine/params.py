@@ -13,14 +13,14 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 
 MOST_END_TOKENS = 16
-"""Tokens that may end a request and that the device knows; of more it knows these many."""
+"""Most end tokens per request that the device checks for; further ones are known to the host alone."""
 
 SEED_BITS = 63
-"""Width of the seeds of requests that give none: they are drawn in the order of the requests, from a generator with the
-engine's seed."""
+"""Bits of the seed of a request without a seed of its own. Such seeds are drawn in the order of the requests, from a
+generator with the engine's seed."""
 
 _LARGEST = 3.4028234663852886e38
-"""The largest float32. The device computes in float32, where larger numbers are infinite."""
+"""The largest float32: the device computes in float32, where larger numbers become infinite."""
 _STOP = "a text or a list of texts or None"
 _TOKENS = "a list of token ids of 0 or more or None"
 
@@ -49,32 +49,33 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Outputs per prompt; only 1."""
+    """Outputs per prompt; must be 1."""
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] = 16
-    """Tokens generated for each prompt."""
+    """Most tokens to generate for each prompt."""
     temperature: Annotated[Number, Field(ge=0)] = 1.0
-    """0 (or below 1e-5): greedy, the most likely token."""
+    """Temperature of sampling. 0, or a value below 1e-5, is greedy: always the most likely token."""
     top_k: int = 0
-    """Draw from this many most likely tokens; 0 or -1: from all."""
+    """Draw from the k most likely tokens; 0 or -1: from all."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Draw from the smallest set of most likely tokens that has this probability; 1: from all."""
+    """Draw from the smallest set of most likely tokens whose probabilities add up to this value; 1: from all."""
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Leave out tokens that are less likely than this share of the most likely token's probability."""
     seed: Seed | None = None
-    """Seed of the random numbers. With a seed, the output depends only on model, prompt and these parameters; with
-    `draft_sampling`, on heads and K as well. None: drawn from the engine's seed."""
+    """Seed of the random numbers. With a seed, the output depends only on the model, the prompt and these parameters;
+    with `draft_sampling`, also on the heads and K. None: a seed is drawn from a generator with the engine's seed."""
     stop: str | Sequence[str] | None = Field(default=(), title=_STOP)
-    """Text that ends the output and is not part of it; several as a list, or by repeating the option."""
+    """Text that ends the output and is not part of it. Give several as a list, or by repeating the option."""
     stop_token_ids: Annotated[Sequence[int] | None, BeforeValidator(_sorted)] = Field(default=(), title=_TOKENS)
     """Tokens that end the output besides the end-of-sequence token; not part of the text."""
     ignore_eos: bool = False
     """Generate until `max_tokens`, past end-of-sequence tokens."""
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    """Subtracted from the logit of each token that occurs in the output."""
+    """Number subtracted from the logit of each token that occurs in the output."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    """Subtracted from a token's logit once per occurrence in the output."""
+    """Number subtracted from a token's logit once per occurrence of the token in the output."""
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
-    """Divides positive logits of tokens in prompt and output, and multiplies negative ones; 1: no penalty."""
+    """Factor that divides the positive logits, and multiplies the negative ones, of tokens in prompt and output; 1: no
+    penalty."""
 
     @field_validator("n")
     @classmethod
@@ -111,7 +112,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < GREEDY_BELOW
 
     @property

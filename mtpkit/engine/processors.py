@@ -1,4 +1,4 @@
-"""Processors of logits: penalties, temperature and filters, in the order in which they change logits.
+"""Logits processors: penalties, temperature and filters, in the order in which they are applied.
 
 `PROCESSORS` lists them; a new one is a class here and an entry in that list.
 
@@ -22,24 +22,24 @@ from mtpkit.kernels import sampling as ops
 from mtpkit.platform import to_device
 
 Columns = Mapping[str, Tensor]
-"""Column name -> [slots, ...] tensor on the device; each request has the entry at its slot."""
+"""Column name -> [slots, ...] tensor on the device; the entry at a request's slot belongs to that request."""
 
 Use = frozenset[str]
-"""Names of the processors that at least one of a set of requests uses; a step may skip the others."""
+"""Names of the processors that at least one of a set of requests uses; a step may skip all other processors."""
 
 
 class Column(NamedTuple):
-    """Shape, type and initial value of one column."""
+    """Shape, dtype and initial value of one column."""
 
     shape: tuple[int, ...]
     """Without the leading dimension of slots."""
     dtype: torch.dtype
     fill: float
-    """Value of slots that no request has used yet. Null rows of CUDA graphs are sampled with it."""
+    """Initial value of all slots. Null rows of CUDA graphs are sampled with it."""
 
 
 class Processor:
-    """One change of the logits, or of the distribution computed from them.
+    """A change of the logits, or of the distribution computed from them.
 
     A processor has no state of its own. `DeviceState` owns its columns and is the only caller of `admit` and `count`.
     """
@@ -47,7 +47,7 @@ class Processor:
     name: str
 
     def columns(self, width: int) -> dict[str, Column]:
-        """The columns that the processor reads, where this rank holds `width` tokens of the vocabulary."""
+        """The columns that the processor reads, on a rank that holds `width` tokens of the vocabulary."""
         raise NotImplementedError
 
     def used(self, params: SamplingParams, vocab_size: int) -> bool:
@@ -59,7 +59,8 @@ class Processor:
         raise NotImplementedError
 
     def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary) -> None:
-        """Write the other columns for `requests` at `slots` [S]; called again when a preempted request is resumed."""
+        """Write the columns that `numbers` does not give, for `requests` at `slots` [S]. Called again when a preempted
+        request is resumed."""
 
     def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
         """Count the tokens that a step adds to the outputs. Called in steps that use the processor.
@@ -77,9 +78,9 @@ class Processor:
         Args:
             logits: [N, V]; the first D * (1 + K) belong to the decode rows.
             slots: [N] int64; -1 for null rows.
-            drafts: [D, K] int64, the drafts of the decode rows: each logit sees those before its position. -1 for
+            drafts: [D, K] int64, the drafts of the decode rows: each logit sees the drafts before its position. -1 for
                 tokens that another rank holds.
-            ancestors: [D, 1 + K] int64, which ones it sees where they are trees, see `apply_penalties`.
+            ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see `apply_penalties`.
         """
         return logits
 
@@ -90,12 +91,12 @@ _NO_PENALTY = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 class Penalties(Processor):
     """Presence, frequency and repetition penalties, as vLLM defines them.
 
-    Presence and frequency penalties look at the output, the repetition penalty at prompt and output. Drafts before a
-    position count as output.
+    Presence and frequency penalties look at the output, the repetition penalty at prompt and output. The drafts before
+    a position count as output.
 
     For each slot the device stores which tokens the prompt contains and how often the output contains each token:
     5 bytes per token of the vocabulary. These columns are allocated with the engine and are part of the memory plan,
-    because CUDA graphs need them at a fixed address. Slots of requests without penalties may hold any values.
+    because CUDA graphs need them at a fixed address. The slots of requests without penalties may hold any values.
     """
 
     name = "penalties"
@@ -112,7 +113,7 @@ class Penalties(Processor):
         return {name: getattr(params, f"{name}_penalty") for name in _NO_PENALTY}
 
     def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary) -> None:
-        """Write the tokens of prompt and output, except for the newest output token, which `count` adds."""
+        """Write the tokens of prompt and output, without the newest output token, which `count` adds."""
         counted = [request for request in requests if request.params.has_penalties]
         if not counted:
             return
@@ -150,8 +151,8 @@ class Penalties(Processor):
 def _entries(
     requests: Sequence[Request], token_ids: Sequence[Sequence[int]], device: torch.device, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """[n] slots and [n] columns, one pair for each token in `token_ids`, which has one list per request, except those
-    that another rank holds."""
+    """[n] slots and [n] columns, one pair per token in `token_ids`, which has one list per request. Tokens that another
+    rank holds are left out."""
     slots = np.repeat([request.slot for request in requests], [len(tokens) for tokens in token_ids])
     columns = np.fromiter(chain(*token_ids), np.int64) - vocabulary.first
     own = (columns >= 0) & (columns < vocabulary.width)
@@ -160,16 +161,16 @@ def _entries(
 
 @dataclass(frozen=True)
 class Shaping(Processor):
-    """Temperature or a filter of the distribution: a parameter of the sampling kernels, one number per request."""
+    """Temperature or a filter of the distribution: one number per request, which the sampling kernels read."""
 
     name: str
     """Name of the processor and of its column."""
     dtype: torch.dtype
     fill: float
     value: Callable[[SamplingParams, int], float]
-    """The number for a request's parameters and the vocabulary's size."""
+    """The column's number, from a request's parameters and the vocabulary's size."""
     off: Callable[[int], float] = lambda vocab_size: 0.0
-    """The number that changes nothing."""
+    """The number with which the processor changes nothing, from the vocabulary's size."""
 
     def columns(self, width: int) -> dict[str, Column]:
         return {self.name: Column((), self.dtype, self.fill)}
@@ -204,6 +205,7 @@ def processors_of(params: SamplingParams, vocab_size: int) -> Use:
 def for_graph(use: Use) -> Use:
     """Names of the processors that a CUDA graph computes for `use`.
 
-    A graph has all of temperature and filters, or none of them if every row is greedy; few graphs are captured then.
+    A graph computes temperature and all filters, or none of them if every row is greedy. This keeps the number of
+    captured graphs small.
     """
     return use | _SHAPING if TEMPERATURE.name in use else use - _SHAPING

@@ -9,13 +9,13 @@ from mtpkit.engine.params import SamplingParams
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
-"""A text, token ids, or a dict with `prompt` (either of them) or `prompt_token_ids`, a `name` for messages, and
-`checkpoint_at`: so many tokens from the beginning, such as before the generation prompt, the prefix cache keeps a
-checkpoint, besides that at the end."""
+"""A text, token ids, or a dict. A dict has `prompt` (a text or token ids) or `prompt_token_ids`, and may have a `name`
+for messages and `checkpoint_at`. The prefix cache keeps a checkpoint after that number of prompt tokens, for example
+before the generation prompt, besides the checkpoint at the end."""
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]:
-    """(name, prompt) pairs; the name, for messages, is the prompt's own or its place in the list.
+    """(name, prompt) pairs. Messages use the name: the prompt's own, or its place in the list.
 
     Raises:
         UserError: `prompts` is neither a prompt nor a list, or a name is not a text.
@@ -37,10 +37,10 @@ def _named(place: str, prompt: Prompt) -> tuple[str, Prompt]:
 
 
 def checkpoint_of(prompt: Prompt, name: str) -> int | None:
-    """Where the prompt says that the prefix cache keeps a checkpoint.
+    """The `checkpoint_at` of a prompt, see `Prompt`; None if it has none.
 
     Raises:
-        UserError: that is no whole number.
+        UserError: it is not a whole number.
     """
     at = prompt.get("checkpoint_at") if isinstance(prompt, dict) else None
     if at is not None and not is_whole(at):
@@ -51,7 +51,7 @@ def checkpoint_of(prompt: Prompt, name: str) -> int | None:
 def list_params(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """Sampling parameters of each prompt, by default `SamplingParams()`.
+    """One `SamplingParams` per prompt, by default `SamplingParams()`.
 
     Raises:
         UserError: a value that is not `SamplingParams`, or a list whose length is not `num_prompts`.
@@ -71,7 +71,7 @@ def list_params(
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> tuple[str | None, Sequence[int]]:
-    """Text (None if token ids were given) and token ids of a prompt.
+    """The text (None if token ids were given) and the token ids of a prompt.
 
     Args:
         name: name of the prompt in messages.

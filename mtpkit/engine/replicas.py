@@ -1,9 +1,10 @@
-"""Replicas: processes, each with a whole model and a GPU of its own, that share out prompts.
+"""Replicas: processes, each with a whole model and its own GPU, that divide a list of prompts among them.
 
-The process that starts them hands out the prompts and takes in the outputs. Each replica has as many prompts as it can
-run and a few that wait, and gets the next one when one ends: a replica with long outputs gets fewer prompts. Nothing
-that chooses tokens depends on the replica: seeds are given with the prompts. A replica that ends early closes its
-connection, however it ends; then the others are ended, and so they are when the process that started them ends.
+The process that starts the replicas hands out the prompts and collects the outputs. Each replica holds as many prompts
+as it can run and a few that wait, and gets a new one whenever one ends: a replica with long outputs gets fewer prompts.
+Tokens do not depend on which replica chooses them: seeds are given with the prompts. A replica that ends early, for
+whatever reason, closes its connection; all other replicas are then ended. They also end with the process that started
+them.
 """
 
 import io
@@ -35,13 +36,13 @@ from mtpkit.errors import MtpkitError, UserError
 from mtpkit.platform import require_one_process
 
 _ENDING = 3.0
-"""Seconds that a process has to end after a signal that asks it to, before it is killed."""
+"""Seconds that a process has to end after SIGTERM before it is killed."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A prompt with all that its output depends on besides the model."""
+    """A prompt with everything that its output depends on besides the model."""
 
     index: int
     """Place among all prompts, from 0."""
@@ -50,13 +51,13 @@ class _Work:
     params: SamplingParams
     text: str | None = None
     token_ids: Sequence[int] = ()
-    """With `text`, the prompt once it is encoded."""
+    """The prompt's token ids. `text` and `token_ids` are set once a replica has encoded the prompt."""
     checkpoint_at: int | None = None
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What a replica says once it has loaded the model."""
+    """Message of a replica that has loaded the model."""
 
     memory_plan: MemoryPlan
     has_tokenizer: bool
@@ -64,40 +65,40 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What a replica says of prompts that it was given to check."""
+    """Answer of a replica to the prompts that it was sent to check."""
 
     encoded: list[_Work]
     refused: dict[int, str]
-    """Messages by place."""
+    """Error messages of refused prompts, by `_Work.index`."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """The last words of a replica that fails."""
+    """Last message of a replica that fails."""
 
     message: str
     exit_code: int
 
 
 type _Inbox = queue.SimpleQueue[list[_Work] | _Work | None]
-"""What a replica is told: prompts to check, then those to decode, at last None."""
+"""Messages to a replica: first the list of prompts to check, then single prompts to decode, at last None."""
 
 
 class Replicas:
-    """So many processes with the same model. Use it as a context manager, or call `close`.
+    """`count` processes with the same model. Use it as a context manager, or call `close`.
 
     Args:
-        options: those of each replica; on a machine with GPUs each gets one, in their order.
+        options: options of every replica. On a machine with GPUs each replica gets one, in the order of the GPUs.
 
     Raises:
-        UserError: more replicas than GPUs, a model split over several, or what `LLM` refuses.
+        UserError: more replicas than GPUs, a model split over several GPUs, or options that `LLM` refuses.
         MtpkitError: a replica failed or died; it is named.
     """
 
     def __init__(self, options: EngineOptions, count: int) -> None:
         self._seed = options.seed
         self._most = options.max_num_seqs + max(1, options.max_num_seqs // 4)
-        """Prompts that a replica has at once: some wait, so that a slot that becomes free is taken in the next step."""
+        """Most prompts that a replica holds at once. Some of them wait, so that the next step can fill a free slot."""
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._stats: EngineStats | None = None
@@ -114,8 +115,8 @@ class Replicas:
         self.has_tokenizer = loaded[0].has_tokenizer
 
     def _start(self, options: EngineOptions, index: int, count: int, gpu: str | None) -> None:
-        # CUDA cannot be used in a process that is forked from one that has looked for GPUs; without GPUs one process
-        # imports everything for all.
+        # CUDA cannot be used in a process that is forked from one that has looked for GPUs. Without GPUs, replicas are
+        # forked from one process that has imported everything.
         context = multiprocessing.get_context("spawn" if gpu else "forkserver")
         context.set_forkserver_preload([__name__])
         own, theirs = context.Pipe()
@@ -143,7 +144,7 @@ class Replicas:
         self.close()
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes, whatever they are doing."""
         for process in self._processes:
             process.terminate()
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -157,9 +158,9 @@ class Replicas:
     def stream(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the output of each prompt when it has ended; its request id is the prompt's place. Only once.
+        """Yield the output of each prompt when it has ended; its request id is the prompt's place. Call it only once.
 
-        The tokens are those of `LLM.generate` with the same options, seeded or not.
+        The tokens are the same as those of `LLM.generate` with the same options, with or without seeds.
 
         Raises:
             UserError: a prompt that cannot be served, raised by the call itself, before any is decoded.
@@ -172,7 +173,7 @@ class Replicas:
         return self._serve(deque(self._check(works)))
 
     def _check(self, works: Sequence[_Work]) -> list[_Work]:
-        """Have the prompts encoded and looked at, by each replica its share."""
+        """Have the replicas encode and check the prompts, each an equal share."""
         count = len(self._connections)
         for replica in range(count):
             self._send(replica, works[replica::count])
@@ -203,7 +204,7 @@ class Replicas:
         return self._stats
 
     def _one_of_each[M](self, kind: type[M]) -> list[M]:
-        """The next message of each replica, all of one kind."""
+        """Wait for the next message of every replica; all of them have the type `kind`."""
         found: dict[int, M] = {}
         while len(found) < len(self._connections):
             for replica, message in self._receive():
@@ -212,7 +213,7 @@ class Replicas:
         return [found[replica] for replica in range(len(found))]
 
     def _receive(self) -> Iterator[tuple[int, object]]:
-        """Wait for messages and yield them with their replicas."""
+        """Wait for messages; yield the number of the replica and its message."""
         for connection in wait(self._connections):
             replica = next(index for index, one in enumerate(self._connections) if one is connection)
             yield replica, self._next(replica)
@@ -231,7 +232,7 @@ class Replicas:
         try:
             self._connections[replica].send(message)
         except OSError:
-            self._next(replica)  # its last words
+            self._next(replica)  # raises with the replica's last message
             raise self._died(replica) from None
 
     def _died(self, replica: int) -> MtpkitError:
@@ -245,10 +246,10 @@ class Replicas:
 
 
 def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
-    """What names the GPU of each replica; empty without GPUs.
+    """Names of the GPUs of the replicas for CUDA_VISIBLE_DEVICES; empty without GPUs.
 
     Raises:
-        UserError: fewer GPUs than replicas, a model that is split, or this process is one of several.
+        UserError: fewer GPUs than replicas, a split model, a numbered device, or this process is one of several.
     """
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (ranks := getattr(options, name)) > 1:
@@ -270,12 +271,12 @@ def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
 
 
 def _run(connection: Connection, index: int, count: int, options: EngineOptions) -> None:
-    """What the process of a replica does."""
+    """Main function of a replica's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # in good order, as far as it can
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # runs exit handlers, if it can
     inbox: _Inbox = queue.SimpleQueue()
     threading.Thread(target=_take_in, args=(connection, inbox), daemon=True).start()
-    if index:  # all say the same
+    if index:  # all replicas log the same: replica 0 speaks for all
         logging.disable(logging.WARNING)
         sys.stderr = _NoTerminal(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     if not torch.cuda.is_available():
@@ -289,14 +290,14 @@ def _run(connection: Connection, index: int, count: int, options: EngineOptions)
         failed = _Failed(f"{type(error).__name__}: {error}", 1)
     else:
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends by itself
     with suppress(OSError):
         connection.send(failed)
     sys.exit(1)
 
 
 class _NoTerminal(io.TextIOWrapper):
-    """A stream that progress bars are not drawn on."""
+    """A stream that is never a terminal, so that no progress bar is drawn on it."""
 
     def isatty(self) -> bool:
         """No."""
@@ -304,7 +305,7 @@ class _NoTerminal(io.TextIOWrapper):
 
 
 def _take_in(connection: Connection, inbox: _Inbox) -> None:
-    """Take in messages at once, so that nobody waits to send one, until the other end is closed."""
+    """Move messages to the inbox at once, so that no sender waits; end this process when the other end is closed."""
     with suppress(EOFError, OSError):
         while True:
             inbox.put(connection.recv())
@@ -323,7 +324,7 @@ def _serve(connection: Connection, inbox: _Inbox, options: EngineOptions) -> Non
             work = inbox.get()
             if work is None:
                 connection.send(llm.stats())
-                inbox.get()  # a connection that ends now would be a failure; this process will be ended
+                inbox.get()  # wait to be ended: closing the connection here would count as a failure
             assert isinstance(work, _Work)
             engine.scheduler.add(_request(llm, work))
         for output in engine.step(finished_only=True):

@@ -27,9 +27,9 @@ class AcceptanceStats:
     accepted_per_depth: list[int] = field(default_factory=list)
     reached_per_depth: list[int] = field(default_factory=list)
     ranks_per_depth: list[list[int]] = field(default_factory=list)
-    """In trees, how often the base's choice at a depth was the candidate of each rank, the best first; what is missing
-    to `reached_per_depth` was none of them. Chains, where "auto" chooses among both, have one candidate. In
-    trees, a depth is reached where the accepted path has candidates for it."""
+    """For trees: how often, per depth, the base's choice was the candidate of each rank, the best first. In the other
+    steps that `reached_per_depth` counts, the choice was none of the candidates. A tree reaches a depth if its accepted
+    path has candidates there. Where "auto" chooses between chains and trees, a chain has one candidate per depth."""
 
     @classmethod
     def for_depths(cls, num_speculative_tokens: int, tree: Tree | None = None) -> "AcceptanceStats":
@@ -42,9 +42,9 @@ class AcceptanceStats:
         """Count one decode step of a tree.
 
         Args:
-            ranks: of each depth, see `Verdict.ranks`.
+            ranks: one per depth, see `Verdict.ranks`.
             emitted: number of emitted tokens.
-            drafts: number of drafts of the tree; 0: none was made for this step, so that its ranks say nothing.
+            drafts: number of drafts of the tree; 0: no drafts were made for this step, so that `ranks` says nothing.
         """
         self.steps += 1
         self.drafted += drafts
@@ -75,7 +75,7 @@ class AcceptanceStats:
 
     @classmethod
     def together(cls, several: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
-        """The sums of counts for the same depths."""
+        """Sums of several counts, all for the same depths."""
         accepted, reached = (
             [sum(depth) for depth in zip(*counts, strict=True)]
             for counts in ([s.accepted_per_depth for s in several], [s.reached_per_depth for s in several])
@@ -86,7 +86,7 @@ class AcceptanceStats:
 
     @property
     def accepted(self) -> int:
-        """Accepted drafts of all depths."""
+        """Number of accepted drafts, over all depths."""
         return sum(self.accepted_per_depth)
 
     @property
@@ -96,8 +96,8 @@ class AcceptanceStats:
 
     @property
     def rank_shares(self) -> list[list[float]]:
-        """In trees, per depth the share of the steps that reached it in which the base chose the heads' best candidate,
-        the second one, and so on."""
+        """For trees, per depth: of the steps that reached it, the shares in which the base chose the heads' best
+        candidate, the second-best, and so on."""
         depths = zip(self.ranks_per_depth, self.reached_per_depth, strict=False)
         return [[count / max(1, reached) for count in ranks] for ranks, reached in depths]
 
@@ -113,11 +113,11 @@ class RequestStats(AcceptanceStats):
 
     preemptions: int = 0
     state_bytes: int = 0
-    """Recurrent state that the request holds while it runs."""
+    """Bytes of recurrent state that the request holds while it runs."""
     kv_bytes: int = 0
-    """Largest size of the blocks that the request held."""
+    """Most bytes of blocks that the request held at once."""
     num_cached_tokens: int | None = None
-    """Tokens of the prompt that the prefix cache had when the request was first admitted; None before."""
+    """Prompt tokens found in the prefix cache when the request was first admitted; None before that."""
 
 
 @dataclass(frozen=True)
@@ -131,22 +131,22 @@ class EngineStats:
     """Wall time of the steps."""
     preemptions: int
     state_bytes: int
-    """Recurrent state of all slots."""
+    """Bytes of recurrent state of all slots."""
     state_bytes_per_request: int
     kv_bytes: int
-    """All blocks of keys and values."""
+    """Bytes of all blocks of keys and values."""
     prompt_tokens: int = 0
-    """Tokens of the prompts that were admitted, each once."""
+    """Prompt tokens of admitted requests; each request counts once, even if it is admitted again."""
     cached_tokens: int = 0
-    """Tokens of the prompts that the prefix cache had."""
+    """Those of `prompt_tokens` that were found in the prefix cache."""
     prefilled_tokens: int = 0
-    """Tokens that chunks computed, those of preempted requests included."""
+    """Tokens that chunks computed, including those that preempted requests computed again."""
     returned_bytes: float = 0.0
-    """Bytes that the last pipeline stage sends back to each other one per step and request; 0: there is one stage."""
+    """Bytes per step and request that the last pipeline stage sends to each other stage; 0 with one stage."""
 
     @classmethod
     def together(cls, several: Sequence["EngineStats"]) -> "EngineStats":
-        """Totals of engines that ran at the same time: sums, but the longest time and the state of one request."""
+        """Totals of concurrent engines: sums, but the maximum of `seconds` and of `state_bytes_per_request`."""
         sums = {each.name: sum(getattr(s, each.name) for s in several) for each in fields(cls) if each.type is int}
         acceptance = AcceptanceStats.together([s.acceptance for s in several])
         most = {name: max(getattr(s, name) for s in several) for name in ("seconds", "state_bytes_per_request")}
@@ -154,7 +154,7 @@ class EngineStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompts' tokens that the prefix cache had."""
+        """Share of the prompt tokens that were found in the prefix cache."""
         return self.cached_tokens / max(1, self.prompt_tokens)
 
     @property
@@ -169,7 +169,7 @@ class EngineStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second, prefill included."""
+        """Generated tokens per second; the time includes prefill."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
@@ -178,8 +178,8 @@ class Request:
     """All state of one request on the host. Only the scheduler changes it.
 
     `token_ids` are the prompt and the output; as far as the host knows, the caches hold the first `num_computed` of
-    them. The newest output token is fed by the next decode step, not by prefill. Prefill of a preempted request
-    computes all tokens before the newest one and drafts again; decoding then continues with the same output.
+    them. The newest output token is fed by the next decode step, not by prefill. The prefill of a preempted request
+    computes all tokens before the newest one, and makes its drafts again; decoding then continues with the same output.
     """
 
     request_id: str
@@ -190,45 +190,46 @@ class Request:
     """Place in the order of arrival; the youngest request has the largest number."""
     stats: RequestStats
     processors: frozenset[str]
-    """Names of the processors of logits that the request uses."""
+    """Names of the logits processors that the request uses."""
     prompt: str | None = None
     detokenizer: Detokenizer | None = None
     place: str | None = None
-    """Name of the request in messages: its place in the given list or in a file."""
+    """Name of the request in messages, such as its place in a list or in a file."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the request."""
     checkpoint_at: int | None = None
-    """Tokens of the prompt after which the prefix cache keeps a checkpoint, such as those before the generation
+    """Number of prompt tokens after which the prefix cache keeps a checkpoint, such as those before the generation
     prompt."""
 
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     prefill_end: int = 0
-    """Tokens that prefill computes: the prompt, or all but the newest token if there was output at admission."""
+    """Number of tokens that prefill computes: the prompt, or all but the newest token if the request already had output
+    at admission."""
     num_drafted: int = 0
-    """Drafts that the newest step of the request makes, of a tree those on its longest path."""
+    """Number of drafts that the request's newest step makes; of a tree, those on the longest path."""
     drafted_tree: bool = False
-    """Whether they are a tree."""
+    """Whether these drafts are a tree."""
     in_flight: int = 0
-    """Launched steps that will emit tokens of this request and are not committed yet."""
+    """Number of launched, uncommitted steps that will emit tokens of this request."""
     block_table: array = field(default_factory=lambda: array("q"))
     """int64 array, which numpy reads without conversion: tables of many thousand tokens go to the device every step."""
     chain: list[bytes] = field(default_factory=list)
-    """Hashes for the prefix cache: entry i is that of the tokens in the first i blocks."""
+    """Hashes for the prefix cache: entry i is the hash of the tokens in the first i blocks."""
     num_published: int = 0
-    """Full blocks that were offered to the prefix cache since the request was admitted."""
+    """Number of full blocks that were published to the prefix cache since the request was admitted."""
     cuts: list[int] = field(default_factory=list)
-    """Positions at which chunks must end, to leave checkpoints, ascending."""
+    """Positions, ascending, at which chunks must end so that a checkpoint can be left there."""
     slot: int | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """Message about the error that ended the request."""
+    """Message of the error that ended the request."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
 
     def fail(self, why: str) -> None:
-        """End the request with an error, whose message names it."""
+        """End the request with an error; the message begins with the request's name."""
         self.finish_reason, self.error = "error", f"{self.name}: {why}"
 
     @property
@@ -268,7 +269,7 @@ class CompletionOutput:
 
     token_ids: list[int]
     text: str
-    """Without stop strings, stop tokens and special tokens; empty without a tokenizer."""
+    """The text without stop strings, stop tokens and special tokens; empty without a tokenizer."""
     finish_reason: FinishReason | None
     """"stop", "length", or "error", which `error` explains; the tokens before the error are valid."""
     index: int = 0
@@ -298,12 +299,12 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Tokens of the prompt that the prefix cache had; None before the request runs."""
+        """Prompt tokens found in the prefix cache; None before the request runs."""
         return self.stats.num_cached_tokens
 
     @property
     def error(self) -> str | None:
-        """Message about the error that ended the request, one line that names it; None without an error."""
+        """Message of the error that ended the request: one line that names the request. None without an error."""
         return self.outputs[0].error
 
 
@@ -315,7 +316,7 @@ def require_whole(outputs: Iterable[RequestOutput]) -> None:
     """Check that no output ended with an error, before outputs are measured or stored.
 
     Raises:
-        RequestError: some did; with the first error and the number of further ones.
+        RequestError: an output did; the message has the first error and the number of further ones.
     """
     if errors := [output.error for output in outputs if output.error is not None]:
         more = f"; likewise {len(errors) - 1} more requests" if len(errors) > 1 else ""

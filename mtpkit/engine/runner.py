@@ -1,4 +1,4 @@
-"""The base model as the engine runs it, and what a stand-in for it must offer."""
+"""Runs the base model for the engine; also the interface that a stand-in for it must have."""
 
 from typing import Protocol
 
@@ -21,12 +21,12 @@ class StepRunner(Protocol):
 
 
 class CachingRunner(StepRunner, Protocol):
-    """What a prefix cache needs besides."""
+    """A runner with the methods that a prefix cache needs besides `run`."""
 
     hidden_size: int
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] the logits of hidden states [N, h], as the base hands them on."""
+        """[N, V] the logits of hidden states [N, h] as `StepOutput.hidden` has them."""
         ...
 
     def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
@@ -35,10 +35,10 @@ class CachingRunner(StepRunner, Protocol):
 
 
 class Runner:
-    """Runs a base model, or the layers of it that a pipeline stage has.
+    """Runs a base model, or the layers that belong to one pipeline stage.
 
     Args:
-        most_tokens: the most tokens of a step, where there are several stages.
+        most_tokens: most tokens per step; needed only with several stages.
     """
 
     def __init__(self, model: HybridModel, stage: Stage | None = None, most_tokens: int = 0) -> None:
@@ -46,30 +46,30 @@ class Runner:
         self.hidden_size: int = model.mtpkit_config.hidden_size
         weight, stage = next(model.parameters()), self.stage
 
-        def buffer(tokens: int) -> Tensor:  # zeros, as graphs are captured with it
+        def buffer(tokens: int) -> Tensor:  # zeros, since graph capture computes with it
             size = tokens, 1, self.hidden_size
             return torch.zeros(size, dtype=model.config.params_dtype, device=weight.device)
 
         self._received = buffer(0 if stage.first else most_tokens)
-        """Hidden states of the stage before."""
+        """Hidden states from the previous stage."""
         self._handed_on = buffer(0 if stage.last else most_tokens)
-        """Hidden states for the next stage; each graph would keep its own otherwise."""
+        """Hidden states for the next stage: one buffer, so that not every graph keeps its own."""
 
     def receive(self, tokens: int) -> None:
-        """Take the hidden states of a step from the pipeline stage before, if there is one; `run` reads them."""
+        """Receive a step's hidden states from the previous pipeline stage, if there is one; `run` reads them."""
         if not self.stage.first:
             self.stage.receive(self._received[:tokens])
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`. Only the last stage
-        has logits; what another one hands on is valid until the next run."""
+        returns logits; the hidden states that any other stage returns are valid until the next run."""
         if not self.stage.first:
-            # A copy: layers add to it in place, also where a graph is captured between a transfer and its replay.
+            # A copy, since layers add to it in place: a graph may be captured after the transfer and before its replay.
             self.model.set_input_tensor(self._received[: len(batch.token_ids)].clone())
         hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
         if not self.stage.last:
             return StepOutput(hidden.new_empty(0, 0), self._handed_on[: len(hidden)].copy_(hidden))
-        # Decode rows have logits at all tokens.
+        # Decode rows need logits at all tokens.
         chosen = hidden[batch.logit_indices, 0] if batch.inputs.num_chunk_rows else hidden[:, 0]
         return StepOutput(self.logits(chosen), hidden)
 

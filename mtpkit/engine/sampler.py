@@ -30,7 +30,7 @@ class Sampling:
     columns: Columns
     """Columns of the processors, for all slots."""
     vocabulary: Vocabulary
-    """The tokens that logits are of."""
+    """The vocabulary that the logits cover, or this rank's part of it."""
 
     @property
     def seeds(self) -> Tensor:
@@ -48,7 +48,7 @@ def process(
         sampling: parameters of S rows, the decode rows first.
         rows: [N] int64, the row of each logit.
         drafts: [D, K] int64; each logit sees the drafts before its position.
-        ancestors: [D, 1 + K] int64, which ones it sees where they are trees, see `apply_penalties`.
+        ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see `apply_penalties`.
     """
     drafts = sampling.vocabulary.place(drafts)
     for processor in PROCESSORS:
@@ -73,13 +73,13 @@ def _shaping(sampling: Sampling, rows: Tensor) -> Shaping:
 def uniforms(
     sampling: Sampling, rows: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None
 ) -> Tensor:
-    """[N] float64 random numbers for the tokens at `positions` [N] and `branches` [N] (None: all rows are chains)."""
+    """[N] float64 random numbers for the tokens at `positions` [N] and, in trees, `branches` [N] (None: chains)."""
     return ops.uniform(sampling.seeds[rows], positions, stream, branches)
 
 
 def sample(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Callable[[], Tensor]) -> Tensor:
-    """[N] int64 tokens for `positions` [N] int64, which are computed if a row draws: the most likely ones for greedy
-    rows, draws for the others."""
+    """[N] int64 tokens: the most likely one for greedy rows, a draw for all other rows. `positions` returns the tokens'
+    positions [N] int64; it is called only if a row draws."""
     if TEMPERATURE.name not in sampling.use:
         return sampling.vocabulary.argmax(logits)
     numbers = uniforms(sampling, rows, positions(), TOKEN_STREAM)

@@ -17,7 +17,8 @@ from mtpkit.errors import MtpkitError, UserError
 
 _arrival = attrgetter("arrival")
 _GATHER_STEPS, _GATHER_SLOTS = 16, 8
-"""Prompts gather for at most so many steps, and while fewer than one in so many slots are free."""
+"""Prompts are held back, to gather, for at most `_GATHER_STEPS` steps, and only while fewer than 1 / `_GATHER_SLOTS` of
+the slots are free."""
 
 
 class Scheduler:
@@ -28,10 +29,11 @@ class Scheduler:
     releases the blocks that rejected drafts leave empty. If blocks run out in decoding, the youngest running request is
     preempted: it gives up its blocks and waits to be recomputed. The oldest request therefore always proceeds.
 
-    With several batches, a step is of one batch, and they take turns. A request is in batch `slot % num_batches`. Each
-    batch admits requests while it has fewer than its share of all: so few requests are spread over the batches, too.
+    With several batches, each step belongs to one batch, and the batches take turns. A request is in batch
+    `slot % num_batches`. A batch admits requests while it has fewer than its share of all requests, so that even a few
+    requests are spread over the batches.
 
-    With a prefix cache, a request begins at the longest checkpoint of its tokens, and leaves some itself.
+    With a prefix cache, a request begins at the longest checkpoint of its tokens, and leaves checkpoints itself.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Scheduler:
         self.num_speculative_tokens = config.num_speculative_tokens
         """K of the next steps, at most the configured K."""
         self.trees = config.tree is not None
-        """Whether their drafts are trees."""
+        """Whether the drafts of the next steps are trees."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._live_ids: set[str] = set()
@@ -112,7 +114,7 @@ class Scheduler:
         return sum(request.decoding and not request.ends_in_flight for request in self.running)
 
     def take(self, drafts: DraftShape) -> None:
-        """Give the decode rows of the next plans these drafts."""
+        """Set the shape of the drafts for the decode rows of the next plans."""
         self.num_speculative_tokens, self.trees = depth_of(drafts), not isinstance(drafts, int)
 
     def add(self, request: Request) -> None:
@@ -129,11 +131,11 @@ class Scheduler:
         self._live_ids.discard(request_id)
 
     def plan(self) -> list[Plan]:
-        """Plan a step of the batch whose turn it is, or of the next one that has anything to run.
+        """Plan a step of the batch whose turn it is, or of the next batch that has anything to run.
 
         At least one request must be unfinished. The list is empty if blocks must first be freed by committing the
-        results of launched steps. Then it stays that batch's turn: if others took the blocks meanwhile, the oldest
-        request might never proceed.
+        results of launched steps. The turn then stays with that batch: if other batches took the freed blocks, the
+        oldest request might never proceed.
         """
         for _ in range(self.config.num_batches):
             plans = self._plan_batch()
@@ -147,8 +149,8 @@ class Scheduler:
     def _plan_batch(self) -> list[Plan] | None:
         """Choose the rows that run next and reserve their blocks: decode rows, then chunks of prompts.
 
-        A few tokens of chunks run together with the decode rows, which saves reading the weights once more. More of
-        them run after the decode rows.
+        Up to `max_mixed_tokens` chunk tokens share a forward pass with the decode rows, which saves reading the weights
+        a second time. If there are more, all chunks run in a pass of their own after the decode rows.
 
         Returns:
             None if blocks must first be freed.
@@ -207,20 +209,22 @@ class Scheduler:
         return [request for request in self.running if request.slot in slots]
 
     def _room(self, num_running: int) -> tuple[int, int]:
-        """Room of the batch whose turn it is, which has so many running requests: its free slots, and how many of the
-        waiting requests belong to its share of all.
+        """Room of the batch whose turn it is, which has `num_running` running requests: the number of its free slots,
+        and the number of waiting requests that it may admit within its share of all requests.
 
-        While a request waits and a slot is free, some batch has room of both kinds: the smaller one of a batch's slots
-        and its share is its share of min(slots, requests), and fewer requests than that run.
+        While a request waits and a slot is free, some batch has room of both kinds. Reason: the smaller of a batch's
+        slots and its share of all requests is its share of min(all slots, all requests), and fewer requests than that
+        minimum run.
         """
         share = len(range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches))
         return len(self._slots) - num_running, max(0, min(len(self.waiting), share - num_running))
 
     def _paced(self, pacing: Pacing, budget: int, num_decoding: int, begun: list[Request], free: int, due: int) -> int:
-        """Prompt tokens of a step beside so many decode rows, with those of `begun` requests first; see `_room`.
+        """Most prompt tokens of a step with `num_decoding` decode rows; 0 while prompts gather. The prompts of `begun`
+        requests are not computed in full yet; for `free` and `due` see `_room`.
 
-        While more requests wait than there are slots for, prompts gather for some steps until they fill one, or many
-        slots are free: in a long step a token costs less, which brings all of them forward.
+        While more requests wait than slots are free, prompts are held back for some steps, until they fill a step or
+        many slots are free. A longer step takes less time per prompt token, so that all of these prompts end sooner.
         """
         crowded = due > free
         elsewhere = 0 if num_decoding else -(-self.num_decoding // max(1, self.config.num_batches - 1))
@@ -234,7 +238,7 @@ class Scheduler:
         return 0 if gather else budget
 
     def _with_saves(self, plan: Plan) -> Plan:
-        """The plan with checkpoints at the chunks that end where one is wanted."""
+        """Add to a plan a checkpoint for each chunk that ends where a checkpoint is wanted."""
         if not self.prefix or plan.restores:
             return plan
         ends = ((row.request, row.start + row.length) for row in plan.chunks)
@@ -248,13 +252,13 @@ class Scheduler:
 
     def _together(self, decode: list[Row], chunks: list[Row]) -> Plan:
         rows = (*decode, *chunks)
-        # Chunks alone draft for the largest K or the tree, whatever decode rows would verify now.
+        # Without decode rows, chunks make drafts for the configured K or tree, whatever decode rows verify at present.
         depths = self.num_speculative_tokens if decode else self.config.num_speculative_tokens
         samples, trees = sum(row.samples for row in rows), self.trees if decode else self.config.tree is not None
         return Plan(rows, len(decode), samples, depths, trees, batch=self._turn)
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
-        """Rows of the batch that decode, the oldest first; None if one must wait for results of earlier steps."""
+        """Decode rows of the batch, the oldest request first; None if a row must wait for results of earlier steps."""
         width = self.config.decode_width if self.trees else 1 + self.num_speculative_tokens
         rows: list[Row] = []
         for request in self._batch:
@@ -270,8 +274,8 @@ class Scheduler:
         return rows
 
     def _fresh_drafts(self, request: Request) -> int:
-        """See `Row.fresh_drafts`. After a step of trees the first draft of a chain is a tree's first one. After one of
-        chains no draft of a tree counts: what stands in the places of siblings are none."""
+        """See `Row.fresh_drafts`. A chain after a step of trees has one fresh draft, the first one of the tree. A tree
+        after a step of chains has none, since the places of its siblings hold no drafts."""
         fresh = min(self.num_speculative_tokens, request.num_drafted)
         if request.drafted_tree == self.trees:
             return fresh
@@ -290,8 +294,8 @@ class Scheduler:
         return Row(request, request.num_computed - 1, 1, samples=request.decoding, emits=not request.num_output)
 
     def _admit(self, restores: list[Restore]) -> Request | None:
-        """Move the oldest waiting request to the running ones, if there are blocks, in a slot of the batch, which must
-        have a free one. If it begins at a checkpoint, what it takes from there is added to `restores`."""
+        """Admit the oldest waiting request, if there are enough blocks, to a slot of the batch, which must have a free
+        one. If the request begins at a checkpoint, the copies that it needs are appended to `restores`."""
         if not self.waiting:
             return None
         request = self.waiting[0]
@@ -333,14 +337,15 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, positions: int, hit: Hit | None = None) -> bool:
-        """Give a request the blocks that it still lacks for so many positions, at admission those of a hit first."""
+        """Give a request the blocks that it still lacks for `positions` positions; at admission, the hit's shared
+        blocks come first. False if too few blocks are free."""
         shared = hit.shared if hit else ()
         needed = self._blocks_for(positions) - len(request.block_table) - len(shared)
         if needed > self.blocks.num_free:
             return False
         for block in shared:
             self.blocks.share(block)
-        if needed > self.blocks.num_free:  # since some of the shared ones were idle
+        if needed > self.blocks.num_free:  # some of the shared blocks were idle, and counted as free
             self.blocks.release(reversed(shared))
             return False
         request.block_table.extend(shared)
@@ -349,7 +354,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Release blocks and slot of a request, and put it among the waiting ones; it keeps its tokens."""
+        """Release the blocks and the slot of a request and let it wait again; it keeps its tokens."""
         self._free(request)
         request.num_computed = 0
         request.stats.preemptions += 1
@@ -360,7 +365,7 @@ class Scheduler:
         assert request.slot is not None
         if self.prefix:
             self.prefix.publish(request, request.num_computed)
-        self.blocks.release(reversed(request.block_table))  # cached blocks that nothing follows are evicted first
+        self.blocks.release(reversed(request.block_table))  # the last blocks are evicted first
         self.slots.release([request.slot])
         del request.block_table[:]
         request.slot, request.in_flight, request.num_published = None, 0, 0
@@ -409,11 +414,11 @@ class Scheduler:
     def _keep_end(self, request: Request, whole: bool) -> None:
         """Leave a checkpoint before the newest token of a request that has ended.
 
-        The device knows of ends by token or length and leaves the slot there. Of a stop string it does not: then the
-        slot must hold all tokens of the step, and no later step may be under way.
+        The device itself notices ends by token or by length, and leaves the slot as it is there. It does not know stop
+        strings: after one, the slot must hold all tokens of the step, and no later step may be in flight.
 
         Args:
-            whole: whether all tokens of the step stand.
+            whole: whether the request keeps all tokens of the step.
         """
         assert self.prefix is not None
         ends = request.end_token_ids if len(request.end_token_ids) <= MOST_END_TOKENS else ()
@@ -449,7 +454,7 @@ class Scheduler:
             )
 
     def _emit(self, request: Request, token_ids: list[int]) -> int:
-        """Append tokens until one ends the request; returns how many were appended."""
+        """Append tokens until one ends the request; return the number of appended tokens."""
         for count, token_id in enumerate(token_ids, 1):
             request.token_ids.append(token_id)
             request.finish_reason = self._finish_reason(request, token_id)
@@ -467,7 +472,8 @@ class Scheduler:
         return "length" if request.num_output == params.max_tokens else None
 
     def _settle(self, request: Request) -> None:
-        """Release all of a finished request, or the blocks that the rewind of an unfinished one leaves empty."""
+        """Release everything that a finished request holds, or the blocks that the rewind of an unfinished one leaves
+        empty."""
         if request.finished:
             if request.detokenizer:
                 request.detokenizer.flush()

@@ -1,4 +1,4 @@
-"""Values that the five calls of a step pass on. All are frozen; only a plan is kept until its results arrive.
+"""Values passed between the five calls of a step. All are frozen; only a plan is kept until its results arrive.
 
 Where logits are invalid (see `NO_TOKEN`), the verdict or the drafts contain `NO_TOKEN`. It goes to the host with the
 tokens, and the scheduler then ends the request; until then its rows continue from token 0 (`embeddable`).
@@ -33,11 +33,11 @@ class Row:
     start: int
     length: int
     samples: bool
-    """Whether the step chooses a token for the row and drafts after it, as for decode rows and the last chunk of a
-    prompt."""
+    """Whether the step chooses a token for the row and makes drafts after that token: true for decode rows and for the
+    last chunk of a prompt."""
     fresh_drafts: int = 0
-    """Number of the drafts on a path under verification that the request's previous step made; deeper drafts are stale,
-    and right only by chance."""
+    """Number of drafts, per path under verification, that the request's previous step made. Deeper drafts are stale and
+    right only by chance."""
     emits: bool = True
     """Whether the chosen token is new; the token after the last chunk of a preempted request is already known."""
 
@@ -55,35 +55,37 @@ class Row:
 
 @dataclass(frozen=True)
 class Restore:
-    """What a request takes from a checkpoint of the prefix cache, before the steps that go on from there."""
+    """Copies from a checkpoint of the prefix cache to a request, made before the steps that continue from there."""
 
     checkpoint: int
     slot: int
     length: int
-    """Tokens that the checkpoint follows."""
+    """Number of tokens before the checkpoint."""
     blocks: tuple[tuple[int, int], ...] = ()
     """Blocks to copy: (from, to)."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint that a request leaves at what its slot holds once the launched steps have run."""
+    """A checkpoint that a request leaves: what its slot holds once the launched steps have run."""
 
     checkpoint: int
     slot: int
     length: int
-    """Tokens that it follows."""
+    """Number of tokens before the checkpoint."""
     decoded: bool = False
-    """Whether the newest step of the slot decoded, and not computed a chunk. Nothing uses the slot's states later."""
+    """Whether the slot's newest step was a decode step, not a chunk. If so, nothing uses the slot's states later."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows that run together: decode rows, then chunks of prompts, those that sample first. Either may be missing.
+    """Rows that run together: decode rows, then chunks of prompts, of which those that sample come first. Either kind
+    may be missing.
 
-    With `restores`, the rows are those of these requests: chunks of one token, the last one before the checkpoint. The
-    base is not run for them, since the checkpoint holds its hidden state; the heads are, and rows that sample, those of
-    prompts that the checkpoint covers, get their next token. There are no rows where heads keep recurrent state.
+    With `restores`, the rows belong to the requests that begin at these checkpoints: each row is a chunk of one token,
+    the last one before the checkpoint. The base is not run for these rows, since the checkpoint holds its hidden state;
+    only the heads are run. A row samples, and gets its next token, if the checkpoint covers all that its request's
+    prefill computes. If the heads keep recurrent state, there are no rows.
     """
 
     rows: tuple[Row, ...]
@@ -142,8 +144,8 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Batch:
-    """A plan as tensors. The plan of a captured step names no rows; the step has null rows, which belong to no request,
-    and all of its rows sample, whether their results are used or not."""
+    """A plan as tensors. The plan of a captured step lists no rows, but the step has null rows, which belong to no
+    request. All rows of a captured step sample, whether their results are used or not."""
 
     plan: Plan
     token_ids: Tensor
@@ -158,12 +160,12 @@ class Batch:
     logit_rows: Tensor
     """[N] int64, the row of each logit."""
     drafts: Tensor
-    """[D, K] int64, the drafts under verification; D decode rows. Trees have T - 1 of them."""
+    """[D, K] int64, the drafts under verification; D decode rows. Trees have one column for each draft of the tree."""
     draft_probs: Tensor | None
     """[D, K, V], the distributions that the drafts were drawn from; None: drafts are the heads' best tokens. Trees have
-    one for each token with children, [D, E, V]."""
+    one distribution for each token with children, [D, E, V]."""
     lookahead: Tensor
-    """[R, max(K, 1)] int64, the known tokens after each row, -1 where unknown; K is the largest of any step."""
+    """[R, max(K, 1)] int64, the known tokens after each row, -1 where unknown; K is the largest K of any step."""
     earlier: Earlier | None
     """The positions before the step, for drafters that read them."""
 
@@ -177,7 +179,7 @@ class Batch:
     def newest(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """[S] flat index and [S] position of each sampling row's newest accepted token, for [R] `accepted`."""
         flat, count = self.inputs.query_start[:-1] + self.last_index(accepted), self.plan.num_sampling_rows
-        if self.inputs.num_chunk_rows:  # the last token is of a null row, if there is one
+        if self.inputs.num_chunk_rows:  # if there is a null row, the last token belongs to one
             flat = torch.where(self.inputs.context_lens < 0, len(self.rows) - 1, flat)
         return flat[:count], self.newest_positions(accepted)[:count]
 
@@ -188,11 +190,11 @@ class Batch:
         return torch.where(contexts < 0, 0, newest) if self.inputs.num_chunk_rows else newest
 
     def along(self, verdict: "Verdict") -> tuple["Batch", Tensor | None]:
-        """Make chains of decode rows that are trees: what the states hold of a row's accepted path is moved together,
-        and behind the path come tokens that nothing reads.
+        """Turn decode rows that are trees into chains: each row's accepted path is moved to the front of the row, also
+        in the states. The tokens after the path are never read.
 
         Returns:
-            The batch, and the order [T] int64 that its tokens now have; None: as before.
+            The batch, and the new order [T] int64 of its tokens; None: the order is unchanged.
         """
         inputs, width = self.inputs, self.inputs.decode_width
         if inputs.tree is None:
@@ -218,7 +220,7 @@ class Batch:
         return self._at(rows, index, self.token_ids, None if self.earlier is None else self.earlier.token_ids)
 
     def hidden_at(self, rows: Tensor, index: Tensor, hidden: Tensor) -> Tensor:
-        """[..., h] the base's hidden states at the same places as `token_ids_at`, given those of the step [T, 1, h]."""
+        """[..., h] the base's hidden states at the same places as `token_ids_at`; `hidden` [T, 1, h] are the step's."""
         return self._at(rows, index, hidden[:, 0], None if self.earlier is None else self.earlier.hidden)
 
     def _at(self, rows: Tensor, index: Tensor, values: Tensor, before: Tensor | None) -> Tensor:
@@ -233,12 +235,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Results of the base."""
+    """Results of the base model."""
 
     logits: Tensor
     """[N, V]."""
     hidden: Tensor
-    """[T, 1, h], what the base hands on to the heads, see `base_forward`."""
+    """[T, 1, h], the base's hidden states that the heads read, see `base_forward`."""
 
 
 @dataclass(frozen=True)
@@ -252,9 +254,9 @@ class Verdict:
     after it, if there is one, so that column `accepted` is the next token of every row. `NO_TOKEN` in one of the first
     1 + `accepted` columns means that the base's logits there are invalid."""
     path: Tensor | None = None
-    """[D, 1 + K] int64, of decode rows that are trees the accepted tokens within the row, token 0 first; then zeros."""
+    """[D, 1 + K] int64, for trees: the indices within the row of its accepted tokens, token 0 first, then zeros."""
     ranks: Tensor | None = None
-    """[R, K] int64, at each depth the rank of the base's choice among the candidates, see `accept_tree`."""
+    """[R, K] int64, for trees: at each depth the rank of the base's choice among the candidates, see `accept_tree`."""
 
 
 @dataclass(frozen=True)
@@ -266,9 +268,9 @@ class Drafts:
     probs: Tensor | None = None
     """[S, K, V], the distributions that the drafts were drawn from; None: drafts are the heads' best tokens."""
     parents: Tensor | None = None
-    """[S, T] int64, of trees that are not the same for all rows."""
+    """[S, tokens of a tree] int64, the parent of each token, for trees that differ between rows."""
     best: Tensor | None = None
-    """[S, K] int64, of trees one draft of each depth, `NO_TOKEN` where logits are invalid."""
+    """[S, K] int64, for trees: one draft per depth, `NO_TOKEN` where logits are invalid."""
 
 
 def embeddable(token_ids: Tensor) -> Tensor:
@@ -292,12 +294,12 @@ class StepResult:
     """
 
     path: np.ndarray
-    """[S, 1 + K] int64, the indices within the row of the logits that chose its tokens, then -1. A chain that accepted
-    n drafts has the path 0, 1, .., n, as has the accepted path of a tree once it is a chain."""
+    """[S, 1 + K] int64, the indices within the row of the logits that chose its tokens, then -1. A row that accepted n
+    drafts has the path 0, 1, .., n. This holds for trees too: their accepted paths have become chains."""
     token_ids: np.ndarray
     """[S, 1 + K] int64, the token chosen at each entry of the path, or `NO_TOKEN`."""
     drafts: np.ndarray
-    """[S, K] int64, the drafts for the next step, of trees one of each depth; `NO_TOKEN` where the heads' logits are
+    """[S, K] int64, the drafts for the next step, for trees one per depth; `NO_TOKEN` where the heads' logits are
     invalid."""
     ranks: np.ndarray | None = None
     """[S, K] int64, see `Verdict.ranks`."""
@@ -306,10 +308,10 @@ class StepResult:
 
     @classmethod
     def unpack(cls, packed: np.ndarray, depths: int, ranked: bool = False) -> "StepResult":
-        """Unpack the tensor of `pack_result`, for a step with K = `depths`; what follows in it is left out.
+        """Unpack the tensor of `pack_result`, for a step with K = `depths`; further columns are ignored.
 
         Args:
-            ranked: whether it has ranks: rows that decode, with trees.
+            ranked: whether the tensor has ranks, as in steps of trees with decode rows.
         """
         ends = [1, 2 + depths, 2 + 2 * depths, 2 + (3 if ranked else 2) * depths]
         accepted, token_ids, drafts, ranks, _ = np.split(packed, ends, axis=1)

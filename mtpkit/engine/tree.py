@@ -1,7 +1,7 @@
-"""Shapes of trees of drafts: one that is given, or one that grows by the heads' probabilities.
+"""Shapes of draft trees: static trees, and dynamic trees that grow by the heads' probabilities.
 
-Token 0 of a tree is the newest token of a request; the others are drafts, in order of depth. Siblings stand in the
-order of the heads' probabilities, or in which they were drawn.
+Token 0 of a tree is the newest token of a request; all other tokens are drafts, in order of depth. Siblings are in the
+order of the heads' probabilities, or in the order in which they were drawn.
 """
 
 import ast
@@ -14,7 +14,7 @@ from mtpkit.kernels import MOST_TREE_TOKENS
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A static tree, the same at every step."""
+    """A static tree, the same in every step."""
 
     parents: tuple[int, ...]
     """The index of each token's parent, -1 for token 0; tokens are in order of depth, siblings together."""
@@ -48,17 +48,17 @@ class TokenTree:
 
     @property
     def most_children(self) -> int:
-        """Children of the token that has most."""
+        """Largest number of children of any token."""
         return max(len(self.children(token)) for token in self.expanded)
 
     @property
     def entries(self) -> int:
-        """Drafts that the heads are run on."""
+        """Number of drafts that the heads are run on: those with children."""
         return len(self.expanded) - 1
 
     @property
     def spine(self) -> int:
-        """Drafts on the path of first children."""
+        """Number of drafts on the path of first children."""
         token, length = 0, 0
         while families := self.children(token):
             token, length = families[0], length + 1
@@ -66,7 +66,7 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every token has one child but the last."""
+        """Whether every token but the last has exactly one child."""
         return self.parents == tuple(range(-1, self.tokens - 1))
 
 
@@ -83,17 +83,17 @@ class DynamicTree:
 
     @property
     def most_children(self) -> int:
-        """Children of a token."""
+        """Largest number of children of any token."""
         return self.topk
 
     @property
     def candidates(self) -> int:
-        """Drafts that are made."""
+        """Number of drafts that are made, of which the tree keeps the best."""
         return self.topk + (self.depth - 1) * self.topk**2
 
     @property
     def entries(self) -> int:
-        """Drafts that the heads are run on."""
+        """Number of drafts that the heads are run on."""
         return (self.depth - 1) * self.topk
 
 
@@ -108,7 +108,7 @@ def depth_of(drafts: DraftShape) -> int:
 
 
 def width_of(drafts: DraftShape) -> int:
-    """Tokens of a decode row with such drafts, its newest one included."""
+    """Tokens of a decode row with these drafts, including the request's newest token."""
     return 1 + drafts if isinstance(drafts, int) else drafts.tokens
 
 
@@ -116,11 +116,11 @@ def parse_tree(given: object) -> TokenTree:
     """Make the tree that a user describes.
 
     Args:
-        given: numbers, how many children every token of each depth gets, [3, 2, 1]; or paths, each a list of ranks
-            among siblings, [[0], [1], [0, 0]]; or the text of either.
+        given: the number of children per token at each depth, such as [3, 2, 1]; or paths, each a list of ranks among
+            siblings, such as [[0], [1], [0, 0]]; or either of these as text.
 
     Raises:
-        ValueError: it is no such description, a path lacks the one before it, or there are too many tokens.
+        ValueError: `given` is none of these, a path lacks its parent or an earlier sibling, or the tree is too large.
     """
     if isinstance(given, str):
         try:

@@ -1,4 +1,4 @@
-"""Verification: which drafts are accepted, and the token after them."""
+"""Verification of drafts: decides which drafts are accepted, and chooses the token after them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -87,7 +87,7 @@ def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
 
 
 def _verify_chosen_tree(logits: Tensor, batch: Batch) -> Verdict:
-    """Verify trees of the heads' best tokens: the child that is the base's own choice is followed."""
+    """Verify trees of the heads' best tokens: follow the child that is the base's own choice."""
     own, tree = _own_tokens_of_drafts(logits, batch), _tree(batch)
     assert tree.parents is not None
     tokens = batch.token_ids[: batch.inputs.num_decode_tokens].view_as(own)
@@ -119,7 +119,8 @@ def _tree(batch: Batch) -> TreeInput:
 
 
 def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
-    """Verdict for C chunks: the known token after each, or else the one in `chosen` [chunks that sample]."""
+    """Verdict for the chunks: the known token after each chunk, or its entry in `chosen` [chunks that sample] if the
+    token is not known."""
     known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
     token_ids = known.new_zeros(len(known), 1 + batch.plan.num_speculative_tokens)
     token_ids[:, 0] = known
@@ -130,8 +131,8 @@ def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
 class SyntheticAcceptance:
     """Accepts drafts at random, at a given rate per depth; for benchmarks with random weights.
 
-    The token after the accepted drafts is the base's own. For realistic times, `verify`'s computation is done as well
-    (somewhat more for drawn drafts). As in sampling, results depend on a request's seed and the position.
+    The token after the accepted drafts is the base's own. For realistic times, all that `verify` computes is computed
+    too (for drawn drafts, somewhat more). As in sampling, results depend on a request's seed and the position.
 
     Raises:
         UserError: fewer rates than drafts, or a rate outside 0 to 1.
@@ -150,7 +151,7 @@ class SyntheticAcceptance:
         return _verdict(logits, batch, self._verify_drafts if batch.inputs.tree is None else self._verify_trees)
 
     def _verify_trees(self, logits: Tensor, batch: Batch) -> Verdict:
-        """Accept the first child of a token at the rate of its depth: a rate is that of any child to be right."""
+        """Accept the first child of a token at the rate of its depth, the probability that any child is right."""
         found = (_verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree)(logits, batch)
         tree, own, depth = _tree(batch), _own_tokens_of_drafts(logits, batch), batch.plan.num_speculative_tokens
         assert tree.parents is not None
@@ -158,7 +159,7 @@ class SyntheticAcceptance:
         position = batch.inputs.context_lens[:rows, None] + torch.arange(1, 1 + depth, device=own.device)
         seeds = batch.sampling.seeds[:rows, None].expand_as(position)
         numbers = uniform(seeds.flatten(), position.flatten(), sampler.ACCEPT_STREAM).view_as(position)
-        # Drafts of which each is the first child of its parent take the place of the base's choice, or none does.
+        # An accepted first child replaces the base's choice. Any other choice becomes -2 - token and matches no draft.
         index = torch.arange(width, device=own.device)
         below = tree.parents[:, None] == index[:, None]  # [D, parent, child]
         first = torch.where(below & (index > 0), index, width).amin(2)

@@ -1,7 +1,7 @@
-"""Choices among the tokens of a vocabulary that one rank holds whole, or several ranks in parts.
+"""Choice of tokens from a vocabulary that one rank holds whole, or that several ranks hold in parts.
 
-What a step computes of logits is the same on every rank and the same as on one: ranks exchange best tokens, sums and
-histograms, never logits. Nothing waits for the host, so that all of it can be captured in a CUDA graph.
+All ranks get the same results, and the same as a single rank that holds the whole vocabulary. Ranks exchange best
+tokens, sums and histograms, never logits. Nothing waits for the host, so that CUDA graphs can capture all of it.
 
 Shape legend: N rows, V vocabulary, v the part of it that this rank holds, R decode rows, K drafts.
 """
@@ -19,7 +19,7 @@ from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks, top_
 from mtpkit.model.inputs import TreeInput
 
 _DIGIT_BITS = 8
-"""Bits of a logit's distance from the best that one exchange decides on; a row sends 2^bits sums of 8 bytes."""
+"""Bits of a logit's distance from the best one that each exchange determines; each row sends 2^bits sums of 8 bytes."""
 _BELOW_ONE = 1 - 2.0**-50
 
 Shaping = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -33,7 +33,7 @@ class Vocabulary(acceptance.Whole):
         self.size = size
         """V."""
         self.first, self.width = 0, size
-        """The first token that this rank holds, and v, how many it holds."""
+        """The first token that this rank holds, and v, the number of tokens that it holds."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[N] int64, the first best token of logits [N, v], or `NO_TOKEN`: see `kernels.draft_head.argmax`."""
@@ -47,14 +47,14 @@ class Vocabulary(acceptance.Whole):
         """[N, count] int64 and float32, see `kernels.draft_head.top_tokens`.
 
         Args:
-            logits: [N, v], or those of some tokens, of which this rank holds any number.
-            token_ids: [..] int64, these tokens, ascending.
+            logits: [N, v], or the logits of a subset of the tokens, of which this rank may hold any number.
+            token_ids: [..] int64, ascending: the tokens of the subset that this rank holds. None: there is no subset.
         """
         tokens, log_probs = draft_head.top_tokens(logits, count)
         return to_token_ids(tokens, token_ids), log_probs
 
     def without(self, weights: Tensor, token_ids: Tensor) -> Tensor:
-        """weights [N, v] with 0 at one token [N] of each row."""
+        """`weights` [N, v] with 0 at one token per row, `token_ids` [N]."""
         return acceptance.without(weights, self.place(token_ids)[:, None])
 
     def sample_logits(self, logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Vocabulary(acceptance.Whole):
 
 
 class AbsentVocabulary(Vocabulary):
-    """A vocabulary of which this rank holds nothing, since a later pipeline stage chooses the tokens."""
+    """A vocabulary of which this rank holds no part, since a later pipeline stage chooses the tokens."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -96,14 +96,14 @@ class AbsentVocabulary(Vocabulary):
 
 
 class SplitVocabulary(Vocabulary):
-    """A vocabulary that the ranks of a group hold in parts of one size, in the order of the ranks.
+    """A vocabulary that the ranks of a group hold in parts of equal size, in the order of the ranks.
 
-    Bytes that each rank sends per row: for the best token 16; for a draw 16 more; with top-k 8,192, and with top-p
-    8,208, more, whatever k and p are; for the acceptance of a drawn draft 24, in a tree 32; for the n best tokens
-    16 n + 8. The logits would be 4 V / ranks.
+    Bytes that each rank sends per row: 16 for the best token; 16 more for a draw, 8,192 more with top-k and 8,208 more
+    with top-p, whatever k and p are; 24 for the acceptance of a drawn draft, 32 in a tree; 16 n + 8 for the n best
+    tokens. Sending the logits would take 4 V / ranks.
 
     Args:
-        size: V, which the ranks divide.
+        size: V, which the number of ranks must divide.
     """
 
     def __init__(self, size: int, group: ProcessGroup) -> None:
@@ -145,8 +145,8 @@ class SplitVocabulary(Vocabulary):
         return self.sample(self._weights(logits, shaping), uniforms)
 
     def sample(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """See `Vocabulary.sample`: ranks exchange the sums of their weights, and the one whose part the random number
-        falls into gives the token."""
+        """See `Vocabulary.sample`: ranks exchange the sums of their weights, and the rank into whose part the random
+        number falls gives the token."""
         cumulative = weights.double().cumsum(-1)
         own = cumulative[:, -1]
         up_to = all_gather(own, self.group).cumsum(0)
@@ -161,8 +161,8 @@ class SplitVocabulary(Vocabulary):
     def accept_rejection(
         self, drafts: Tensor, draft_probs: Tensor, probs: Tensor, accept_uniforms: Tensor, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `Vocabulary.accept_rejection`: the rank that holds a draft tells its p and q, all exchange the mass of
-        (p - q)+, and the draw is as in `sample`."""
+        """See `Vocabulary.accept_rejection`: the rank that holds a draft sends its p and q, all ranks exchange the mass
+        of (p - q)+, and the token is drawn as in `sample`."""
         rows, _, width = probs.shape
         place = self.place(drafts)[..., None]
         chosen = torch.cat([part.gather(-1, place.clamp_min(0)) for part in (probs[:, :-1], draft_probs)], -1)
@@ -186,7 +186,7 @@ class SplitVocabulary(Vocabulary):
         logits: Tensor,
         shaping: Shaping,
     ) -> Tensor:
-        """[N, v] float32, what the rows sample from, up to a factor; NaN in invalid rows."""
+        """[N, v] float32, the rows' distributions up to a factor per row; NaN in invalid rows."""
         temperature, top_k, top_p, min_p = shaping
         top, token = self._best(logits)
         greedy = temperature == 0
@@ -202,13 +202,13 @@ class SplitVocabulary(Vocabulary):
         return torch.where((token == NO_TOKEN)[:, None], torch.nan, weights)
 
     def _keep_best(self, scaled: Tensor, top_k: Tensor) -> Tensor:
-        """Mask what lies below the k-th best; what ties with it stays."""
+        """Mask logits below the k-th best; ties with the k-th best stay."""
         distance = _distance(scaled)
         last, _ = self._reach(distance, torch.ones_like(scaled, dtype=torch.float64), top_k.double())
         return scaled.masked_fill(distance > last[:, None], -torch.inf)
 
     def _keep_mass(self, scaled: Tensor, top_p: Tensor) -> Tensor:
-        """Mask what has a mass of `top_p` or more before it; of equal logits the first tokens stay."""
+        """Mask logits with a mass of `top_p` or more before them; among equal logits the first tokens stay."""
         distance, mass = _distance(scaled), scaled.exp().double()
         wanted = top_p * self.sum(mass.sum(-1))
         last, before = self._reach(distance, mass, wanted)
@@ -219,14 +219,15 @@ class SplitVocabulary(Vocabulary):
         return scaled.masked_fill(dropped & (top_p < 1)[:, None], -torch.inf)
 
     def _reach(self, distance: Tensor, amounts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Find how far from the best a row's amounts first add up to `wanted` [N], one digit after the other.
+        """Find the distance from the best logit within which a row's amounts first add up to `wanted` [N]. Each
+        exchange determines one digit of the distance.
 
         Args:
             distance: [N, v] int64 of 32 bits.
             amounts: [N, v] float64.
 
         Returns:
-            [N] int64 that distance, and [N] float64 the sum of the amounts that lie nearer.
+            [N] int64, this distance; [N] float64, the sum of the amounts at smaller distances.
         """
         prefix, before = torch.zeros_like(distance[:, 0]), torch.zeros_like(wanted)
         for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -242,5 +243,5 @@ class SplitVocabulary(Vocabulary):
 
 
 def _distance(scaled: Tensor) -> Tensor:
-    """[N, v] int64 of 32 bits, which order logits below the best (or equal to it) from the nearest to the farthest."""
+    """[N, v] int64 of 32 bits that order logits by their distance below the best one, the nearest first."""
     return scaled.abs().view(torch.int32).long()

@@ -1,6 +1,6 @@
-"""Operations, a folder for each: `reference.py` in plain PyTorch, `triton.py` its Triton twin, and what callers use."""
+"""Operations, one folder each: `reference.py` in plain PyTorch, its Triton twin, and `__init__.py`, which picks one."""
 
 NO_TOKEN = -1
-"""Stands for the token of an invalid row of logits: one with NaN or +inf, or with -inf alone."""
+"""Placeholder for the token of an invalid row of logits: a row with NaN or +inf, or with nothing but -inf."""
 MOST_TREE_TOKENS = 63
-"""Most tokens of a tree: masks of them are int64, whose sign bit stays clear."""
+"""Most tokens in a tree: each token is one bit of an int64 mask, whose sign bit stays clear."""

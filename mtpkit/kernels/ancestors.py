@@ -1,10 +1,10 @@
-"""Trees of a step's tokens, as bit masks and as parents.
+"""Token trees of a decode step, as bit masks and as parents.
 
-A decode row may feed a tree: token t of a row follows its parent, an earlier token of the row, or -1 for the last
-committed one. Bit j of token t's mask says that token t sees token j, which is itself or one of its ancestors. A chain
-has the parents -1, 0, 1, .. and the masks 1, 3, 7, ..
+A decode row may hold a token tree: the parent of token t is an earlier token of the row, or -1 for the last committed
+token. Bit j of token t's mask says that token t sees token j, which is t itself or one of its ancestors. A chain has
+the parents -1, 0, 1, .. and the masks 1, 3, 7, ..
 
-Shape legend: R rows, T tokens of a row.
+Shape legend: R rows, T tokens per row.
 """
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def ancestor_masks(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Masks and depths of trees.
+    """Compute the masks and depths of trees from their parents.
 
     Args:
-        parents: [R, T] int64, each smaller than the token's own index; -1: none.
+        parents: [R, T] int64, each smaller than the token's own index; -1: no parent.
         depth: the largest depth of any token; a token without a parent has depth 0.
 
     Returns:
@@ -32,12 +32,12 @@ def ancestor_masks(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def seen_tokens(masks: Tensor, count: int) -> Tensor:
-    """[R, T, count] bool, whether token t sees token j, of masks [R, T]."""
+    """Unpack masks [R, T] into [R, T, count] bool: whether token t sees token j."""
     return (masks[..., None] >> torch.arange(count, device=masks.device)) & 1 != 0
 
 
 def parents_of(masks: Tensor) -> Tensor:
-    """[R, T] int64, the newest token below its own index that each token sees, or -1; of masks [R, T]."""
+    """Find the parents [R, T] int64 from masks [R, T]: the newest earlier token that each token sees, or -1."""
     count = masks.shape[1]
     index = torch.arange(count, device=masks.device)
     above = seen_tokens(masks, count) & (index < index[:, None])

@@ -1,4 +1,4 @@
-"""What the kernels share: sizes of the GPU that they are tuned for, tensor layouts, tiles.
+"""Helpers that all kernels share: sizes of the GPU that they are tuned for, early launches, tensor layouts, tiles.
 
 In functions that kernels call, parameters in capitals are compile-time constants.
 """
@@ -18,19 +18,19 @@ from mtpkit import kernels
 MULTIPROCESSORS = 132
 """Streaming multiprocessors of an H200."""
 PROGRAMS = 2 * MULTIPROCESSORS
-"""Programs that keep all multiprocessors busy with loads."""
+"""Number of programs that keeps all multiprocessors busy with loads."""
 SMALLEST_DOT = 16
 """Smallest number of rows and columns that `tl.dot` takes."""
 NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-"""The dtype that tensor cores multiply; fp32 in the interpreter, which would multiply the raw bits of bf16 numbers."""
+"""Dtype that tensor cores multiply; fp32 in the interpreter of Triton, which would multiply the raw bits of bf16."""
 NO_TOKEN = tl.constexpr(kernels.NO_TOKEN)
 _LINE = tl.constexpr(128)
-"""Bytes that a prefetch brings to the L2 cache."""
+"""Bytes that one prefetch brings into the L2 cache."""
 
 
 class Tile(NamedTuple):
-    """Outputs and input channels that a program multiplies at a time; pipeline stages; warps; programs that share the
-    input channels of an output."""
+    """Launch sizes of a matrix product: outputs and input channels that a program multiplies at a time, pipeline
+    stages, warps, and the number of programs among which the input channels of an output are split."""
 
     block_n: int
     block_k: int
@@ -49,32 +49,32 @@ class Tile(NamedTuple):
 
 
 def early_launch(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """Keyword arguments of a launch whose programs may be placed before the kernel before it has ended, if that is
-    wanted and the GPU can do it (programmatic dependent launch, CUDA C++ programming guide). The kernel has a constant
-    EARLY, and every program of it calls `wait_for_previous`, also those that return at once: a kernel waits for the one
-    before it alone, and through that one's wait for all earlier ones."""
+    """Keyword arguments of a launch that may start before the previous kernel has ended, if `wanted` and supported by
+    the GPU (programmatic dependent launch, CUDA C++ programming guide). The kernel needs a constant EARLY, and each of
+    its programs must call `wait_for_previous`, even a program that returns at once: a kernel waits only for its direct
+    predecessor, and for all earlier kernels through the predecessor's own wait."""
     return dict(EARLY=True, launch_pdl=True) if wanted and overlaps(device) else dict(EARLY=False)
 
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel on a device can begin before the one before it has ended."""
+    """Whether a kernel on a device can start before the previous kernel has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Early:
-    """Decorator of a kernel that is launched as `early_launch` says.
+    """Decorator that launches a kernel with `early_launch`.
 
     Args:
-        most: only with at most so many programs: those of more are busy for longer than a launch takes, and spread over
-            the multiprocessors less evenly where the kernel before still has programs; None: any number.
+        most: largest grid, in programs, that is launched early; None: no limit. A larger grid runs for longer than a
+            launch takes, and would spread less evenly over multiprocessors where the previous kernel still runs.
     """
 
     def __init__(self, kernel: Any, most: int | None = 8 * MULTIPROCESSORS) -> None:
         self.kernel, self.most = kernel, most
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """The launch on a grid."""
+        """Return a function that launches the kernel on a grid."""
         launch, wanted = self.kernel[grid], self.most is None or math.prod(grid) <= self.most
         return lambda *args, **constants: launch(*args, **constants, **early_launch(next(_devices(args)), wanted))
 
@@ -90,8 +90,8 @@ def _devices(args: Iterable[Any]) -> Iterator[torch.device]:
 
 @triton.jit
 def wait_for_previous(EARLY):
-    """With EARLY, wait until all kernels before this one have ended, and let the programs of the next one be placed.
-    Programs call it before they read or write what an earlier kernel may have touched."""
+    """With EARLY, wait until all earlier kernels have ended, then allow the next kernel to start. A program calls this
+    function before it reads or writes memory that an earlier kernel may have touched."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -99,7 +99,7 @@ def wait_for_previous(EARLY):
 
 @triton.jit
 def prefetch(rows, ITEMS: tl.constexpr):
-    """Begin to bring to the L2 cache the first ITEMS items, a power of two, at each of the pointers `rows` [N]."""
+    """Prefetch into the L2 cache the first ITEMS items (a power of two) at each of the pointers `rows` [N]."""
     item: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     if ITEMS * item >= _LINE:
         line = tl.arange(0, ITEMS * item // _LINE) * (_LINE // item)
@@ -117,12 +117,12 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:
-    """Counters of programs that have stored their part of something that the last one of them puts together; that one
-    resets its counter to zero.
+    """Counters with which the programs that share a result count how many have stored their part. The last program
+    combines the parts and resets its counter to zero.
 
-    All calls on a device share the counters, so that two streams must not run them at once. They are never freed, since
-    CUDA graphs hold their address. During a capture nothing runs: counters created then become zero only by a memset
-    that belongs to the graph and is replayed with it. A call before the capture avoids that.
+    All calls on a device share the counters, so two streams must not run such kernels at the same time. Counters are
+    never freed, since CUDA graphs hold their address. Nothing runs during a capture: counters created then are zeroed
+    only by a memset that becomes part of the graph and runs at every replay. A call before the capture avoids that.
     """
     key = device, max(4096, triton.next_power_of_2(count))
     if key in _counters:
@@ -138,7 +138,7 @@ WIDE_TILE = Tile(64, 16, 2, 4)
 
 
 def padded(size: int) -> int:
-    """Rows or columns of a tile that holds `size` of them and that tensor cores take."""
+    """Number of rows or columns of a tile that tensor cores take and that holds `size` of them."""
     return max(SMALLEST_DOT, triton.next_power_of_2(size))
 
 
@@ -153,14 +153,14 @@ def as_rows(t: Tensor) -> Tensor:
 
 
 def strided(t: Tensor) -> tuple[Tensor | int, ...]:
-    """t, whose last dimension must be contiguous, and the strides of the others: one argument of a kernel."""
+    """Pack t, whose last dimension must be contiguous, and its other strides into one argument of a kernel."""
     assert t.stride(-1) == 1
     return t, *t.stride()[:-1]
 
 
 @triton.jit
 def load(ptrs, mask, WHOLE):
-    """Load, zero where `mask` is False; WHOLE: it is True everywhere."""
+    """Load values, zero where `mask` is False; WHOLE: the mask is True everywhere."""
     if WHOLE:
         return tl.load(ptrs)
     else:
@@ -169,19 +169,19 @@ def load(ptrs, mask, WHOLE):
 
 @triton.jit
 def row_of_tile(starts_ptr, rows, tile, ITEMS, SIZE, SPARE):
-    """Find the row of a tile, where each token has ITEMS items and a tile has up to SIZE items of one row.
+    """Find the row that a tile belongs to, where each token has ITEMS items and a tile has up to SIZE items of one row.
 
-    The tiles of row r are numbered from starts[r] * ITEMS // SIZE + r * SPARE on. With SPARE 1 that leaves a number for
-    each row's partial tile, and at least one for every row; with SPARE 2, for a partial tile at either end. Of T tokens
-    in R rows, all tiles are numbered below T * ITEMS // SIZE + R * SPARE, whatever the rows' lengths; some numbers
-    belong to no tile.
+    The tiles of row r are numbered from starts[r] * ITEMS // SIZE + r * SPARE on. SPARE 1 leaves one number for each
+    row's partial tile, and at least one number for every row; SPARE 2 leaves room for a partial tile at either end.
+    With T tokens in R rows, all tile numbers are below T * ITEMS // SIZE + R * SPARE, whatever the rows' lengths; some
+    numbers belong to no tile.
 
     Args:
         starts_ptr: [rows + 1], first token of each row and the end of the last one; tokens count from starts[0].
 
     Returns:
-        The row, its first token, its number of tokens, and the first item of the tile within the row, which lies beyond
-        the row's last one if the number belongs to no tile.
+        The row, its first token, its number of tokens, and the first item of the tile within the row. That item lies
+        beyond the row's last item if the number belongs to no tile.
     """
     zero = tl.load(starts_ptr)
     row = -1

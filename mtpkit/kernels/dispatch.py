@@ -1,4 +1,4 @@
-"""Choose the twin of an op that runs: the Triton kernels on a GPU, plain PyTorch elsewhere."""
+"""Choose which twin of an op runs: the Triton kernels on a GPU, plain PyTorch elsewhere."""
 
 import functools
 import importlib
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 CHOICE = "MTPKIT_KERNELS"
-"""Environment variable; `reference` runs the PyTorch twins on a GPU too, to find out whether a kernel is at fault."""
+"""Environment variable; the value `reference` runs the PyTorch twins on a GPU too, to see if a kernel is at fault."""
 
 
 def pick[**P, R](reference: Callable[P, R], differentiable: bool = False) -> Callable[P, R]:
-    """A function that runs `reference`, or its namesake in `triton.py` beside it if the first argument is on a GPU.
+    """Return a function that runs `reference`, or its namesake in the neighbouring `triton.py` for a tensor on a GPU.
 
-    Most kernels have no backward: unless they are `differentiable`, the reference runs where a gradient is needed.
+    The device is that of the first argument. Most kernels have no backward: unless they are `differentiable`, the
+    reference runs where a gradient is needed.
     """
     package = reference.__module__.rpartition(".")[0]
 

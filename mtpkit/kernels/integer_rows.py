@@ -1,7 +1,7 @@
-"""Tables of numbers as integers of 8 or 4 bits with scales, for tables of which single rows are looked up.
+"""Tables stored as 8-bit or 4-bit integers with scales, for lookups of single rows.
 
 Numbers are rounded to the nearest multiple of a scale, symmetrically around zero (absmax quantisation: Dettmers et al.
-2022, arXiv:2208.07339). 8 bits have one scale per row; 4 bits have one per group of neighbouring columns.
+2022, arXiv:2208.07339). 8-bit tables have one scale per row, 4-bit tables one per group of neighbouring columns.
 
 Shape legend: V rows, h columns, G groups of h / G columns.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 
 IntegerBits = Literal[8, 4]
 _MOST_COLUMNS = 128
-"""Columns of a group of 4-bit numbers."""
+"""Most columns in a group of 4-bit numbers."""
 _ROWS_AT_ONCE = 4096
-"""Rows that are rounded at a time, which bounds the memory that it takes."""
+"""Rows that are rounded at a time, which bounds the memory that rounding needs."""
 OFFSET = 8
 """Added to 4-bit numbers, which are stored without a sign."""
 
@@ -24,26 +24,26 @@ class IntegerRows(NamedTuple):
     """A table of integers with scales."""
 
     values: Tensor
-    """[V, h] int8; or [V, h / 2] uint8, two numbers plus `OFFSET` to a byte, the even column's in the low half."""
+    """[V, h] int8; or [V, h / 2] uint8, each byte with two numbers plus `OFFSET`, the even column's in the low half."""
     scales: Tensor
     """[V, G] float32."""
 
     @property
     def bits(self) -> IntegerBits:
-        """Bits of a number."""
+        """Bits per number."""
         return 8 if self.values.dtype == torch.int8 else 4
 
     @property
     def columns(self) -> int:
-        """h."""
+        """Number of columns, h."""
         return self.values.shape[1] * 8 // self.bits
 
     @classmethod
     def of(cls, table: Tensor, bits: IntegerBits) -> "IntegerRows":
-        """Round a table [V, h]. Rows that hold NaN or infinities become NaN (4 bits: the group does).
+        """Round a table [V, h]. NaN or an infinity makes its whole row NaN with 8 bits, its whole group with 4 bits.
 
         Raises:
-            ValueError: 4 bits of an odd number of columns.
+            ValueError: `bits` is 4, and the number of columns is odd.
         """
         columns = table.shape[1]
         if bits == 4 and columns % 2:
@@ -53,7 +53,7 @@ class IntegerRows(NamedTuple):
         return cls(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def at(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., h] the rows at `index` [...], in `dtype`."""
+        """Look up the rows at `index` [...]; return [..., h] in `dtype`."""
         values, scales = self.values[index], self.scales[index]
         if self.bits == 4:
             values = torch.stack([values & 15, values >> 4], -1).flatten(-2).to(torch.int8) - OFFSET
@@ -62,7 +62,7 @@ class IntegerRows(NamedTuple):
 
 
 def _group_columns(columns: int) -> int:
-    """Columns of a group: the largest divisor that is small enough."""
+    """Columns per group: the largest divisor of `columns` up to `_MOST_COLUMNS`."""
     return next(count for count in range(_MOST_COLUMNS, 0, -1) if columns % count == 0)
 
 

@@ -1,4 +1,4 @@
-"""The model: megatron-core's HybridModel with mtpkit's layers, and the passes over it."""
+"""The model: megatron-core's HybridModel with mtpkit's layers, and its forward passes."""
 
 import mtpkit.platform  # noqa: F401  (quiets megatron-core, so it comes first)
 from mtpkit.model.build import build_model, init_weights, state_specs

@@ -1,4 +1,4 @@
-"""Backends by name: the modules that a model is made of."""
+"""Backends by name: the module classes that a model is built from."""
 
 import importlib
 import importlib.util
@@ -28,12 +28,12 @@ class Backend:
     norm_column_linear: type
     """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
     copied_linear: type
-    """Linear that every tensor-parallel rank has whole, as (input size, output size, config); called without a bias,
-    [..., in] to [..., out]."""
+    """Linear without bias that every tensor-parallel rank holds whole. Its constructor takes (input size, output size,
+    config); it maps [..., in] to [..., out]."""
     row_linear: type
     """Row-parallel linear that can add its output to a residual stream, see `layers.linear.RowParallelLinear`."""
     core_attention: type
-    """Causal attention over sequences, called as `kernels.attention.sequence_attention`."""
+    """Causal attention over sequences, called like `kernels.attention.sequence_attention`."""
     moe_provider: BackendSpecProvider
     """megatron-core's spec provider for the experts."""
 
@@ -72,10 +72,10 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"local": _local, "te": _te}
 
 
 def get_backend(name: str) -> Backend:
-    """The backend called `name`: `local`, torch and mtpkit's kernels; `te`, Transformer Engine's modules.
+    """Return the backend called `name`: `local` is torch and mtpkit's kernels, `te` is Transformer Engine's modules.
 
     Raises:
-        UserError: there is none of that name, or what it needs is not there.
+        UserError: no backend has that name, or something that it needs is missing.
     """
     if name not in BACKENDS:
         raise UserError(f"backend {name!r} is unknown; choose one of: {listed(BACKENDS)}")
@@ -83,8 +83,8 @@ def get_backend(name: str) -> Backend:
 
 
 def resolve_backend(name: BackendName | Literal["auto"]) -> BackendName:
-    """`name`, or for `auto` the name of the backend that this machine has best: `te` with a GPU and Transformer Engine,
-    else `local`; with a warning where Transformer Engine is there and does not work."""
+    """Return `name`, or for `auto` the best backend on this machine: `te` with a GPU and Transformer Engine, else
+    `local`. Warn if there is a GPU and Transformer Engine is installed but cannot be imported."""
     if name != "auto":
         return name
     reason = _why_not_te()
@@ -94,12 +94,12 @@ def resolve_backend(name: BackendName | Literal["auto"]) -> BackendName:
 
 
 def _why_not_te() -> str | None:
-    """Say what Transformer Engine lacks on this machine; None: nothing."""
+    """Say what backend `te` lacks on this machine; None: nothing."""
     if not torch.cuda.is_available():
         return "a GPU"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # also OSError of a library that it links to, AssertionError of parts of two versions
+    except Exception as error:  # also OSError from a linked library, AssertionError from mixed versions
         reason = " ".join(str(error).split())
         return f"Transformer Engine, which cannot be imported ({reason}): pip install 'mtpkit[te]'"
     return None

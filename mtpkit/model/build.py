@@ -21,9 +21,9 @@ from mtpkit.model.state import StateSpec
 from mtpkit.platform import CpuInsteadOfCuda, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
-"""Device that draws initial weights: "portable", the CPU, so that they are the same on every machine; "device", the
-parameter's own, which takes a GPU seconds for billions of parameters but gives other numbers; "none": no draw, for
-weights that are loaded at once."""
+"""Device that draws initial weights. "portable": the CPU, so that they are the same on every machine. "device": the
+parameter's own device, which takes a GPU seconds for billions of parameters but gives other numbers. "none": no draw,
+for weights that are loaded right afterwards."""
 
 
 def build_model(
@@ -43,18 +43,18 @@ def build_model(
 ) -> HybridModel:
     """Build a model with freshly initialised weights, in eval mode.
 
-    Sets up torch.distributed and megatron-core's groups if that was not done. `model.mtpkit_config` is `config`. A
-    pipeline stage has its own layers alone, `model.stage_patterns` says which, and the last one has the heads and, for
-    them, an embedding.
+    Sets up torch.distributed and megatron-core's groups unless that has been done. `model.mtpkit_config` is `config`. A
+    pipeline stage holds only its own layers, see `model.stage_patterns`. The last stage also holds the heads and an
+    embedding for them.
 
     Args:
-        sequence_parallel: tensor-parallel ranks share the sequence outside their linears; for whole sequences alone,
-            whose length they divide. None: where a mixture of experts needs it.
-        base_layers: False: without the base's layers, of which then only embedding, final norm and lm_head are there;
-            the heads are the same.
-        balance: how layers are dealt to pipeline stages.
+        sequence_parallel: split the sequence over tensor-parallel ranks outside their linears. Works only for whole
+            sequences whose length is divisible by the ranks. None: on if the model has experts and several ranks.
+        base_layers: False: leave out the base's layers and keep its embedding, final norm and lm_head; the heads are
+            the same.
+        balance: cost that layers are distributed over pipeline stages by, see `stage_patterns`.
         expert_tensor_parallel: ranks that each expert is split over; None: `tensor_parallel`. With 1, tensor-parallel
-            ranks may share out whole experts.
+            ranks may hold different whole experts.
 
     Raises:
         UserError: unknown backend, init or balance, or parallel sizes that do not fit the processes.
@@ -98,16 +98,16 @@ def build_model(
 
 
 def _finish(model: HybridModel, config: ModelConfig) -> None:
-    """Name the layers, and leave out a second embedding."""
+    """Set the mixers' `layer_name`, and drop a second copy of a tied embedding."""
     if config.tie_word_embeddings and model.mtp_process and not model.pre_process:
-        model.output_layer.weight = None  # the embedding that the heads have here; megatron-core makes both
+        model.output_layer.weight = None  # tied to the heads' embedding; megatron-core makes both
     for name, layer, kind in layers_of(model):
         if kind.mixer:
             getattr(layer, kind.mixer).layer_name = name
 
 
 def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:
-    """Return the states that each layer keeps on this rank, by the key that it looks up in `StepInput.states`."""
+    """Return the states that each layer keeps on this rank, by its key in `StepInput.states`."""
     ranks = model.config.tensor_model_parallel_size
     specs = {name: kind.states(model.mtpkit_config, ranks) for name, _, kind in layers_of(model)}
     return {name: states for name, states in specs.items() if states}
@@ -117,10 +117,10 @@ def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:
 def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable") -> None:
     """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
-    So an embedding that two pipeline stages hold starts the same on both, and heads start the same beside any base. Of
-    what is split over ranks each draws the whole and takes its part: the model is the same however it is split.
-    Matrices are normal with `init_std`, those that write to the residual stream divided by sqrt(2 layers); norms
-    multiply by one; a layer kind has others for some of its own.
+    An embedding that two pipeline stages hold therefore starts the same on both, and heads start the same beside any
+    base. Each rank draws a split tensor whole and takes its part, so that the model is the same at any parallelism.
+    Matrices are normal with standard deviation `init_std`, divided by sqrt(2 layers) if they write to the residual
+    stream; norms multiply by one; other vectors are zero. `LayerKind.initial` overrides some of a kind's parameters.
     """
     residual_std = config.init_std / math.sqrt(2 * len(config.pattern))
     for name, parameter in model.named_parameters():
@@ -142,7 +142,7 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
 
 
 def _kind_of(name: str, model: HybridModel) -> LayerKind | None:
-    """The kind of the layer that a parameter belongs to; None: it is outside of all layers."""
+    """Return the kind of the layer that a parameter belongs to; None: it belongs to no layer."""
     found = re.match(r"(decoder|mtp\.layers\.\d+\.mtp_model_layer)\.layers\.(\d+)\.", name)
     if found is None:
         return None
@@ -151,7 +151,7 @@ def _kind_of(name: str, model: HybridModel) -> LayerKind | None:
 
 
 def _global_name(name: str, model: HybridModel) -> str:
-    """The name in an undivided model: experts are numbered over all ranks, and base layers over all stages."""
+    """Return a parameter's name in the undivided model: experts count over all ranks, base layers over all stages."""
     kind, ranks = _kind_of(name, model), parallel_state.get_expert_model_parallel_world_size()
     experts = kind.experts(model.mtpkit_config).count // ranks if kind else 0
     firsts = {
@@ -163,7 +163,7 @@ def _global_name(name: str, model: HybridModel) -> str:
 
 
 def _tensor_place(name: str, parameter: nn.Parameter) -> tuple[int, int]:
-    """This rank and the number of ranks that a parameter is split over."""
+    """Return this rank's index among the ranks that a parameter is split over, and their number."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return 0, 1
     if "local_experts." in name:
@@ -182,7 +182,7 @@ def _whole_shape(name: str, parameter: nn.Parameter) -> torch.Size:
 def _own_part(
     name: str, whole: torch.Tensor, parameter: nn.Parameter, kind: LayerKind | None, config: ModelConfig
 ) -> torch.Tensor:
-    """This rank's share of a whole tensor: each part of it, see `LayerKind.parts`, is split over the ranks."""
+    """Return this rank's share of a whole tensor; each of its parts, see `LayerKind.parts`, is split over the ranks."""
     rank, ranks = _tensor_place(name, parameter)
     if ranks == 1:
         return whole

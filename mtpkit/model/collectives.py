@@ -1,7 +1,7 @@
-"""What tensor-parallel ranks exchange where nothing is differentiated: sums of partial results, and small gathers.
+"""Collectives of tensor-parallel ranks without gradients: sums of partial results, and small gathers.
 
-All of it can be captured in a CUDA graph: sizes are fixed, and no call waits for the host. Every rank gets the same
-bits, so that ranks which decide by them decide alike.
+All of them can be captured in a CUDA graph: sizes are fixed, and no call waits for the host. Every rank gets the same
+bits, so that ranks that decide by a result decide alike.
 """
 
 import torch
@@ -13,10 +13,10 @@ from mtpkit.kernels import NO_TOKEN
 
 
 class Exchange:
-    """What ranks of a group exchange, by the group's own backend, NCCL or gloo."""
+    """Collectives of a group through its own backend, NCCL or gloo."""
 
     def all_reduce(self, values: Tensor, group: ProcessGroup) -> Tensor:
-        """The sum of `values` over the ranks, with the same bits on all of them; `values` may be overwritten by it."""
+        """Sum `values` over the ranks, with the same bits on all of them; `values` may be overwritten by the sum."""
         values = values.contiguous()
         dist.all_reduce(values, group=group)
         return values
@@ -38,12 +38,12 @@ class Exchange:
 
 _by_group = Exchange()
 _chosen: dict[ProcessGroup, Exchange] = {}
-"""What ranks of a group exchange by, where that is not its backend."""
+"""Exchanges of the groups that do not use their own backend."""
 
 
 def use_exchange(group: ProcessGroup, exchange: Exchange | None) -> None:
-    """Let the functions below use `exchange` for a group, such as kernels that reach the memory of other GPUs; None:
-    the group's backend. All ranks must choose the same one, before graphs are captured."""
+    """Make the functions below use `exchange` for a group, such as kernels that access the memory of other GPUs. None:
+    use the group's backend. All ranks must choose the same exchange, before CUDA graphs are captured."""
     if exchange is None:
         _chosen.pop(group, None)
     else:
@@ -55,7 +55,7 @@ def _exchange(group: ProcessGroup) -> Exchange:
 
 
 def all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum `values` over the ranks of a group, perhaps in place; of one rank they are the sum."""
+    """Sum `values` over the ranks of a group, perhaps in place; with one rank, return them."""
     return values if group.size() == 1 else _exchange(group).all_reduce(values, group)
 
 
@@ -65,15 +65,15 @@ def all_gather(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def best_of_ranks(values: Tensor, tokens: Tensor, group: ProcessGroup, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The best token over the parts of a vocabulary that ranks hold: up to 16 bytes per row and rank are exchanged.
+    """Find each row's best token over the vocabulary parts of all ranks; exchanges up to 16 bytes per row and rank.
 
     Args:
         values: [M] float32, the largest logit of this rank's part, +inf where a logit is NaN or +inf.
-        tokens: [M] int64, its token, `NO_TOKEN` where the value is not finite.
-        first: what to add to each token, so that they are counted over all ranks.
+        tokens: [M] int64, the token of that logit; `NO_TOKEN` where the value is not finite.
+        first: offset to add to this rank's tokens, so that they are numbered over all ranks.
 
     Returns:
-        [M] float32 the largest logit of all, and [M] int64 its token, the smallest one among equals: as on one rank.
+        [M] float32, the largest logit over all ranks, and [M] int64, its token; the smallest in a tie, as on one rank.
     """
     if group.size() == 1:
         return values, tokens
@@ -81,11 +81,11 @@ def best_of_ranks(values: Tensor, tokens: Tensor, group: ProcessGroup, first: in
 
 
 def top_of_ranks(values: Tensor, tokens: Tensor, log_sums: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The best tokens over the parts of a vocabulary that ranks hold, each as many as this rank gives.
+    """Find each row's n best tokens over the vocabulary parts of all ranks.
 
     Args:
-        values: [M, n] float32, the largest logits of this rank's part, descending; -inf where there are fewer.
-        tokens: [M, n] int64, their tokens, counted over all ranks; among equals the first rank holds the smaller ones.
+        values: [M, n] float32, the largest logits of this rank's part, descending; -inf where the part has fewer.
+        tokens: [M, n] int64, their tokens, numbered over all ranks; a lower rank holds smaller tokens, which win ties.
         log_sums: [M] float32, log of the sum of exp(logit) over the part; +inf in a row with NaN or +inf.
 
     Returns:

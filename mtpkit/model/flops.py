@@ -1,6 +1,6 @@
-"""Sizes of the heads' matrices and FLOPs per token of training them, counted from a `ModelConfig` alone.
+"""Count the elements of the heads' matrices and the FLOPs per token of training them, from a `ModelConfig` alone.
 
-FLOPs are those of the weights that a token uses; in a mixture of experts, of the experts that it is sent to.
+FLOPs count the weights that a token uses; in a mixture of experts, only those of the experts that it is routed to.
 Embeddings, attention scores and recurrent states are left out.
 """
 
@@ -12,7 +12,7 @@ FORWARD = 2
 TRAINED = 6
 """FLOPs per weight and token of a forward pass and the gradients of inputs and weights."""
 FROZEN = 4
-"""FLOPs per weight and token of a forward pass and the gradient of the inputs: the lm_head's, which is not trained."""
+"""FLOPs per weight and token of a forward pass and the gradient of the inputs: for the untrained lm_head."""
 
 
 def eh_proj_matrix(config: ModelConfig) -> int:
@@ -21,11 +21,11 @@ def eh_proj_matrix(config: ModelConfig) -> int:
 
 
 def head_matrices(config: ModelConfig, all_experts: bool = False) -> int:
-    """Count the elements of one depth's matrices without the lm_head: eh_proj, and the share of its layers that a token
-    uses.
+    """Count the elements of one depth's matrices without the lm_head: `eh_proj`, and the elements of its layers that a
+    token uses.
 
     Args:
-        all_experts: count all routed experts, rather than those that a token is sent to.
+        all_experts: count all routed experts, rather than those that a token is routed to.
     """
     layers = [KINDS[letter].matrices(config) for letter in config.mtp.pattern]
     return eh_proj_matrix(config) + sum(layer.held if all_experts else layer.used for layer in layers)

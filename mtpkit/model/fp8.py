@@ -1,4 +1,4 @@
-"""The frozen base in fp8."""
+"""Run the frozen base in fp8."""
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -11,19 +11,19 @@ from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 _MULTIPLE = 16
 """fp8 products take matrices whose sizes are multiples of this."""
 _FIRST_GPU = (8, 9)
-"""Compute capability with fp8 products."""
+"""Lowest compute capability with fp8 products."""
 
 
 @torch.no_grad()
 def use_fp8_base(model: HybridModel) -> None:
-    """Let the base's linears multiply in fp8, for forwards without gradients; call it when the weights are loaded.
+    """Make the base's linears multiply in fp8, for forward passes without gradients; call it after loading the weights.
 
-    `te`: Transformer Engine makes fp8 copies of the weights, which stay as they are. `local`: the weights themselves
-    become e4m3 with a scale for each row, half of bf16's memory; experts, and matrices of which a size is no multiple
-    of 16, stay. Such weights are not what a checkpoint holds: see `is_fp8`.
+    With backend `te`, Transformer Engine makes fp8 copies of the weights, which stay as they are. With `local`, the
+    weights themselves become e4m3 with one scale per row, which takes half of bf16's memory; experts, and matrices with
+    a size that is not a multiple of 16, stay. Checkpoints must leave out rounded weights, see `is_fp8`.
 
     Raises:
-        UserError: not with this GPU, these sizes or this parallelism.
+        UserError: the GPU, the model's sizes or its parallelism do not allow fp8.
     """
     if model.backend == "te":
         from mtpkit.model.layers.te import check_fp8, fp8_forward

@@ -1,4 +1,4 @@
-"""megatron-core's hybrid model, with its configuration and layer specs and what the rest of mtpkit asks of a model."""
+"""megatron-core's hybrid model: its configuration, its layer specs, and the attributes that mtpkit reads of a model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 def megatron_pattern(pattern: str) -> str:
-    """Write a pattern in megatron-core's letters, for which `stack_spec` names the layers."""
+    """Translate a pattern to megatron-core's letters, for which `stack_spec` gives the layers."""
     return "".join(KINDS[letter].slot.letter if letter in KINDS else letter for letter in pattern)
 
 
@@ -32,7 +32,7 @@ def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int 
     """Make megatron-core's config of a model.
 
     Args:
-        parallel: megatron-core's own fields of how ranks share the model.
+        parallel: megatron-core's own fields for parallelism.
     """
     settings: dict[str, object] = dict(
         num_layers=len(config.pattern),
@@ -70,14 +70,14 @@ def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int 
 
 
 class HybridModel(MegatronHybridModel):
-    """The base and its MTP heads; made by `build_model` alone."""
+    """The base and its MTP heads; only `build_model` makes one."""
 
     base_context: Callable[[], AbstractContextManager[None]]
     """Context in which the base runs, see `use_fp8_base`."""
 
     def __init__(self, model_config: ModelConfig, backend: str, stage_patterns: list[str], **megatron: object) -> None:
-        """Build megatron-core's model from a config and further arguments of its own; `stage_patterns` has the base's
-        layers on each pipeline stage."""
+        """Build megatron-core's model from a config and megatron-core's own arguments; `stage_patterns` has the pattern
+        of the base's layers on each pipeline stage."""
         super().__init__(
             vocab_size=model_config.vocab_size,
             max_sequence_length=model_config.max_position_embeddings,
@@ -95,8 +95,8 @@ class HybridModel(MegatronHybridModel):
 class HybridStack(MegatronHybridStack):
     """megatron-core's stack with the final norm of the backend; the original hard-wires Transformer Engine's.
 
-    Its output is what the heads read, see `MtpConfig.reads_of_base`: if that is the state before the final norm, the
-    norm is there but does not run.
+    Its output is the hidden state that the heads read, see `MtpConfig.reads_of_base`. If that is the state before the
+    final norm, the stack holds the norm but does not run it.
     """
 
     def __init__(self, config: TransformerConfig, *args: object, norm: type, **kwargs: object) -> None:

@@ -1,6 +1,6 @@
-"""What a layer needs besides its hidden states, as frozen dataclasses of tensors.
+"""Inputs of a layer besides its hidden states, as frozen dataclasses of tensors.
 
-megatron-core's wrappers hand one of these through unchanged as `inference_context`; no layer knows who made it.
+megatron-core's wrappers pass such an input to each layer unchanged as `inference_context`; no layer knows who made it.
 
 Shape legend: T tokens of a step, R rows (requests) of a step, s sequence, b batch, K speculative tokens.
 """
@@ -19,18 +19,18 @@ from mtpkit.platform import to_device
 
 
 class LayerInput:
-    """Base of the inputs below; answers what megatron-core's wrappers ask of an inference context."""
+    """Base class of the inputs below, with the methods that megatron-core's wrappers call on an inference context."""
 
     def is_static_batching(self) -> bool:
-        """False: keeps megatron-core from reading attributes of its own contexts."""
+        """Return False, so that megatron-core does not read attributes of its own contexts."""
         return False
 
     def is_decode_only(self) -> bool:
-        """False: disables megatron-core's own prefill chunking of MLPs."""
+        """Return False, which disables megatron-core's own prefill chunking of MLPs."""
         return False
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """[b, s] int64, position of each token in the layer that gets this input, from 0 in each document."""
+        """[b, s] int64, position of each token in its document for layers with this input; depth k starts at k - 1."""
         raise NotImplementedError
 
 
@@ -39,9 +39,9 @@ class SequenceInput(LayerInput):
     """Whole sequences at once, as in training and teacher forcing.
 
     `documents` [b, s] int: non-decreasing index of the document a token belongs to; attention, convolution and state
-    never cross from one to the next. None: each row is one document.
+    never cross from one document to the next. None: each row is one document.
     `positions` [b, s] int: rotary position of each token inside its document. None: 0, 1, 2, ...
-    `document_lens`: lengths of the documents, row after row. None: read from `documents`, if need be.
+    `document_lens`: lengths of the documents, row after row. None: computed from `documents` when needed.
     """
 
     documents: Tensor | None = None
@@ -51,7 +51,7 @@ class SequenceInput(LayerInput):
     def starts(self, batch: int, length: int, device: torch.device) -> Tensor:
         """First token of each document of `batch` rows of `length` tokens, row after row, then the number of tokens.
 
-        Waits for the device, once, where only the device knows.
+        Waits for the device once if only the device knows the lengths of the documents.
 
         Returns:
             [documents + 1] int64.
@@ -78,14 +78,14 @@ def _starts(lens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class DepthStreams:
-    """What the depths of one forward pass leave for the later ones, by name, an entry for each depth: the one input
-    that layers write to."""
+    """Entries that the depths of one forward pass leave for later depths: for each name, one entry per depth. This is
+    the only input that layers write to."""
 
     def __init__(self) -> None:
         self._entries: dict[str, list[object]] = {}
 
     def leave(self, name: str, depth: int, entry: object) -> None:
-        """Keep the entry of a depth, from 1; a second one of the same depth is not kept."""
+        """Keep the entry of a depth, counted from 1; a second entry of the same depth is dropped."""
         entries = self._entries.setdefault(name, [])
         if len(entries) < depth:
             entries.append(entry)
@@ -98,7 +98,7 @@ class DepthStreams:
 @dataclass(frozen=True)
 class DepthInput(SequenceInput):
     """Sequences at MTP depth `depth` under serving attention: a query at i sees depth 1's entries j <= i and the
-    entries of depths 2..depth of the same i. All depths of a forward pass have the same `streams`.
+    entries of depths 2..depth at i. All depths of a forward pass share one `streams`.
     """
 
     depth: int = 1
@@ -111,8 +111,8 @@ class DepthInput(SequenceInput):
         """Leave `entry` for the later depths of layer `name`.
 
         Returns:
-            Entries of depths 1..depth in order. A depth that runs again in the backward, because its activations were
-            not kept, leaves nothing a second time and sees what it saw.
+            Entries of depths 1..depth in order. If activation recomputation runs a depth again in the backward, that
+            leaves no second entry, and the depth sees the same entries of earlier depths.
         """
         self.streams.leave(name, self.depth, entry)
         return [*cast(list[T], self.streams.before(name, self.depth)), entry]
@@ -127,36 +127,36 @@ class DepthInput(SequenceInput):
 
 @dataclass(frozen=True)
 class TreeInput:
-    """Trees that the decode rows of a step are, R rows of T tokens each; see `mtpkit.kernels.ancestors`.
+    """Trees of tokens that the decode rows of a step feed, R rows of T tokens each; see `mtpkit.kernels.ancestors`.
 
-    Entry j of a row's tree has position starts[r] + j in the caches of keys and values. A tree may be fed level by
-    level: then each token is a row of its own, which continues the recurrent states of its parent.
+    Entry j of row r's tree has position starts[r] + j in the KV cache. A tree may be fed level by level: each token is
+    then a separate row, which continues the recurrent states of its parent.
     """
 
     ancestors: Tensor
-    """[R, T] int64, masks of the tree's entries that each token sees."""
+    """[R, T] int64, bit masks of the tree entries that each token sees."""
     starts: Tensor
-    """[R] int64."""
+    """[R] int64, position of each tree's entry 0 in the KV cache."""
     parents: Tensor | None = None
-    """[R, T] int64, the token of its row that each one follows, -1: the last committed one. None: rows of one token."""
+    """[R, T] int64, index in its row of each token's parent; -1: the last committed token. None: one token per row."""
     earlier: int = 0
-    """Entries of the tree before this step."""
+    """Number of tree entries that come before this step's tokens."""
     children: Tensor | None = None
-    """[T, C] int64, of a tree that all rows share the children of each token, in their order, then -1."""
+    """[T, C] int64, the children of each token in order, then -1. Only for a tree that all rows share."""
     draft_index: Tensor | None = None
-    """[T] int64, of such a tree each token's place among those that have children; 0: it has none."""
+    """[T] int64, index of each token among the tokens with children; 0 for tokens without. Only for a shared tree."""
 
 
 @dataclass(frozen=True)
 class StepInput(LayerInput):
-    """One step of the engine over a flat batch of T tokens in R rows, whose sizes only the device knows.
+    """One step of the engine over a flat batch of T tokens in R rows. Only the device knows how long the rows are.
 
-    Rows 0 .. num_decode_rows - 1 carry `decode_width` tokens each and come first; the remaining rows are chunks of
-    prompts. Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row may continue a chunk of the
-    same request, so layers compute chunks first.
+    Rows 0 .. num_decode_rows - 1 are decode rows with `decode_width` tokens each; the other rows are prefill chunks.
+    Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row may continue a chunk of the same
+    request, so layers compute chunks first.
 
-    A chunk may be empty; at context 0 it then makes the states of its request zero. A null row, at state slot -1, has
-    no request: it fills a captured step up. Its tokens touch no state, and layers give zeros for them.
+    A chunk may be empty; at context 0 it then sets the states of its request to zero. A null row, with state slot -1,
+    belongs to no request: it pads a captured step. Its tokens touch no state, and layers return zeros for them.
 
     Example, K = 2, one decode row with 10 cached tokens and one first prefill chunk of 4 tokens:
         query_start [0, 3, 7], context_lens [10, 0], positions [10, 11, 12, 0, 1, 2, 3], num_decode_rows 1,
@@ -174,17 +174,17 @@ class StepInput(LayerInput):
     """[R, B] int64, blocks of each row in order; entries past a row's last block may name any block and are never
     read."""
     kv_slots: Tensor
-    """[T] int64, block * block_size + offset where each token's key and value go; -1: nowhere."""
+    """[T] int64, slot mapping: block * block_size + offset of each token's key and value; -1: not stored."""
     state_slots: Tensor
-    """[R] int64, the row's slot in the states that have one for each request; -1: a null row."""
+    """[R] int64, each row's slot in the states that have one slot per request; -1: a null row."""
     committed: Committed
     """The committed part of the states, for each of the R rows."""
     num_decode_rows: int
     decode_width: int
     states: States
-    """Those of each layer by its `layer_name`."""
+    """States of each layer, by its `layer_name`."""
     keep: Tensor | None = None
-    """[N] int64, the tokens whose results are wanted of a layer, see `LayerKind.narrows`; None: all."""
+    """[N] int64, the tokens that a layer computes results for, see `LayerKind.narrows`; None: all."""
     tree: TreeInput | None = None
     """None: every row is a chain, in which each token follows the one before it."""
 
@@ -203,17 +203,18 @@ class StepInput(LayerInput):
 
     @property
     def attended(self) -> tuple[Tensor, Tensor | None, int]:
-        """[R] context lengths of the decode rows, their trees' masks [R, T] or None, and the trees' earlier entries: as
-        attention takes them."""
+        """Arguments of attention for the decode rows: [R] context lengths, their trees' masks [R, T] or None, and the
+        number of the trees' earlier entries."""
         if self.tree is None:
             return self.context_lens[: self.num_decode_rows], None, 0
         return self.tree.starts, self.tree.ancestors, self.tree.earlier
 
     def committed_after(self, new: Tensor) -> Committed:
-        """What is committed after this step, of its first rows.
+        """Return the committed part of the states of this step's first S rows after the step.
 
         Args:
-            new: [S] int64, how many tokens of each of these rows were accepted; of chunks all are, whatever it says.
+            new: [S] int64, number of accepted tokens of each of these rows; ignored for chunks, which are committed
+                whole.
         """
         if not self.num_decode_rows:
             return Committed.none(self.committed.counts, len(new), new.device)
@@ -222,13 +223,13 @@ class StepInput(LayerInput):
         return committed.restarted(self.num_decode_rows)
 
     def continued(self, accepted: Tensor) -> "StepInput":
-        """The first rows as rows of one token each, which follows the newest one that they accepted.
+        """Turn the first S rows into rows of one token each, which follows the newest token that the row accepted.
 
-        The states of MTP layers are copies of what depth 1 left there, for deeper depths to change. Positions, context
-        lengths and KV slots are still those of this step.
+        The states of MTP layers are copies of those that depth 1 left, so that deeper depths can change them.
+        Positions, context lengths and KV slots are still those of this step.
 
         Args:
-            accepted: [S] int64, accepted drafts of each of these rows; 0 for a chunk.
+            accepted: [S] int64, number of accepted drafts of each of these rows; 0 for a chunk.
         """
         count, device = len(accepted), accepted.device
         return replace(
@@ -243,7 +244,7 @@ class StepInput(LayerInput):
         )
 
     def keep_path(self, path: Tensor, accepted: Tensor) -> None:
-        """Make the accepted paths of the decode rows the chains that the states hold, see `States.keep_path`."""
+        """Turn the accepted tree paths of the decode rows into chains in the states, see `States.keep_path`."""
         rows, slots = slice(self.num_decode_rows), self.kv_slots[: self.num_decode_tokens]
         places = StepPlaces(
             self.context_lens[rows], slots.unflatten(0, (self.num_decode_rows, -1)), self.state_slots[rows]
@@ -251,11 +252,11 @@ class StepInput(LayerInput):
         self.states.keep_path(places, path, accepted)
 
     def branched(self, rows: Tensor, committed: Committed | None = None) -> "StepInput":
-        """Rows of one token each, which go on with what MTP layers hold of the rows `rows` [n], on copies. Positions,
-        context lengths and KV slots are those of these rows.
+        """Make rows of one token each, which continue copies of the MTP layers' states of the rows `rows` [n]. Context
+        lengths and block tables are those of these rows; positions and KV slots are still those of this step.
 
         Args:
-            committed: what is committed of this step's rows; None: as it says.
+            committed: the committed part of the states of this step's rows; None: `self.committed`.
         """
         return replace(
             self,
@@ -271,6 +272,6 @@ class StepInput(LayerInput):
         )
 
     def advanced(self) -> "StepInput":
-        """Rows of one token after that token, which their states have taken up."""
+        """Return these rows of one token each with that token counted as committed, once their states contain it."""
         new = torch.ones_like(self.context_lens)
         return replace(self, committed=self.committed.after(self.context_lens, 1, new))

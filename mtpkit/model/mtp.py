@@ -1,7 +1,8 @@
-"""Forward passes of the base and of its multi-token-prediction heads; the one place the MTP recurrence is written.
+"""Forward passes of the base and of its multi-token-prediction heads; only this file implements the MTP recurrence.
 
 The base and each depth *hand on* a hidden state to the next depth: the state after their final norm, or the one before
-it, as `MtpConfig.reads_of_base` and `reads_of_depth` say. lm_head reads the state after it, see `normed_states`.
+it, as `MtpConfig.reads_of_base` and `reads_of_depth` say. lm_head always reads the state after the norm, see
+`normed_states`.
 
 Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 """
@@ -50,7 +51,7 @@ def embed(model: HybridModel, token_ids: Tensor) -> Tensor:
 
 
 def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInput) -> Tensor:
-    """Hidden states that the base hands on.
+    """Run the base and return the hidden states that it hands on.
 
     Args:
         token_ids: [b, s] int64; ignored on a pipeline stage after the first, which reads its input tensor.
@@ -65,7 +66,7 @@ def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInpu
 
 
 def normed_states(model: HybridModel, hidden: Tensor, depth: int = 0) -> Tensor:
-    """Hidden states after the final norm, which lm_head reads.
+    """Return the hidden states after the final norm, which lm_head reads.
 
     Args:
         hidden: [..., h], what the base (depth 0) or a depth hands on.
@@ -81,9 +82,9 @@ def _final_norm(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
 
 
 def gather_sequence(model: HybridModel, hidden: Tensor) -> Tensor:
-    """[s, b, h] of every rank's hidden [s / tp, b, h] under sequence parallelism; as it is without.
+    """Gather every rank's hidden [s / tp, b, h] into [s, b, h]; without sequence parallelism, return hidden as it is.
 
-    The ranks must do the same with the result, so that each comes to the whole gradient of it.
+    All ranks must compute the same with the result, so that each rank gets the whole gradient of the result.
     """
     if not model.config.sequence_parallel:
         return hidden
@@ -116,7 +117,7 @@ def first_token(model: HybridModel) -> int:
 
 
 def draft_output_weight(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of the lm_head for some tokens, which tensor-parallel ranks share as they do the lm_head.
+    """Select the lm_head's rows for some tokens; tensor-parallel ranks split these rows as they split the lm_head.
 
     Args:
         token_ids: [D] int64.
@@ -133,12 +134,12 @@ def draft_output_weight(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, 
 def greedy_tokens(
     model: HybridModel, hidden: Tensor, draft_weight: Tensor | None = None, draft_token_ids: Tensor | None = None
 ) -> Tensor:
-    """The best token of each hidden state, for drafts: see `linear_argmax` for how ties fall. Of several ranks each
-    looks through its own rows of the lm_head, and they exchange what `best_of_ranks` says.
+    """Find the best token of each hidden state, for drafts; `linear_argmax` says how ties are broken. Each
+    tensor-parallel rank searches its own rows of the lm_head, and `best_of_ranks` combines their results.
 
     Args:
         hidden: [M, h], `normed_states`.
-        draft_weight, draft_token_ids: what `draft_output_weight` gives; None: all tokens.
+        draft_weight, draft_token_ids: the result of `draft_output_weight`; None: all tokens.
 
     Returns:
         [M] int64.
@@ -155,7 +156,7 @@ def _is_alone(model: HybridModel) -> bool:
 
 
 def _gather(model: HybridModel, part: Tensor) -> Tensor:
-    """part [..., n / tp] of every tensor-parallel rank, [..., n]."""
+    """Gather `part` [..., n / tp] of every tensor-parallel rank into [..., n]."""
     if _is_alone(model):
         return part
     if torch.is_grad_enabled():
@@ -164,17 +165,17 @@ def _gather(model: HybridModel, part: Tensor) -> Tensor:
 
 
 def head_of(model: HybridModel, depth: int) -> MultiTokenPredictionLayer:
-    """What runs at a depth, from 1: a repeated head is one for all."""
+    """Return the head that runs at a depth, counted from 1; a repeated head runs at every depth."""
     layers = model.mtp.layers
     return layers[0] if model.mtpkit_config.mtp.repeated else layers[depth - 1]
 
 
 def depth_embedding(model: HybridModel, token_ids: Tensor, inputs: LayerInput) -> Tensor:
-    """What a depth reads of its tokens: their embeddings, with zeros at position 0 if `zero_first_embedding` is set.
+    """Embed the tokens of a depth, with zeros at position 0 if `zero_first_embedding` is set.
 
     Args:
         token_ids: [b, s], shifted by the depth.
-        inputs: those of the depth.
+        inputs: the layer input of the depth.
 
     Returns:
         [s, b, h] (s / tp under sequence parallelism).
@@ -190,7 +191,7 @@ def depth_embedding(model: HybridModel, token_ids: Tensor, inputs: LayerInput) -
 
 
 def _embedding_rows(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tensor | IntegerRows]:
-    """Where the embeddings of token_ids [1, T] are: rows [T] int64 of a table."""
+    """Return where the embeddings of token_ids [1, T] lie: row numbers [T] int64, and the table that they index."""
     table = model.embedding.word_embeddings
     if _is_alone(model):
         return token_ids[0], table.rows if isinstance(table, IntegerEmbedding) else table.weight
@@ -211,18 +212,18 @@ def mtp_forward(
 ) -> Tensor:
     """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding); hnorm(g^{k-1})]))).
 
-    DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth. Where depths hand on
-    the state before `final_layernorm`, that takes the place of g^{k-1} and g^k.
+    DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth. If depths hand on the
+    state before `final_layernorm`, that state takes the place of g^{k-1} and g^k.
 
     Args:
         depth: k, from 1.
-        hidden: [s, b, h], g^{k-1}: what the depth before hands on, for depth 1 the base.
+        hidden: [s, b, h], g^{k-1}: the state that the previous depth hands on, or the base for depth 1.
         token_ids: [b, s], already shifted: element i is t_{i+k}.
         inputs: `SequenceInput`, `DepthInput`, or `StepInput`.
-        keep: [N] int64, the tokens of a step whose g^k is wanted; None: all. The others only fill the caches.
+        keep: [N] int64, the tokens of a step to compute g^k for; None: all. The other tokens only fill the caches.
 
     Returns:
-        What the depth hands on, [s, b, h], or [N, b, h]; `normed_states` gives g^k.
+        The state that the depth hands on, [s, b, h], or [N, b, h] with `keep`; `normed_states` gives g^k.
 
     Example, tokens A B C D: depth 1 reads hidden h_A h_B h_C with tokens B C D and predicts C D ..
     """
@@ -253,14 +254,15 @@ def depth_forward(
     """Run one depth with the arguments of `mtp_forward`.
 
     Returns:
-        What it hands on and g^k, both [s, b, h].
+        The state that it hands on, and g^k, both [s, b, h].
     """
     handed_on = mtp_forward(model, depth, hidden, token_ids, inputs)
     return handed_on, normed_states(model, handed_on, depth)
 
 
 def _kept(model: HybridModel, layers: nn.ModuleList, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
-    """x [T, 1, h] after a head's layers at tokens `keep` [N]; the others go as far as the last layer with a cache."""
+    """Run a head's layers on x [T, 1, h] and return [N, 1, h] at tokens `keep` [N]; the other tokens stop at the last
+    layer that keeps a state."""
     assert isinstance(inputs, StepInput)
     pattern = model.mtpkit_config.mtp.pattern
     last = caching_length(pattern) - 1
@@ -277,12 +279,12 @@ def _kept(model: HybridModel, layers: nn.ModuleList, x: Tensor, inputs: LayerInp
 
 
 def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:
-    """token_ids [b, s] moved left by `depth`; the places that have no such token hold 0 and must be masked."""
+    """Shift token_ids [b, s] left by `depth`; places at the end without a token hold 0 and must be masked."""
     return F.pad(token_ids[:, depth:], (0, min(depth, token_ids.shape[1])))
 
 
 def shift_states(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
-    """hidden [s, b, h] (s / tp under sequence parallelism) moved to the front by `depth`, 0 where there is none."""
+    """Shift hidden [s, b, h] (s / tp under sequence parallelism) to the front by `depth`; the end is filled with 0."""
     whole = gather_sequence(model, hidden)
     moved = F.pad(whole[depth:], (0, 0, 0, 0, 0, min(depth, len(whole))))
     return scatter_to_sequence_parallel_region(moved) if model.config.sequence_parallel else moved
@@ -303,22 +305,22 @@ def unroll_depths(
 ) -> Iterator[Tensor]:
     """Yield g^1 .. g^K, each after its final norm, over whole sequences.
 
-    g^k_i is meaningful where t_{i+k} exists in the document of i; elsewhere it is finite and to be masked out.
+    g^k_i is meaningful where t_{i+k} exists in the document of i; elsewhere it is finite and must be masked out.
 
     Args:
-        hidden: [s, b, h], what the base hands on.
+        hidden: [s, b, h], the states that the base hands on.
         token_ids: [b, s].
         attention: `serving`, the mask that decoding a repeated head produces, or `per_depth`, causal attention of each
-            depth over its own stream: what Megatron trains, and what decoding distinct heads produces. None: what
-            decoding this model produces.
+            depth over its own stream: the one that Megatron trains and that decoding distinct heads produces. None: the
+            one that decoding this model produces.
         documents, positions: [b, s], and `document_lens`: see `SequenceInput`.
-        mix: for training, what depth k + 1 reads in place of what depth k hands on: a function of that and of the
-            base's hidden states that it stands in for, both [s, b, h]; element i of these is h_{i+k}, or 0 past the
-            end. They are normed where depths hand on normed states; of a base that hands these on, others cannot be
-            had.
-        recompute: keep of each depth what goes in and what later depths read of it, and run it again in the backward
-            (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
-        forward: what runs one depth, and does what `depth_forward` does.
+        mix: for training, a function that makes the input of depth k + 1 from the states that depth k hands on and from
+            the base's hidden states that they predict, both [s, b, h]; element i of the base's is h_{i+k}, or 0 past
+            the end. The base's states are normed if depths hand on normed states. If depths hand on states before the
+            norm, the base must do so, too.
+        recompute: keep only the inputs of each depth and the entries that later depths read, and run the depth again in
+            the backward (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
+        forward: function that runs one depth, with the arguments and the result of `depth_forward`.
     """
     repeated = model.mtpkit_config.mtp.repeated
     serving = repeated if attention is None else attention == "serving"

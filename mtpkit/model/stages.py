@@ -1,8 +1,8 @@
-"""Deal the layers of the base to pipeline stages.
+"""Distribute the layers of the base over pipeline stages.
 
-The frozen base runs forward only and streams (see `mtpkit.training.parallel`). The last stage trains the heads besides:
-an even deal would leave it with the most to hold and the most to compute, and the slowest stage sets the pace. Layers
-are dealt by one of these costs instead, and it gets fewer of them.
+The frozen base only runs forward, one micro-batch after another (see `mtpkit.training.parallel`). The last stage also
+trains the heads: with as many layers as the other stages, it would hold and compute the most, and the slowest stage
+sets the pace. Layers are therefore distributed by memory, by time or by decoding cost, and the last stage gets fewer.
 """
 
 import functools
@@ -20,42 +20,42 @@ from mtpkit.model.kinds import KINDS
 
 @dataclass(frozen=True)
 class Decoding:
-    """A balance by what steps of decoding read, of weights and recurrent states."""
+    """Balance by the bytes of weights and recurrent states that a decode step reads."""
 
     drafts: int
-    """Drafts of a step: each reads a head and the lm_head once more, on the last stage."""
+    """Drafts per step; each one reads a head and the lm_head once more, on the last stage."""
     requests: int
-    """Requests of a step, those of one batch."""
+    """Requests per step, which form one batch."""
 
     @classmethod
     def of(cls, config: ModelConfig, k: int | Literal["auto"], requests: int, stages: int) -> "Decoding":
-        """The balance for K drafts, with `auto` the default of the heads, and for so many requests in all batches, of
-        which there is one for each stage."""
+        """Return the balance for `k` drafts (`auto`: the default of the heads) and for `requests` requests, split into
+        one batch per stage."""
         return cls(config.mtp.default_drafts if k == "auto" else k, -(-requests // stages))
 
 
 StageBalance = Balance | Decoding
-"""How stages are balanced: for training, or for decoding."""
+"""Balance of stages: for training, or for decoding."""
 
-_TRAINED_BYTES = 18  # of a head's weight: in bf16, and in fp32 its master, gradient and two moments
+_TRAINED_BYTES = 18  # per weight of a head: bf16 weight; fp32 master, gradient and two moments
 _WEIGHT_BYTES, _STATE_BYTES = 2, 4  # in decoding: bf16, fp32
 
 
 def first_layer(model: HybridModel) -> int:
-    """Return the number, in the whole base, of this stage's first layer."""
+    """Return the index in the whole base of this stage's first layer."""
     return sum(map(len, model.stage_patterns[: model.pg_collection.pp.rank()]))
 
 
 def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "memory") -> list[str]:
-    """Deal neighbouring layers to pipeline stages so that the costliest stage costs as little as possible.
+    """Assign neighbouring layers to pipeline stages so that the costliest stage costs as little as possible.
 
-    Memory is that of bf16 weights, all experts and the embeddings of the first and last stage included, and of what
-    AdamW keeps of the heads on one data-parallel rank. Time is 2 FLOPs per weight of the base that a token uses, 6 per
+    Memory counts the bf16 weights, including all experts and the embeddings of the first and last stage, and what AdamW
+    keeps for the heads on one data-parallel rank. Time counts 2 FLOPs per weight of the base that a token uses, 6 per
     weight of the heads and depth, 4 per weight of lm_head and depth, and 2 per weight of lm_head for the base's own
-    logits. Activations and attention scores are left out, and what recomputation and fp8 change. With `Decoding`, cost
-    is the bytes that a step reads: weights of the layers, of experts those that at least one token is expected to
-    choose, the fp32 recurrent states of its requests, and on the last stage the lm_head, and for each draft a head and
-    the lm_head once more. Keys and values are left out.
+    logits. Both leave out activations, attention scores, and the effects of recomputation and fp8. With `Decoding`, the
+    cost is the bytes that a step reads: the weights of the layers (of experts, those that at least one token is
+    expected to choose), the fp32 recurrent states of its requests, the lm_head on the last stage, and there for each
+    draft a head and the lm_head once more. Keys and values are left out.
 
     Raises:
         UserError: fewer layers than stages, or an unknown balance.
@@ -88,7 +88,7 @@ def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "me
 
     @functools.cache
     def best(stage: int, end: int) -> tuple[float, float, tuple[int, ...]]:
-        """Deal layers 0 .. end - 1 to stages 0 .. stage: largest cost, sum of squares, first layer of each stage."""
+        """Split layers 0 .. end - 1 over stages 0 .. stage: largest cost, sum of squares, first layer of each stage."""
         more = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         if stage == 0:
             return sums[end] + more, (sums[end] + more) ** 2, (0,)

@@ -9,7 +9,7 @@ from mtpkit.config import ModelConfig
 
 @dataclass
 class TransformerConfig(MegatronTransformerConfig):
-    """What megatron-core hands to each module of a model that `build_model` makes."""
+    """Config that megatron-core passes to each module of a model made by `build_model`."""
 
     mtpkit: ModelConfig = field(kw_only=True)
     """Sizes and switches that megatron-core has no fields for."""

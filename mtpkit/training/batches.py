@@ -17,11 +17,11 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.training.config.settings import DataConfig, TrainConfig
 
 AHEAD = 3
-"""Micro-batches whose hidden states are being read or ready ahead of use."""
+"""Number of micro-batches whose hidden states are being read, or are ready before they are used."""
 
 
 def open_dataset(config: TrainConfig, paths: tuple[str, ...]) -> PackedDataset:
-    """The packed sequences of files, folders and globs, by the settings; raises the errors of `build_dataset`."""
+    """Build the data set of files, folders and globs as the settings say; raises the errors of `build_dataset`."""
     data = config.data
     columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
     vocab_size = load_config(config.model).vocab_size
@@ -90,7 +90,7 @@ class ReadAhead:
             self._begun.append((read, self._thread.submit(read)))
 
     def _take(self, read: Callable[[], StoredStates]) -> StoredStates:
-        """The result of a read, and the beginning of another one."""
+        """Return the result of a read, and begin the next one."""
         begun, future = self._begun.popleft()
         assert begun is read, "micro-batches are taken once and in their order"
         states = future.result()

@@ -1,4 +1,4 @@
-"""The base's hidden states of packed sequences on disk, as heads read them, from which these are trained without it.
+"""The base's hidden states of packed sequences on disk, as heads read them, to train heads without running the base.
 
     DIR/cache.json                           the manifest: base, data, sizes
     DIR/train-00000-of-00012.safetensors     `hidden` [rows, s, h], in fp8 with `scale` [rows, s] float32
@@ -43,7 +43,8 @@ SHARD_BYTES = 2**30
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """`values` [b, s, h] in the dtype of the cache, and with fp8 the `scale` [b, s] fp32 of each token."""
+    """Hidden states as cached: `values` [b, s, h] in the cache's dtype, and for fp8 the `scale` [b, s] fp32 of each
+    token."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -73,15 +74,15 @@ class HiddenStates:
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    """[] bool from the extremes alone, forty times as fast on a CPU as `isfinite` of each value."""
-    if values.dtype == FP8:  # has no infinity, and NaN are the bytes 7f and ff
+    """Whether all values are finite, [] bool; reads the extremes, forty times as fast on a CPU as `isfinite`."""
+    if values.dtype == FP8:  # it has no infinity, and its NaNs are the bytes 7f and ff
         return (values.view(torch.int8).max() < 0x7F) & (values.view(torch.uint8).max() < 0xFF)
     return torch.stack(values.aminmax()).isfinite().all()
 
 
 @torch.no_grad()
 def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
-    """What the base hands on, [s, b, h] (s / tp under sequence parallelism), cached in the batch or computed."""
+    """The base's hidden states, [s, b, h] (s / tp under sequence parallelism), cached in the batch or computed."""
     if batch.hidden is None:
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         return base_forward(model, batch.token_ids, inputs)
@@ -131,13 +132,13 @@ class Manifest:
     base: str
     """Digest of the base's weights."""
     base_config: str
-    """Digest of its config."""
+    """Digest of the base's config."""
     base_name: str
     """Directory of the weights."""
     base_files: dict[str, list[int]]
     """Size and modification time (ns) of each file of the weights."""
     tokenizer: str
-    """Fingerprint."""
+    """Fingerprint of the tokenizer."""
     dtype: str
     """Dtype in which the base ran."""
     cache_dtype: Annotated[

@@ -1,4 +1,4 @@
-"""Write a cache of hidden states on all data-parallel ranks, announced first and resumable."""
+"""Write a cache of hidden states on all data-parallel ranks; announces its size first, and can be resumed."""
 
 import fcntl
 import os
@@ -71,15 +71,16 @@ def attach_cache(
     train: PackedDataset,
     heldout: PackedDataset | None,
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """Both data sets with the base's hidden states from `config.cache`, in which missing shards are written first.
+    """Attach the base's hidden states in `config.cache` to both data sets; missing shards are written first.
 
     Collective over all ranks, which need the same file system.
 
     Args:
-        model_config: config of the trained model; of its heads only what they read of the base matters.
+        model_config: config of the trained model; about its heads, only `reads_of_base` matters.
 
     Raises:
-        UserError: the cache is of another base or other data, damaged, or being written; or there is too little space.
+        UserError: the cache belongs to another base or other data, is damaged, or is being written; or the disk has too
+            little space.
         StorageError: writing failed; finished shards stay.
     """
     directory = Path(config.cache)
@@ -102,7 +103,7 @@ def attach_cache(
 def _plan(
     config: TrainConfig, model_config: ModelConfig, datasets: Mapping[str, PackedDataset]
 ) -> tuple[Manifest, Missing]:
-    """The manifest of the cache, and its missing shards, which are announced."""
+    """Make the manifest of the cache, and find its missing shards; these are announced."""
     directory = Path(config.cache)
     before = read_manifest(directory)
     known = (Path(before.base_name), before.base, before.base_files) if before else None
@@ -175,7 +176,7 @@ def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
     def begin() -> None:
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            locks.append(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666))  # NFS locks no directories
+            locks.append(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666))  # NFS cannot lock directories
             try:
                 fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -231,10 +232,10 @@ def _write(
 def _share(
     split: Split, missing: Sequence[int], rank: int, ranks: int, together: bool
 ) -> Iterator[tuple[int | None, np.ndarray]]:
-    """This rank's missing shards, each with the rows to run, those of the shard first.
+    """Yield this rank's missing shards, each with the rows to run; the shard's own rows come first.
 
-    Ranks that share experts (`together`) all run the same number of rows: a rank with a shorter shard repeats it, and a
-    rank without a shard (None) runs another rank's.
+    Ranks that share experts (`together`) all run the same number of rows: a rank with a shorter shard repeats rows of
+    it, and a rank without a shard (None) runs the rows of another rank.
     """
     for start in range(0, len(missing), ranks):
         turn = [split.rows(shard) for shard in missing[start : start + ranks]]
@@ -247,7 +248,7 @@ def _share(
 def _compute(
     model: HybridModel, dataset: PackedDataset, rows: np.ndarray, size: int, dtype: torch.dtype, bar: tqdm
 ) -> dict[str, Tensor]:
-    """The tensors of a shard. All micro-batches have the same size, since another size may round differently."""
+    """Compute a shard's tensors. All micro-batches have the same size, since another size may round differently."""
     device = next(model.parameters()).device
     parts = []
     for start in range(0, len(rows), size):

@@ -1,8 +1,9 @@
 """Losses and acceptance of all depths on a packed batch, compared with the frozen base.
 
-Tensors are laid out by *target position*: entry j of depth k is the prediction of token t_{j+1} by depth k started at
-i = j - k, which is compared with the base's prediction from h_j. Example, K = 2, tokens A B C D E: entry j = 2 holds
-depth 1 started at i = 1, which read (h_1, C), and depth 2 started at i = 0, which read (g^1_0, C); both predict D.
+Tensors are laid out by *target position*: entry j of depth k is the prediction of token t_{j+1} by depth k of the
+drafts that start at i = j - k. It is compared with the base's prediction from h_j. Example, K = 2, tokens A B C D E:
+entry j = 2 holds depth 1 started at i = 1, which read (h_1, C), and depth 2 started at i = 0, which read (g^1_0, C);
+both predict D.
 
 Shape legend: K depths, s sequence, b batch, h hidden size, n selected target positions.
 """
@@ -40,8 +41,8 @@ class DepthSums:
     """Sums over the selected tokens of one or several batches, and the rates that follow from them.
 
     `values` is [2 + 2 D, K] fp64. Its rows are the losses; the numbers of selected tokens; then, for each of the first
-    D `DECODINGS`, the number of positions whose drafts 1 .. k - 1 are accepted (`offered`), and of those whose k-th
-    draft is accepted too (`accepted`). With sampling these are expected numbers.
+    D `DECODINGS`, the number of positions whose drafts 1 .. k - 1 are accepted (`offered`), and the number of those
+    whose k-th draft is accepted too (`accepted`). With sampling both are expected numbers.
     """
 
     values: Tensor
@@ -86,7 +87,7 @@ class DepthSums:
         """Refuse sums that are NaN or infinite; the host waits for the device.
 
         Raises:
-            MtpkitError: names `where` and the result of `not_finite`.
+            MtpkitError: a sum is not finite; names `where` and the result of `not_finite`.
         """
         if found := self.not_finite():
             raise MtpkitError(
@@ -110,12 +111,12 @@ class DepthSums:
 
 @dataclass(frozen=True)
 class HiddenMix:
-    """Mixes the base's hidden states into those that a depth hands to the next; a `mix` of `unroll_depths`.
+    """Mixes the base's hidden states into those that a depth hands to the next depth; the `mix` of `unroll_depths`.
 
-    In decoding, depth k + 1 at i reads g^k_i in place of the base's h_{i+k}. A share of 0 trains the same, as HASS does
-    (Zhang et al. 2024, arXiv:2408.15766). With a share of 1 every depth reads the base's states, as in EAGLE (Li et al.
-    2024, arXiv:2401.15077). Shares between are scheduled sampling (Bengio et al. 2015, arXiv:1506.03099). No gradient
-    flows to earlier depths through the base's states.
+    In decoding, depth k + 1 at i reads g^k_i in place of the base's h_{i+k}. A share of 0 trains on the same input, as
+    HASS does (Zhang et al. 2024, arXiv:2408.15766). With a share of 1 every depth reads the base's states, as in EAGLE
+    (Li et al. 2024, arXiv:2401.15077). Shares in between are scheduled sampling (Bengio et al. 2015, arXiv:1506.03099).
+    No gradient flows to earlier depths through the base's states.
     """
 
     share: float
@@ -123,9 +124,9 @@ class HiddenMix:
     """`sample`: each position reads h_{i+k} with probability `share`, else g^k_i. `blend`: every position reads
     share * h_{i+k} + (1 - share) * g^k_i."""
     generators: Sequence[torch.Generator] = ()
-    """For `sample`, one generator per sequence of the b, on the device of the states."""
+    """For `sample`, one generator for each of the b sequences, on the device of the states."""
     part: tuple[int, int] = (0, 1)
-    """Index of this sequence-parallel part, and the number of equal parts: all take their part of the same draws."""
+    """Index of this sequence-parallel part, and the number of equal parts; each takes its share of the same draws."""
 
     def __call__(self, own: Tensor, base: Tensor) -> Tensor:
         """The mixture [s, b, h] of own and base [s, b, h]."""
@@ -139,17 +140,17 @@ class HiddenMix:
 
 @dataclass(frozen=True)
 class Selection:
-    """The tokens that the depths learn to predict. Making one waits for the device, so do it before the base runs."""
+    """The tokens that the depths learn to predict. Making it waits for the device, so make it before the base runs."""
 
     selected: Tensor
     """[K, s, b] bool: entry (k - 1, j) says whether depth k learns to predict t_{j+1}.
 
-    It does if the batch's `loss_mask` selects that token, and all tokens that the depth has read, from t_{j-k} on,
+    Depth k does if the batch's `loss_mask` selects that token, and all tokens that the depth has read, from t_{j-k} on,
     belong to the token's document."""
     rows: Tensor
-    """[n] indices, in s * b, of the positions that at least one depth selects."""
+    """[n] flat indices (into s * b) of the positions that at least one depth selects."""
     mask: Tensor
-    """[K, n] bool: those that each depth selects."""
+    """[K, n] bool: which of these positions each depth selects."""
     mask_on_host: Tensor
 
     @classmethod
@@ -177,11 +178,12 @@ class Selection:
 def count_accepted(matches: Tensor, selected: Tensor, rates: Tensor | None = None) -> Tensor:
     """Offered and accepted drafts [2, K], as in `DepthSums`, from tensors [K, s, b].
 
-    The draft of depth k made at i stands at target position i + k. It counts if it is selected, and drafts 1 .. k - 1
-    made at the same i are selected and accepted.
+    The draft of depth k made at i stands at target position i + k. It counts as offered if it is selected, and drafts 1
+    .. k - 1 made at the same i are selected and accepted.
 
-    On a text sampled from p, probabilities give the expected numbers under sampling: a step that continues past the
-    text's token t with probability r(t) continues past any token v with probability p(v) r(v).
+    On a text sampled from p, acceptance probabilities as `matches` give the expected numbers under sampling: if a step
+    continues past the text's token t with probability r(t), then it meets a token v and continues past it with
+    probability p(v) r(v).
 
     Args:
         matches: bool, or the probability that the text's token, if the base samples it, is accepted from depth k.
@@ -215,9 +217,10 @@ def run_depths(
     and sums. Positions that no depth selects do not go through lm_head.
 
     Args:
-        hidden: [s, b, h] (s / tp under sequence parallelism), what the base hands on; None: the base runs here.
+        hidden: [s, b, h] (s / tp under sequence parallelism), the states that the base hands on; None: the base runs
+            here.
         recompute: as in `unroll_depths`.
-        selection: that of the batch; None: it is made here.
+        selection: the batch's selection; None: it is made here.
     """
     selection = selection or Selection.of(batch, num_depths)
     compared = _unroll(model, batch, selection, attention, options, mix, hidden, recompute)
@@ -237,11 +240,12 @@ def measure_depths(
     """The sums of a batch with acceptance under all `DECODINGS`, without gradients.
 
     The heads read the text's tokens (teacher forcing). Greedy acceptance equals that of decoding on text that the base
-    wrote greedily, the others on text that it sampled at temperature 1: a step continues past the text's token t if t
-    is the draft, or for sampled drafts with probability min(1, q(t) / p(t)), which gives min(p, q) in all.
+    wrote greedily; acceptance under sampling equals that of decoding on text that the base sampled at temperature 1. A
+    step continues past the text's token t if t is the draft. For sampled drafts it does so with probability min(1, q(t)
+    / p(t)), which times the probability p(t) of t is min(p(t), q(t)).
 
-    All positions count the same. A decoder jumps over positions whose drafts are accepted, so that its own figure is
-    lower if acceptance comes in runs; `served_acceptance` counts only the positions where greedy decoding starts.
+    All positions count the same. A decoder skips positions whose drafts are accepted, so that its acceptance is lower
+    if acceptance comes in runs; `served_acceptance` counts only the positions where greedy decoding starts a step.
     """
     selection = Selection.of(batch, num_depths)
     losses, found = head_agreement(*_unroll(model, batch, selection, attention, options, hidden=hidden))

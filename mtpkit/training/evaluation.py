@@ -1,4 +1,4 @@
-"""Acceptance of heads on held-out data by source, during a run and for any checkpoint, and as in serving."""
+"""Acceptance of heads on held-out data: by source, during a run or for any checkpoint, and as in serving."""
 
 import functools
 import operator
@@ -52,17 +52,17 @@ class Evaluation:
         return text
 
     def to_dict(self) -> dict[str, object]:
-        """The `summary` of all sources together, and that of each under `sources`."""
+        """The `summary` of all sources together, with the summary of each source under `sources`."""
         each = {name: summary(sums, self.depth_weights) for name, sums in self.sources.items()}
         return {**summary(self.overall, self.depth_weights), "sources": each}
 
 
 def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, object]:
-    """The numbers that are logged and reported for some tokens.
+    """The numbers that are logged and reported for a set of tokens.
 
     `loss` is the weighted sum of `depth_losses`. `acceptance_length` and `conditional_acceptance` (one rate per depth)
-    are for greedy decoding; with the prefixes `sampling_` and `draft_sampling_` they are the expected ones at
-    temperature 1, see `Decoding`. `positions` counts the positions where a step could start.
+    are for greedy decoding; the same keys with the prefixes `sampling_` and `draft_sampling_` hold the expected values
+    at temperature 1, see `Decoding`. `positions` counts the positions where a step could start.
     """
     values: dict[str, object] = {
         "loss": sum(weight * loss for weight, loss in zip(depth_weights, sums.losses(), strict=True)),
@@ -93,10 +93,10 @@ def evaluate_sources(
     Args:
         loss: the reported loss, with the weights of the depths.
         batch_size: sequences per forward pass on one rank.
-        max_sequences: sequences to read of each source, evenly spread over it; None: all.
+        max_sequences: number of sequences to read from each source, evenly spread over it; None: all.
 
     Raises:
-        MtpkitError: a loss or an acceptance rate is not finite; on all ranks.
+        MtpkitError: a loss or an acceptance rate is not finite; raised on all ranks.
     """
     device, group = next(model.parameters()).device, model.pg_collection.dp
     sources = {}
@@ -130,8 +130,8 @@ def evaluate_directory(
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
 
     Args:
-        num_depths: K; None: the number that the heads were trained for, or 3 if that is unknown. A repeated head can
-            be unrolled further.
+        num_depths: K; None: the number that the heads were trained for, or 3 if that is unknown. A repeated head can be
+            unrolled to more depths.
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         backend: as `TrainConfig.backend`.
         parallel: how ranks split the model; None: each rank has the whole model.
@@ -141,7 +141,8 @@ def evaluate_directory(
         temperature 1 with the default depth weights; None on all ranks but the first.
 
     Raises:
-        UserError: no model, no heads, too few of them, or data or a split that does not fit.
+        UserError: the directory has no model, no heads or too few heads, or the data or the split over ranks does not
+            fit.
         MtpkitError: a loss or an acceptance rate is not finite.
     """
     config = load_config(directory)
@@ -195,14 +196,14 @@ def served_acceptance(
         token_ids: [s], a prompt and the base's greedy answer.
 
     Returns:
-        Sums over the steps whose K drafts all lie in the text; the losses in them are 0.
+        Sums over the steps whose K drafts all lie in the text, with losses of 0.
 
     Raises:
         MtpkitError: logits where a step may start are not finite.
     """
     batch = token_ids[None]
     hidden = base_forward(model, batch, SequenceInput())
-    starts = max(0, len(token_ids) - num_depths - 1)  # positions from 0 on whose K drafts lie in the text
+    starts = max(0, len(token_ids) - num_depths - 1)  # number of positions from 0 on whose K drafts lie in the text
     right = []
     for depth, states in enumerate(unroll_depths(model, hidden, batch, num_depths, attention), start=1):
         logits = compute_logits(model, states[:starts, 0])

@@ -1,8 +1,8 @@
 """Least squares for the input projection of heads that are copies of the base's last layers.
 
-A head reads h_i and the embedding of t_{i+1}, and should give h_{i+1}. Its layers are copies of the base's last ones,
-so that `eh_proj` has to replace all layers before those: it should map the head's two inputs to the input of those
-layers at i + 1. Some thousands of tokens give this linear map in closed form, for every depth alike, since each depth
+A head reads h_i and the embedding of t_{i+1}, and should give h_{i+1}. Its layers are copies of the base's last layers,
+so `eh_proj` has to replace all earlier layers: it should map the head's two inputs to the input of the copied layers at
+i + 1. A few thousand tokens give this linear map in closed form. The map is the same for every depth, since each depth
 hands on approximately the base's next state.
 
 Shape legend: s sequence, b batch, h hidden size, n tokens in the fit.
@@ -36,7 +36,7 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
         The share of the target's squared norm that the regression explains on these batches, at most 1.
 
     Raises:
-        MtpkitError: the base's states are not finite, or there is nothing to fit; on all ranks.
+        MtpkitError: the base's states are not finite, or there is nothing to fit; raised on all ranks.
     """
     sums: tuple[Tensor, ...] | None = None  # over tokens: x^T x, x^T y and y^T y
     explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
@@ -68,9 +68,9 @@ def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -
 
 
 def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs of a head's projection [n, 2h] and its targets [n, h], where both belong to one document.
+    """Inputs of a head's projection [n, 2h] and its targets [n, h], both from the same document.
 
-    Padding, after the last token that is learnt, is left out.
+    Padding, which follows the last prediction target, is left out.
     """
     head = model.mtp.layers[0]
     inputs = SequenceInput(batch.documents, batch.positions)
@@ -83,10 +83,10 @@ def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tens
 
 
 def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = None) -> Tensor:
-    """A stage's hidden states, and its part of the regression's target, [2, s, b, h].
+    """Run a pipeline stage; returns its hidden states and its part of the regression's target, [2, s, b, h].
 
     The target is the base's last residual stream minus the outputs that the copied layers added to it. Earlier stages
-    hand on the negative sum of those outputs up to there.
+    hand on the negated sum of these outputs so far.
     """
     config = model.mtpkit_config
     taken = []
@@ -108,7 +108,7 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         hidden = base_forward(model, batch.token_ids, inputs)
         if model.post_process:
-            normed_states(model, hidden)  # the hook of the final norm notes the stream, whichever state heads read
+            normed_states(model, hidden)  # so that the final norm's hook notes the stream, whichever state heads read
     finally:
         for hook in hooks:
             hook.remove()

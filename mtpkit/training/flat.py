@@ -2,8 +2,8 @@
 
 The gradients of all parameters with the same data-parallel group are views of one flat fp32 buffer. A rank owns one of
 the buffer's equal parts: it gets the sum of that part over ranks, keeps its master weights and moments, and updates it
-(ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054). The updated weights are gathered in the same buffer. Reduce-
-scatter and all-gather send as many bytes as an all-reduce.
+(ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054). The updated weights are gathered in the same buffer.
+Reduce-scatter and all-gather together send as many bytes as one all-reduce.
 """
 
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
@@ -23,8 +23,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from torch import Tensor, nn
 
 DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR = range(5)
-"""Kinds of parameters in the order of a buffer, in which neighbours are treated alike: weight decay (all but vectors),
-Muon (matrices), and a sum over tensor-parallel ranks, each of which sees a part of the sequence (partial)."""
+"""Kinds of parameters, in their order in a buffer. In this order every treatment covers a contiguous range: weight
+decay (all but vectors), Muon (matrices), and a gradient sum over tensor-parallel ranks, each of which sees only a part
+of the sequence (partial)."""
 PADDING = 64  # a rank's part is a multiple of this many elements, for aligned loads
 
 
@@ -41,7 +42,7 @@ def kind_of(parameter: nn.Parameter) -> int:
 
 @dataclass
 class Region:
-    """Contiguous elements of a buffer that this rank owns and updates alike."""
+    """Contiguous elements of a buffer that this rank owns and updates in the same way."""
 
     first: int
     """Index of the first element in the buffer."""
@@ -93,7 +94,7 @@ class FlatBuffer:
             parameter.main_grad = grad  # type: ignore[attr-defined]  # see `main_grad`
 
     def add_region(self, kinds: Sequence[int], state: Sequence[str], weight_decay: float) -> None:
-        """Add the region that this rank owns of neighbouring kinds.
+        """Add a region: those elements of neighbouring `kinds` that this rank owns.
 
         Its masters are copies of the parameters; the tensors named in `state` are zeros, which a checkpoint can fill.
         """
@@ -118,7 +119,7 @@ class FlatBuffer:
             dist.all_reduce(self.flat[start:end], group=self.tensor_group)
 
     def reduce(self) -> None:
-        """Sum the part that this rank owns over ranks."""
+        """Sum the gradients over ranks, in the part that this rank owns."""
         if self.group.size() == 1:
             return
         if self.distributed:
@@ -127,12 +128,12 @@ class FlatBuffer:
             dist.all_reduce(self.flat, group=self.group)
 
     def gather(self) -> None:
-        """Fill the buffer with every rank's own part."""
+        """Gather every rank's own part into the buffer."""
         if self.distributed and self.group.size() > 1:
             dist.all_gather_into_tensor(self.flat, self.own, group=self.group)
 
     def square_norm(self) -> Tensor:
-        """[] fp64, the part of this rank in the squared norm of the summed gradient; ranks count no parameter twice."""
+        """This rank's share of the squared norm of the summed gradient, [] fp64; ranks count no parameter twice."""
         total = torch.zeros((), dtype=torch.float64, device=self.flat.device)
         if not self.distributed and self.group.rank() > 0:
             return total
@@ -149,7 +150,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Set the parameters to the new weights in all ranks' parts, and clear the gradients."""
+        """Gather the new weights from all ranks, copy them to the parameters, and clear the gradients."""
         self.gather()
         for parameter, value in zip(self.parameters, self.grads, strict=True):
             parameter.copy_(value)
@@ -200,7 +201,7 @@ class FlatBuffer:
         return self._bounds[bisect_left(own, kinds[0])], self._bounds[bisect_right(own, kinds[-1])]
 
     def _counted(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of the buffer that no other tensor-parallel rank counts, with neighbours joined."""
+        """Yield the ranges of the buffer that count on this tensor-parallel rank only, with adjacent ranges joined."""
         start = end = 0
         for parameter, (first, after) in zip(self.parameters, itertools.pairwise(self._bounds), strict=True):
             if self.tensor_group.rank() == 0 or getattr(parameter, "tensor_model_parallel", False):
@@ -214,7 +215,7 @@ class FlatBuffer:
 def _block(part: ShardedTensor, low: int, high: int, replicated: bool) -> ShardedTensor:
     """The largest rectangular block of a tensor that starts at `low` and ends by `high` in memory order.
 
-    Example, entries 2 .. 9 of a part of shape [4, 3]: [0, 2], then rows 1 and 2, then [3, 0].
+    Example, entries 2 .. 9 of a part of shape [4, 3]: element [0, 2], then rows 1 and 2, then element [3, 0].
     """
     shape = part.local_shape
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

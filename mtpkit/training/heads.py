@@ -1,4 +1,4 @@
-"""The model of a run: a base from a directory with its own heads or new ones, of which only the heads are trained."""
+"""The model of a run: a base from a directory with its own heads or new heads; only the heads are trained."""
 
 import bisect
 import dataclasses
@@ -93,16 +93,17 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
 
 
 def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:
-    """The model with the rules that the settings give; `auto` leaves the model's own."""
+    """Replace the model's `HEAD_RULES` by those that the settings give; `auto` leaves the model's own."""
     asked = {name: getattr(heads, name) for name in HEAD_RULES}
     return model.replace(**{f"mtp_{name}": value for name, value in asked.items() if value != "auto"})
 
 
 def default_pattern(base: ModelConfig) -> str:
-    """Layers of a depth of new heads: those of the base's heads, else one that mixes tokens and one that does not.
+    """Pattern of new heads: that of the base's heads, else one layer that mixes tokens and one that does not.
 
-    Both are kinds of the base, attention before Mamba2, and MLPs before experts unless the base's family has heads with
-    experts alone. Example: `*-` for `M*-`, `*E` for `ME*E`, `M-` for `M-`, `*` for `M*`, `+E` for DeepSeek-V3.
+    Both layers are of kinds that the base has. Attention is preferred to Mamba2, and MLPs are preferred to experts
+    unless heads of the base's family always have experts. Example: a base `M*-` gives `*-`, `ME*E` gives `*E`, `M-`
+    gives `M-`, `M*` gives `*`, and DeepSeek-V3 gives `+E`.
     """
     if base.mtp.pattern:
         return base.mtp.pattern
@@ -113,7 +114,7 @@ def default_pattern(base: ModelConfig) -> str:
 
 
 def _can_be_written(base: ModelConfig, pattern: str) -> bool:
-    """Whether the base's family, if it is known, has names for such heads."""
+    """Whether the base's family has weight names for heads of this pattern; True if the family is not known."""
     family = FAMILIES.get(base.family)
     return family is None or not any(family.misfits(base.replace(mtp_pattern=pattern, mtp_num_depths=1)))
 
@@ -203,10 +204,10 @@ def build_with_heads(
 
 @torch.no_grad()
 def init_from_base(model: HybridModel) -> None:
-    """Initialise each head with the base's last layers of its kinds, reading the sum of embedding and hidden state.
+    """Initialise each head as a copy of the base's last layers of its kinds, reading embedding plus hidden state.
 
-    The random values of `eh_proj` remain as noise, and the input norms as they are. Collective over pipeline stages,
-    since earlier ones may hold these layers.
+    The random values of `eh_proj` remain as noise on top of this sum, and the input norms do not change. Collective
+    over pipeline stages, since earlier ones may hold these layers.
     """
     heads = model.mtp.layers if model.mtp_process else []
     for place, letter in enumerate(model.mtpkit_config.mtp.pattern):
@@ -251,7 +252,7 @@ def drop_base_layers(model: HybridModel) -> None:
 
 def freeze_base(model: HybridModel) -> dict[str, nn.Parameter]:
     """Make the heads' parameters the only ones that require a gradient, and return them by name. Experts of the base
-    are stacked, see `stack_experts`: not with tensor- or expert-parallel ranks."""
+    are stacked (see `stack_experts`), except with tensor- or expert-parallel ranks."""
     model.requires_grad_(False)
     model.eval()
     if not stack_experts(model.decoder):

@@ -57,7 +57,7 @@ def train(config: TrainConfig) -> Path:
 class Trainer:
     """The parts of a run, resumed if there is a checkpoint. `step` counts the finished optimizer steps.
 
-    The run's directory is not written before `directory.started`.
+    Nothing is written to the run's directory before `directory.started`.
     """
 
     def __init__(self, config: TrainConfig):
@@ -68,7 +68,7 @@ class Trainer:
         check_layout(config.parallel, model_config)
         self.directory = RunDirectory(self.config)
         train_data = open_dataset(config, config.data.train)
-        self.loader: PackedLoader | ReadAhead = self._loader(train_data)  # refuses sizes before a cache is written
+        self.loader: PackedLoader | ReadAhead = self._loader(train_data)  # refuses bad sizes before a cache is written
         self.eval_data = open_dataset(config, config.data.eval) if config.data.eval else None
         if has_results() and (shared := shared_data(config.data)):
             _logger.warning("data.eval is not held out: %s is in data.train too", listed(shared))
@@ -191,7 +191,7 @@ class Trainer:
         self.directory.save(self.step, self.model, self.optimizer, self.loader, acceptance_length)
 
     def _fit_batches(self) -> Iterator[PackedBatch]:
-        """The first training batches, the same on all ranks, of at most one epoch."""
+        """Yield the first training batches for `fit_input_projection`, the same on all ranks, at most one epoch."""
         data = self.config.data
         loader = PackedLoader(self.loader.dataset, data.micro_batch_size, data.micro_batch_size, seed=self.config.seed)
         tokens = min(self.config.heads.fit_tokens, len(loader.dataset) * data.sequence_length)

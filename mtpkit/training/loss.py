@@ -2,11 +2,12 @@
 
 Tokens are processed in chunks. One product gives the logits of base and depths for a chunk, in a buffer that all chunks
 share; `kernels.head_loss` computes the losses and, in place of the logits, their gradient; a second product gives the
-gradient of the hidden states. Tokens outside a depth's mask have no row. The gradient of lm_head is never computed.
+gradient of the hidden states. Tokens outside a depth's mask get no row of logits. The gradient of lm_head is never
+computed.
 
 The forward pass saves the gradient of the hidden states, [N, h] per depth in the model's dtype, and the backward pass
 only scales it, since the losses of a depth are summed here. Recomputing logits and statistics in the backward pass
-would save as many bytes, and take 1 + K products more than these 1 + 2 K.
+would have to save as many bytes, and would take 1 + K products on top of these 1 + 2 K.
 
 Under tensor parallelism each rank holds a slice of the vocabulary. The ranks exchange seven numbers per row (nine for
 `tv`) and sum the gradient of the hidden states; the results are the same on all ranks.
@@ -28,11 +29,12 @@ from mtpkit.platform import to_device
 from mtpkit.training.config.settings import LossConfig
 
 CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
-"""Bytes of a chunk's logits, base and depths together: on a GPU enough rows for products at full rate, on a CPU what
-stays in its cache. The products for logits and gradient take 38 ms on an H200 for 4,096 tokens at h = 4,096, V =
-131,072, K = 3; with 512 MiB 43 ms, with 256 MiB 39."""
+"""Bytes of a chunk's logits, base and depths together. On a GPU they give enough rows for products at full rate, on a
+CPU they stay in its cache. The products for logits and gradient take 38 ms on an H200 for 4,096 tokens at h = 4,096, V
+= 131,072, K = 3; with 512 MiB they take 43 ms, with 256 MiB 39 ms."""
 LEAST_TOKENS = 64
-"""Tokens per chunk are a multiple of this, however large the vocabulary: each chunk reads the whole lm_head."""
+"""The default number of tokens per chunk is a multiple of this, however large the vocabulary, since each chunk reads
+the whole lm_head."""
 _ALIGNMENT = 64  # elements between rows of logits are a multiple of this, for loads of 16 bytes
 
 
@@ -50,7 +52,7 @@ class VocabShard:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """[tp, ...], the `values` of all ranks."""
+        """Gather the `values` of all ranks, [tp, ...]."""
         if self.group is None:
             return values[None]
         every = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
@@ -58,13 +60,14 @@ class VocabShard:
         return torch.stack(every)
 
     def pick(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-        """[n] in at least fp32: the logits of `tokens` [n] in `rows` [n] of logits [.., V/tp]."""
+        """Pick the logits of `tokens` [n] from `rows` [n] of logits [.., V/tp]; returns [n] in at least fp32."""
         columns = tokens - self.first
         held = (columns >= 0) & (columns < logits.shape[1])
         return self.sum(logits[rows, columns.where(held, 0)].to(_wide(logits)).where(held, 0))
 
     def kth_largest(self, logits: Tensor, k: int) -> Tensor:
-        """[C] the k-th largest logit of each row [C, V/tp] over all slices; the smallest if there are fewer than k."""
+        """The k-th largest logit [C] of each row of [C, V/tp] over all slices; the smallest if a row has fewer than
+        k."""
         best = self.gather(logits.topk(min(k, logits.shape[1])).values).transpose(0, 1).flatten(1)
         return best.topk(min(k, best.shape[1])).values[:, -1]
 
@@ -87,17 +90,17 @@ def head_losses(
         students: K tensors [N, h], the only inputs that receive a gradient.
         teacher: [N, h], the base's hidden states after the final norm.
         weight: [V/tp, h], the lm_head.
-        targets: [N] int64, the tokens; read by `ce` alone.
+        targets: [N] int64, the tokens; only `ce` reads them.
         mask: [K, N] bool, the tokens that count for each depth.
-        options: `top_k` also keeps logits of the base that equal the smallest of its `top_k` largest.
+        options: `top_k` also keeps logits of the base that tie with the smallest of its `top_k` largest.
         group: the tensor-parallel group, or None when `weight` is whole.
         mask_on_host: a copy of `mask` on the host; None: it is read from the device.
 
     Returns:
         losses [K] in at least fp32, and matches [K, N] bool, True where the mask is True and student and base have the
-        same argmax of the logits in the model's dtype, the smallest of equal tokens. If a logit in a row of student or
-        base is NaN or infinite, so is the depth's loss, and the row is no match. On the ranks of `group` the gradient
-        is that of one loss.
+        same argmax of the logits in the model's dtype (of tied tokens, the smallest id). If a logit in a row of student
+        or base is NaN or infinite, the depth's loss is NaN or infinite too, and the row is no match. The gradient on
+        the ranks of `group` is that of a single loss.
     """
     wants_grad = torch.is_grad_enabled() and any(student.requires_grad for student in students)
     return _HeadLosses.apply(teacher, weight, targets, mask, mask_on_host, options, group, wants_grad, *students)
@@ -105,7 +108,7 @@ def head_losses(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of depths and base about each token; all [K, N] in at least fp32, 0 outside the mask.
+    """Agreement of depths and base about each token; all fields are [K, N] in at least fp32, and 0 outside the mask.
 
     p is the base's distribution of the token at a target position, q the depth's, d = argmax q, t the text's token.
     With logits that are not finite `match` and `draft_is_token` are 0, and the other numbers are NaN.
@@ -137,7 +140,7 @@ def head_agreement(
     """Sum of each depth's loss over its selected tokens [K], and its agreement with the base at each of them.
 
     Arguments as in `head_losses`. One pass over the logits gives all numbers but the overlap, which takes a second
-    pass. A loss other than `kl` at temperature 1 over all tokens takes passes of its own.
+    pass. A loss other than `kl` at temperature 1 over all tokens takes additional passes.
     """
     shard = VocabShard(weight.shape[0], group)
     losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
@@ -245,7 +248,7 @@ def _agree(
 
 @dataclass(frozen=True)
 class _Part:
-    """A depth's part of a chunk: `rows` of the N tokens are `span` of the chunk's S rows."""
+    """A depth's part of a chunk: `rows` are its tokens among all N, `span` are their rows among the chunk's S rows."""
 
     depth: int
     rows: slice | Tensor
@@ -262,7 +265,8 @@ def _chunks(
 ) -> Iterator[tuple[slice, list[_Part], Tensor, Tensor]]:
     """Yield (rows, parts, logits of the base, logits of the depths) for each chunk of mask [K, N] that selects a token.
 
-    The logits are [C, V/tp] and [S, V/tp], in one buffer for all chunks. The mask is read once if the host has no copy.
+    The logits are [C, V/tp] and [S, V/tp], in one buffer for all chunks. If the host has no copy of the mask, it is
+    read from the device once.
     """
     width = -(-len(weight) // _ALIGNMENT) * _ALIGNMENT
     if not chunk_size:

@@ -2,9 +2,9 @@
 
 Autograd would sum the contributions of the K uses of a weight in the weight's dtype: bf16 loses a contribution that is
 256 times smaller than the sum so far. Here the backward pass adds each contribution to `parameter.main_grad`
-(megatron-core's name for the optimizer's fp32 gradient), and `parameter.grad` stays None. megatron-core's linears add
-the product that is their contribution in fp32, without a tensor of its own; that of experts which run together is first
-rounded to the weight's dtype.
+(megatron-core's name for the optimizer's fp32 gradient), and `parameter.grad` stays None. megatron-core's linears
+compute their contribution and add it in one fp32 product, without a temporary tensor; the contribution of experts that
+run together is first rounded to the weight's dtype.
 """
 
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
@@ -54,9 +54,10 @@ class _IntoMainGrad(torch.autograd.Function):
 
 @contextmanager
 def gradients_into_main(module: nn.Module) -> Iterator[None]:
-    """A context in which each use of parameters in `module` that have a `main_grad` adds its gradient to that.
+    """A context in which each use of a parameter in `module` that has a `main_grad` adds its gradient to `main_grad`.
 
-    So does every backward pass through these uses, even one for other gradients alone. Do not nest it on one module.
+    Every backward pass through such a use adds to it, even a pass that is run only for other gradients. Do not nest the
+    context on one module.
     """
     found = [
         (owner, name, parameter)

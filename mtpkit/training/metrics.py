@@ -46,8 +46,8 @@ PEAK_RATES = {
     "L4": 121e12,
 }
 """bf16 FLOPs per second by a part of the device's name; the first match counts. All are Tensor Core peaks for dense
-matrices from NVIDIA's data sheets, half of the rates with sparsity if only those are given. A large product reaches
-about 0.8 of the peak (790e12 on an H200)."""
+matrices from NVIDIA's data sheets; where a sheet gives only the rate with sparsity, the entry is half of that rate. A
+large product reaches about 0.8 of the peak (790e12 on an H200)."""
 
 
 def check_wandb(project: str) -> None:
@@ -71,8 +71,8 @@ class MetricsLog:
         """Open the logs of a run that resumes after `first_step`; lines of later steps are removed.
 
         Args:
-            wandb: project; empty: none.
-            settings: shown by W&B beside the curves.
+            wandb: W&B project; empty: no W&B.
+            settings: shown by W&B next to the curves.
 
         Raises:
             UserError: W&B refuses the run, or existing metrics cannot be read.
@@ -84,7 +84,7 @@ class MetricsLog:
         # disable=None: silent where stderr is not a terminal.
         disable = None if enabled else True
         if enabled:
-            self._wandb = _start_wandb(wandb, output, settings) if wandb else None  # first: it may refuse
+            self._wandb = _start_wandb(wandb, output, settings) if wandb else None  # first, since W&B may refuse
             path = output / METRICS
             _drop_lines_after(path, first_step)
             self._file = path.open("a", encoding="utf-8")
@@ -184,7 +184,7 @@ def utilization(tokens_per_s: float, flops: float, num_devices: int, peak: float
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """The lines of a run's metrics file without an incomplete last one; none if there is no file.
+    """Read the lines of a run's metrics file, except an incomplete last line; an empty list if there is no file.
 
     Raises:
         UserError: the file is not text, or a line is not as a run writes it; names the line.

@@ -1,9 +1,9 @@
 """Optimizer state on the host, copied to the GPU and back piece by piece while the GPU computes something else.
 
-Copy engines use both directions of the bus at once and no multiprocessor: one stream copies a piece to the GPU, one
-updates the piece before, one copies the piece before that back. A thread issues the copies of a piece only when earlier
-pieces have left: streams may share the queue of a copy engine, in which small copies of the trainer would wait behind
-all issued pieces.
+Copy engines use both directions of the bus at once and no multiprocessor. One stream copies a piece to the GPU, a
+second one updates the previous piece, and a third one copies the piece before that back to the host. A thread issues
+the copies of a piece only when earlier pieces have left the GPU: streams may share the queue of a copy engine, in which
+the trainer's small copies would wait behind all issued pieces.
 """
 
 from collections import deque
@@ -17,8 +17,8 @@ from torch import Tensor
 PIECE = 8 << 20
 """Elements of each tensor per piece, enough for the full rate of the bus: 48 GB/s each way on an H200."""
 PIECES = 6
-"""Pieces on the GPU at a time, some of them spare in case the thread is late. With three the heads' backward pass
-waited 7 ms for the update of an 8B shape, with six it does not."""
+"""Number of pieces on the GPU at a time, some of them spare in case the thread is late. With three pieces the heads'
+backward pass waited 7 ms for the update at the sizes of an 8B model; with six it does not wait."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,10 @@ class Part:
 
 
 class HostState:
-    """Updates parts concurrently with the current stream.
+    """Runs the updates of parts concurrently with the current stream.
 
-    Between `start` and `finish` the host must not use their state, nor the current stream their gradients.
+    Between `start` and `finish` the host must not use the parts' state, and the current stream must not use their
+    gradients.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class HostState:
         """Let the current stream wait for the updates, and free their memory on the GPU.
 
         Raises:
-            Exception: the error of an update, at this and every later call, since the state is between two steps.
+            Exception: the error of an update; raised again at every later call, since the state is only partly updated.
         """
         if self._job is not None:
             self._job.result()
@@ -74,7 +75,7 @@ class HostState:
 
     @torch.no_grad()
     def _run(self, parts: Sequence[Part], room: Tensor) -> None:
-        torch.cuda.set_device(room.device)  # this thread's
+        torch.cuda.set_device(room.device)  # each thread has its own current device
         leaving: deque[torch.cuda.Event] = deque()
         for number, (update, grad, state) in enumerate(_pieces(parts)):
             if len(leaving) == PIECES:

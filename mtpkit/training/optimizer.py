@@ -29,7 +29,7 @@ RMS_OF_ADAMW = 0.2
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of steps 0 .. steps - 1: linear up to `lr`, then half a cosine down to `min_lr` at the last."""
+    """Learning rate of step 0 .. steps - 1: linear warm-up to `lr`, then cosine decay to `min_lr` at the last."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
@@ -37,9 +37,10 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def orthogonalize(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximately U V^T of a matrix U S V^T [m, n] fp32, also fp32; computed in `dtype`.
+    """Approximate U V^T [m, n] of a matrix U S V^T [m, n]; both are fp32, and the products run in `dtype`.
 
-    Its singular values are 0.7 to 1.2, except for those below a hundredth of the largest.
+    The singular values of the result are 0.7 to 1.2, except where those of the matrix are below a hundredth of its
+    largest.
     """
     a, b, c = COEFFICIENTS
     x = (matrix / matrix.norm().clamp(min=1e-7)).to(dtype)
@@ -51,12 +52,13 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -> None:
-    """Update the part that this rank owns of the matrices of a buffer by their summed gradients. Collective.
+    """Update this rank's part of the matrices of a buffer from their summed gradients. Collective.
 
-    Muon (Jordan et al. 2024): Nesterov momentum, orthogonalised. All directions of a weight move alike, also those with
-    small gradients beside a few large ones, so that heads learn in fewer steps than with AdamW. Steps are scaled to the
-    size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one learning rate serves both. Each data-parallel rank
-    orthogonalises some of the matrices; one that tensor-parallel ranks split is gathered first.
+    Muon (Jordan et al. 2024): Nesterov momentum, orthogonalised. All directions of a weight move by about the same
+    amount, even those with small gradients beside a few large ones, so that heads learn in fewer steps than with AdamW.
+    Steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one learning rate serves both.
+    Each data-parallel rank orthogonalises some of the matrices; a matrix that is split over tensor-parallel ranks is
+    gathered first.
     """
     running = region.tensors["momentum_buffer"]
     running.mul_(momentum).add_(region.grad)
@@ -75,7 +77,7 @@ def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -
 def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the step at a learning rate of 1, given its part of the gradient.
 
-    Computed in the weight's dtype, or in fp32 on a CPU, which may take twenty times as long in bf16.
+    Computed in the weight's dtype, but in fp32 on a CPU, where bf16 may take twenty times as long.
     """
     split = getattr(parameter, "tensor_model_parallel", False) and group.size() > 1
     whole = grad
@@ -89,11 +91,12 @@ def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessG
 
 
 class HeadOptimizer:
-    """Keeps fp32 gradients, sums them over ranks, clips and steps.
+    """The optimizer of the heads: keeps fp32 gradients, sums them over ranks, clips and steps.
 
-    It gives each parameter a `main_grad`, to which backward passes of `run_depths` add, see the module of that name.
+    It gives each parameter a `main_grad`, to which the backward passes of `run_depths` add; see the module `main_grad`.
     Parameters are rounded from their fp32 masters at each step. Gradients of experts are summed over the ranks that
-    hold the same experts, all others over all data-parallel ranks. Does nothing on pipeline stages without heads.
+    hold the same experts, all other gradients over all data-parallel ranks. On pipeline stages without heads the
+    optimizer does nothing.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
@@ -160,8 +163,8 @@ class HeadOptimizer:
     def begin(self) -> None:
         """Begin the update that `step` deferred, if there is one.
 
-        With state on the host it runs in the background and fills the bus: make small copies between host and device
-        before, or they may wait for it.
+        With state on the host the update runs in the background and fills the bus: make small copies between host and
+        device before it begins, or they may have to wait for it.
         """
         if self._asked is None:
             return
@@ -216,7 +219,7 @@ class HeadOptimizer:
         return float(square.sqrt())
 
     def sharded_state_dict(self, model_state: Mapping[str, object]) -> dict[str, object]:
-        """Masters and moments for `mtpkit.checkpoint`, which load at any parallel layout.
+        """Masters and moments for `mtpkit.checkpoint`; they can be loaded at any parallel layout.
 
         They are sharded like the parameters in `model_state`, the model's own `sharded_state_dict()`.
         """

@@ -1,8 +1,8 @@
 """Parallel training: checks of the parallel sizes, shares of batches, and the pipeline of the frozen base.
 
-DP: every rank has all heads and its own sequences. TP with sequence parallelism: ranks split matrices, heads of
-attention and the vocabulary, and between them the sequence. EP: data-parallel ranks split the experts among themselves.
-All are megatron-core's, and products of them are allowed.
+DP: every rank has all heads and its own sequences. TP with sequence parallelism: ranks split matrices, attention heads
+and the vocabulary, and the sequence between layers. EP: data-parallel ranks split the experts among themselves. All
+three are megatron-core's and can be combined.
 
 PP: hidden states of the frozen base flow forward over its stages, and nothing flows back. A stage receives the hidden
 states of a micro-batch, runs its layers without gradients, sends the result to the next stage, and continues with the
@@ -34,10 +34,10 @@ from mtpkit.training.cache import base_states
 from mtpkit.training.config.settings import ParallelConfig
 
 IN_FLIGHT = 2
-"""Micro-batches in transfer between two stages."""
+"""Number of micro-batches in transfer between two stages."""
 
 StageForward = Callable[[PackedBatch, Tensor | None], Tensor]
-"""A stage's output from a micro-batch and the output of the stage before, None on the first stage."""
+"""Computes a stage's output from a micro-batch and the previous stage's output, which is None on the first stage."""
 
 
 def has_results() -> bool:
@@ -49,7 +49,7 @@ def has_results() -> bool:
 
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Check that a model can be split so.
+    """Check that a model can be split over ranks as the settings say.
 
     Raises:
         UserError: names every wrong setting, and its possible values.
@@ -88,10 +88,10 @@ def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def even_share(batches: Iterable[PackedBatch], group: dist.ProcessGroup) -> Iterator[PackedBatch]:
-    """Yield every n-th batch on each of n ranks, the same number of batches in the same shapes on all ranks.
+    """Yield every n-th batch on each of n ranks; all ranks get the same number of batches with the same shapes.
 
-    Ranks that share experts run every layer together. Missing sequences are filled with ones that have nothing to learn
-    and so do not count.
+    Equal shapes are needed because ranks that share experts run every layer together. Missing sequences are replaced by
+    repeated ones that have nothing to learn and so do not count.
     """
     for turn in itertools.batched(batches, group.size()):
         spare = dataclasses.replace(turn[0], loss_mask=torch.zeros_like(turn[0].loss_mask))
@@ -99,7 +99,7 @@ def even_share(batches: Iterable[PackedBatch], group: dist.ProcessGroup) -> Iter
 
 
 def _filled(batch: PackedBatch, rows: int) -> PackedBatch:
-    """A batch with `rows` sequences: its own are repeated with nothing to learn."""
+    """Fill a batch up to `rows` sequences: its own are repeated, and the repeated ones have nothing to learn."""
     short = rows - len(batch.token_ids)
     if not short:
         return batch
@@ -124,8 +124,8 @@ def stream_base(
 ) -> Iterator[tuple[PackedBatch, Tensor]]:
     """Run micro-batches through all stages, and yield each with the base's hidden states on the last stage.
 
-    Collective over pipeline stages, which are given the same batches. Callers loop over it on every stage; the other
-    stages work and yield nothing, so that the body of the loop runs where the heads are.
+    Collective over pipeline stages, which must be given the same batches. Callers loop over it on every stage; all
+    stages but the last do their work and yield nothing, so that the body of the loop runs only where the heads are.
 
     Args:
         forward: the work of a stage; None: its part of the base.
@@ -170,7 +170,7 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None) -
 def _receive(
     model: HybridModel, batches: Iterable[PackedBatch], width: int
 ) -> Iterator[tuple[PackedBatch, Tensor | None]]:
-    """Yield every batch with the output of the stage before; transfers of the next ones run meanwhile."""
+    """Yield every batch with the previous stage's output, while outputs for the next batches are in transfer."""
     if model.pre_process:
         yield from ((batch, None) for batch in batches)
         return

@@ -1,4 +1,4 @@
-"""`report.html` of a run: its curves and its last evaluation in one file that needs no other."""
+"""Write `report.html` of a run: its curves and its last evaluation in one self-contained file."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +16,16 @@ from mtpkit.training.run import read_best
 
 REPORT = "report.html"
 MAX_POINTS = 500
-"""Points of a curve; more are averaged."""
+"""Largest number of points of a drawn curve; longer curves are averaged down to it."""
 
 Curve = tuple[str, list[float], list[float]]
 """Label, steps, values."""
 Panel = tuple[str, list[Curve], tuple[float | None, float | None]]
-"""Title, curves, range of the vertical axis (None: that of the values)."""
+"""Title, curves, range of the vertical axis (None: the range of the values)."""
 
 
 Number = Annotated[float, Field(allow_inf_nan=True, title="a number")]
-"""A number of a run whose loss may have become NaN."""
+"""A logged number, which may be NaN if the loss of the run became NaN."""
 
 
 @checked("logged training step")
@@ -56,7 +56,7 @@ class Summary:
 
 @checked("evaluation")
 class Evaluated(Summary):
-    """An `Evaluation.to_dict`: the summary of all sources together, and that of each."""
+    """An `Evaluation.to_dict`: the summary of all sources together, and the summary of each source."""
 
     sources: dict[str, Summary]
     step: int = 0
@@ -102,7 +102,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "AL, sampling": lambda found: f"{found.sampling_acceptance_length:.3f}",
     "AL, drawn drafts": lambda found: f"{found.draft_sampling_acceptance_length:.3f}",
 }
-"""Columns of a table of evaluations, and how each is shown."""
+"""Columns of a table of evaluations, each with a function that formats its cells."""
 LEGEND = (
     "AL: acceptance length, tokens per step, under greedy decoding. Sampling: expected at temperature 1, drafts being "
     "the heads' best tokens (the engine's default); drawn drafts: sampled from the heads (draft_sampling)."
@@ -110,7 +110,7 @@ LEGEND = (
 
 
 def table_rows(evaluation: Mapping[str, object]) -> list[list[str]]:
-    """Rows of an `Evaluation.to_dict`: name and `COLUMNS` of each source, and of all together if there are several."""
+    """Table rows of an `Evaluation.to_dict`: name and `COLUMNS` of each source, then of all if there are several."""
     return _rows(from_file(Evaluated, _known(Evaluated, evaluation), "evaluation"))
 
 
@@ -125,7 +125,7 @@ def write_report(directory: Path) -> Path:
     """Write the report of a run from its metrics, and return its path.
 
     Raises:
-        UserError: the directory has no metrics, or what is in it is not as a run writes it.
+        UserError: the directory has no metrics, or its files are not as a run writes them.
         StorageError: writing failed.
     """
     from jinja2 import Environment
@@ -155,7 +155,7 @@ def write_report(directory: Path) -> Path:
 
 
 def read_lines(path: Path) -> list[TrainLine | Evaluated]:
-    """The lines of a metrics file in order, as `read_metrics` finds them.
+    """Parse the lines that `read_metrics` finds in a metrics file, in order.
 
     Raises:
         UserError: a line is not as a run writes it; names file, line and key.
@@ -169,7 +169,7 @@ def read_lines(path: Path) -> list[TrainLine | Evaluated]:
 
 
 def _known(kind: type, values: object) -> object:
-    """The entries of a JSON object that are fields of a record, and likewise in each of its sources."""
+    """Keep only the entries of a JSON object that are fields of the record `kind`, also inside each of its sources."""
     if not isinstance(values, dict):
         return values
     known = {name: values[name] for name in get_type_hints(kind) if name in values}
@@ -237,7 +237,7 @@ def _draw(title: str, curves: list[Curve], limits: tuple[float | None, float | N
 
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(5.2, 3.1))
-        figure.subplots_adjust(left=0.13, right=0.98, bottom=0.15, top=0.91)  # finding these takes as long as drawing
+        figure.subplots_adjust(left=0.13, right=0.98, bottom=0.15, top=0.91)  # computing these takes as long as drawing
         axes = figure.subplots()
         for label, steps, values in curves:
             marker = "o" if len(steps) < 30 else ""
@@ -249,4 +249,4 @@ def _draw(title: str, curves: list[Curve], limits: tuple[float | None, float | N
             axes.legend(frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return file.getvalue()[file.getvalue().index("<svg") :]  # without the head of an XML file
+    return file.getvalue()[file.getvalue().index("<svg") :]  # without the XML header

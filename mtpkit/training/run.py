@@ -7,8 +7,8 @@
     OUTPUT/best -> iter_0000100              the checkpoint with the best held-out acceptance length
     OUTPUT/best.json                         {"iteration": 100, "acceptance_length": 2.31}
 
-OUTPUT itself is a model directory, as are OUTPUT/best and the directory of each iteration: its newest checkpoint can be
-exported, decoded or trained further.
+OUTPUT itself is a model directory, as are OUTPUT/best and the directory of each iteration: each can be exported,
+decoded or trained further. OUTPUT stands for its newest checkpoint.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
 
 
 def read_best(directory: Path) -> Best | None:
-    """The best checkpoint of the run in a directory; None if the directory has no file about it.
+    """The best checkpoint of the run in a directory; None if the directory has no `BEST_FILE`.
 
     Raises:
         UserError: the file is not as a run writes it.
@@ -127,8 +127,8 @@ class RunDirectory:
     """The directory in which a run saves and from which it resumes. Collective over all ranks.
 
     Raises:
-        UserError: `output` holds something else, a run with other settings, a run although `resume` is false, or
-            metrics that cannot be read.
+        UserError: `output` holds something other than a run, a run with other settings, any run while `resume` is
+            false, or metrics that cannot be read.
         StorageError: the directory cannot be written.
     """
 
@@ -203,8 +203,8 @@ class RunDirectory:
     ) -> Path:
         """Write a checkpoint atomically, and remove the oldest ones beyond `keep_checkpoints` except for the best.
 
-        Checkpoints share the base's files, see `mtpkit.checkpoint.run`. Each one names the best so far, so that a
-        killed run resumes with the best that its checkpoint knows.
+        Checkpoints share the base's files, see `mtpkit.checkpoint.run`. Each checkpoint names the best one so far, so
+        that a killed run resumes with the best one known to its newest checkpoint.
 
         Raises:
             StorageError: writing failed; the previous checkpoint is intact.
@@ -232,7 +232,7 @@ class RunDirectory:
         if self.iteration is None:
             return 0
         config = self._config
-        lacks_base = bool(config.cache) or (config.base_fp8 and config.backend == "local")  # as checkpoints have it
+        lacks_base = bool(config.cache) or (config.base_fp8 and config.backend == "local")  # in the form of checkpoints
         state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=lacks_base)
         progress = self._progress(state)
         model.load_state_dict(state["model"], strict=not lacks_base)
@@ -325,10 +325,10 @@ class RunDirectory:
         write_file(description, json.dumps(dataclasses.asdict(self.best)) + "\n")
 
     def _remove_old(self) -> None:
-        """Remove old checkpoints, each renamed first, so that a directory named after an iteration is complete.
+        """Remove old checkpoints, each renamed first, so that a directory named after an iteration is always complete.
 
-        A checkpoint later than the newest is left by a run that was killed before it updated the tracker. It does not
-        count: the run writes it again.
+        A checkpoint of a later step than the newest was left by a run that was killed before it updated the tracker. It
+        does not count: the run writes it again.
         """
         finished = sorted(path for path in self.path.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name))
         finished = [path for path in finished if int(path.name[5:]) <= (self.iteration or 0)]

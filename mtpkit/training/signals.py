@@ -18,11 +18,11 @@ def _say(number: int) -> None:
 
 
 class StopSignal:
-    """A context in which SIGTERM and the first SIGINT (Ctrl-C) are noted and answered instead of ending the process.
+    """A context in which SIGTERM and the first SIGINT (Ctrl-C) are noted with a message and do not end the process.
 
-    Further SIGTERMs are ignored, since a scheduler may signal a launcher and its workers, and the launcher signals them
-    again. A second SIGINT has its usual effect. torchrun kills its workers 30 s after a signal; if a save takes longer,
-    signal the workers alone.
+    Further SIGTERMs are ignored, since a scheduler may signal a launcher and its workers, and the launcher then signals
+    the workers again. A second SIGINT has its usual effect. torchrun kills its workers 30 s after a signal; if a save
+    takes longer, signal only the workers.
     """
 
     def __init__(self) -> None:
@@ -53,17 +53,18 @@ class StopSignal:
             self._restore(number)
 
     def _restore(self, number: int) -> None:
-        """Restore a handler. Idempotent: a SIGINT may come in between, and `_note` then does the same."""
+        """Restore a signal's previous handler. Idempotent, since a SIGINT may come in between, and `_note` restores
+        too."""
         previous = self._previous.get(number)
         if previous is not None:
             signal.signal(number, previous)  # type: ignore[arg-type]
             self._previous.pop(number, None)
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Whether any rank was signalled before the last call; the same on all ranks. Collective.
+        """Whether any rank was signalled before the previous call; the same on all ranks. Collective.
 
-        A call returns the result of the reduction that the call before started, so that no rank waits for the slowest
-        one: the first stages of a pipeline run ahead of the last.
+        Each call returns the result of the reduction that the previous call started. So no rank waits for the slowest
+        one, and the first stages of a pipeline can run ahead of the last.
         """
         asked = self._asked
         noted = torch.tensor(float(self._noted), device=device)

@@ -26,8 +26,8 @@ def train_step(
 ) -> tuple[DepthSums, float]:
     """Train on this rank's micro-batches of one global batch.
 
-    The loss is the weighted sum over depths of the mean over *all* selected tokens of a depth, those of every
-    micro-batch on every data-parallel rank: each token counts the same, wherever it is.
+    The loss is a weighted sum over depths. Each depth's term is its mean loss over *all* its selected tokens, in every
+    micro-batch on every data-parallel rank, so that each token counts the same, wherever it is.
 
     Returns:
         The sums over the global batch, and the gradient's norm before clipping. Both are zero on pipeline stages
@@ -44,8 +44,9 @@ def train_step(
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
     attention, options = config.heads.attention, config.loss
-    optimizer.begin()  # the last step's update, which runs beside the base
-    first = dist.get_rank(group) * sum(len(batch.token_ids) for batch in batches)  # as `PackedLoader` shares them out
+    optimizer.begin()  # the update that the last step deferred; it runs while the base runs
+    # The number of this rank's first sequence in the global batch, as in `PackedLoader`.
+    first = dist.get_rank(group) * sum(len(batch.token_ids) for batch in batches)
     # Stages without heads take part in the stream, which yields no batches there.
     for (batch, hidden), selection in zip(stream_base(model, batches), selections, strict=False):
         optimizer.finish()
@@ -64,10 +65,10 @@ def train_step(
 
 
 def _hidden_mix(model: HybridModel, config: TrainConfig, step: int, sequences: range) -> HiddenMix | None:
-    """The mix for a micro-batch, which holds the sequences with these numbers in the step's global batch.
+    """The mix for a micro-batch; `sequences` are the numbers of its sequences in the step's global batch.
 
-    Its random draws depend on seed, step and the number of the sequence alone, so that a run resumes exactly, with any
-    number of ranks and micro-batches.
+    The random draws depend only on the seed, the step and the number of the sequence, so that a run resumes exactly,
+    with any number of ranks and micro-batches.
     """
     loss = config.loss
     if not loss.hidden_mix:

@@ -1,7 +1,7 @@
 """The ops of a decode, a prefill or a training step, with inputs as a model's layers give them.
 
 A step feeds T tokens of each row to the base, and again to the first depth of the heads, whose layers have the base's
-sizes: one case stands for both. The deeper depths take one token per row, as a step with K = 0 does.
+sizes, so one case stands for both. The deeper depths take one token per row, as a step with K = 0 does.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, h hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from mtpkit.model.kinds.base import LayerKind
 
 _PREFILL_ROWS = 16
 _TRAINING_LENGTH = 8
-"""Tokens of a training sequence, over those of a prompt."""
+"""Length of a training sequence, as a multiple of a prompt's length."""
 
 
 def _of(kinds: Iterable[LayerKind]) -> list[KindCases]:
@@ -45,14 +45,14 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
 
 
 def prefill_cases(shapes: Shapes) -> Iterator[Case]:
-    """The ops of a step of prompts, 16 of `context_len` tokens; whatever `rows` is."""
+    """The ops of a step of 16 prompts of `context_len` tokens, whatever `rows` is."""
     lens = (shapes.context_len,) * _PREFILL_ROWS
     for cases in _of(shapes.kinds):
         yield from cases.prefill(shapes, lens)
 
 
 def training_cases(shapes: Shapes) -> Iterator[Case]:
-    """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens; whatever `rows` is."""
+    """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens, whatever `rows` is."""
     length = _TRAINING_LENGTH * shapes.context_len
     for cases in _of(shapes.kinds):
         yield from cases.base(shapes, length)
@@ -61,5 +61,5 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
             yield from cases.heads(shapes, length)
         yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))
         yield training.update(shapes)
-    if shapes.config.hidden_size % 16 == 0:  # others stay in bf16
+    if shapes.config.hidden_size % 16 == 0:  # matrices of other sizes stay in bf16
         yield from (training.quantize_rows(shapes, length), training.fp8_linear(shapes, length))

@@ -1,7 +1,7 @@
 """Linears as the layers call them, and the norm that may run before them.
 
-A layer's one call holds the norm of its input, the activation and the residual too. The note says which of these are
-fused and which run apart, as further kernels within the same call: that depends on the rows.
+A layer's single call also includes the norm of its input, the activation and the residual. The note says which of them
+are fused and which run as separate kernels within the same call; this depends on the number of rows.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
@@ -20,11 +20,11 @@ from mtpkit.model.kinds.base import Linear
 
 
 def fused(shapes: Shapes, one: Linear) -> list[str]:
-    """What is done around the product of N tokens by its kernel."""
+    """Operations around the product of N tokens that are fused into its kernel."""
     around = ["residual"] * one.residual
     if shapes.device.type != "cuda" or shapes.dtype != torch.bfloat16:
         return around
-    from mtpkit.kernels.linear import triton as kernel  # there may be none without a GPU
+    from mtpkit.kernels.linear import triton as kernel  # may be missing without a GPU
 
     count = shapes.count
     if count > kernel.MAX_ROWS or kernel.choose_tile(one.outputs, one.width, count) is None:
@@ -34,7 +34,7 @@ def fused(shapes: Shapes, one: Linear) -> list[str]:
 
 
 def note(shapes: Shapes, one: Linear) -> str:
-    """Parts of the call that are fused into the kernel of the product, and parts that run apart."""
+    """Parts of the call that are fused into the kernel of the product, and parts that run as separate kernels."""
     around = [("norm", one.norm), (one.activation, one.activation), ("residual", one.residual)]
     within = fused(shapes, one)
     apart = [name for name, there in around if there and name not in within]
@@ -45,7 +45,7 @@ def note(shapes: Shapes, one: Linear) -> str:
 
 
 def calls(shapes: Shapes) -> Iterator[Linear]:
-    """The linears of each layer kind that the model has, of the heads' own and of the vocabulary."""
+    """Yield the linears of each layer kind of the model, then the heads' own linear and the vocabulary's."""
     config = shapes.config
     for kind in shapes.step_kinds:
         yield from kind.linears(config)
@@ -55,7 +55,7 @@ def calls(shapes: Shapes) -> Iterator[Linear]:
 
 
 def linear_case(shapes: Shapes, of: Linear) -> Case:
-    """The matrix product of a linear, with what is done around it."""
+    """The matrix product of a linear, with the operations around it."""
     config, count, gated = shapes.config, shapes.count, of.gated_norm
     group_size = gated.group_size if gated else None
 
@@ -97,7 +97,7 @@ def matrix(shapes: Shapes, *sizes: int) -> Tensor:
 
 
 def rms_norm(shapes: Shapes) -> Case:
-    """The norm as a kernel of its own: always after the last layer, before others where the linear does not fuse it."""
+    """The norm as a separate kernel: always after the last layer, and before linears that do not fuse it."""
     config, count, hidden = shapes.config, shapes.count, shapes.config.hidden_size
     rest = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
     fusing = ["norm" in fused(shapes, one) for one in calls(shapes) if one.norm]

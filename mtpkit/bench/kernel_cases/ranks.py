@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange, here one rank with itself: what a kernel takes when nobody keeps it waiting."""
+"""Exchanges of tensor-parallel ranks, here of one rank with itself: the kernel's time without waits for others."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def windows(shapes: Shapes) -> Windows:
 
 
 def embedding(shapes: Shapes) -> Case:
-    """The embeddings of a step's tokens, of which this rank holds a half."""
+    """The embeddings of a step's tokens; this rank holds half of the vocabulary."""
     half, hidden = shapes.config.vocab_size // 2, shapes.config.hidden_size
 
     def more(args: Args) -> Args:

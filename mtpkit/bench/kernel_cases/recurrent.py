@@ -1,4 +1,4 @@
-"""What recurrent layers share: convolution, replay rings, and where sequences start.
+"""Cases that recurrent layers share: convolution, replay rings, and starts of sequences.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row.
 """
@@ -18,13 +18,13 @@ _ACCEPTANCE = (0.85,)
 
 
 def starts_of(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
-    """[R + 1], first token of each prompt and the end of the last one."""
+    """Indices [R + 1] of each prompt's first token, and the end of the last prompt."""
     return torch.tensor([0, *lens], device=shapes.device).cumsum(0)
 
 
 def ring_lens(shapes: Shapes, length: int) -> Tensor:
-    """[R] int64 entries of replay rings of `length` places after many steps, each row's drawn for itself. Rows began at
-    different times: otherwise, without drafts, all would fold their rings in the same step."""
+    """Numbers of entries, [R] int64, in replay rings of `length` places after many steps, drawn for each row by itself.
+    Rows began at different times: otherwise, without drafts, all would fold their rings in the same step."""
     rates = torch.tensor(depth_rates(_ACCEPTANCE, shapes.k), dtype=torch.float64, device=shapes.device)
     lens = 1 + shapes.ints(ring.ring_capacity(length), shapes.rows)
     for _ in range(4 * length):
@@ -34,10 +34,11 @@ def ring_lens(shapes: Shapes, length: int) -> Tensor:
 
 
 def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> Case:
-    """Folding the entries of all rows' rings into their states, as a checkpoint of the prefix cache has them.
+    """Folding the entries of all rows' rings into their states, as for a checkpoint of the prefix cache.
 
     Args:
-        contents: given L, state [R, h, p, n], values [R, L, h, p], keys [R, L, g, n], rates [R, L, h], perhaps A_log.
+        contents: given L, makes state [R, h, p, n], values [R, L, h, p], keys [R, L, g, n], rates [R, L, h] and, for
+            some layers, A_log.
     """
     rows, length = shapes.rows, ring.ring_length(shapes.tokens)
 
@@ -54,7 +55,7 @@ def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> 
 
 
 class Convolution(NamedTuple):
-    """Sizes of a causal convolution of each channel."""
+    """Sizes of a causal convolution of each channel by itself."""
 
     width: int
     channels: int
@@ -80,7 +81,7 @@ def conv_update(shapes: Shapes, sizes: Convolution) -> Case:
 
 
 def conv_varlen(shapes: Shapes, lens: tuple[int, ...], sizes: Convolution) -> Case:
-    """The convolution of prompts, each after a window."""
+    """The convolution of prompts, each of which continues a window of earlier inputs."""
     (width, channels, biased), rows = sizes, len(lens)
 
     def make() -> Args:

@@ -1,4 +1,4 @@
-"""From tokens to a head's input, and from logits to tokens.
+"""Ops from tokens to a head's input, and from logits to tokens.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, h hidden size, V vocabulary.
 """
@@ -30,7 +30,7 @@ def decode_rows(shapes: Shapes) -> Case:
 
 
 def store_rows(shapes: Shapes) -> Case:
-    """What a step leaves of its rows for the next one."""
+    """Storing what the next step needs of a step's rows."""
     rows, k = shapes.rows, shapes.k
 
     def make() -> Args:
@@ -45,7 +45,7 @@ def store_rows(shapes: Shapes) -> Case:
 
 
 def ring_lens_after(shapes: Shapes) -> Case:
-    """How many inputs rings hold after a step."""
+    """Number of inputs that rings hold after a step."""
     rows, length = shapes.rows, ring_length(shapes.tokens)
 
     def make() -> Args:
@@ -66,7 +66,7 @@ def mtp_input(shapes: Shapes) -> Case:
     hidden, vocab_size = config.hidden_size, config.vocab_size
 
     def more(args: Args) -> Args:
-        # The embedding is one, of which a step reads few rows.
+        # All inputs share one embedding, of which a step reads few rows.
         weights = (args[2], shapes.normal(hidden), shapes.normal(hidden))
         rest = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         return shapes.ints(vocab_size, count), shapes.normal(count, hidden), *weights, *rest
@@ -81,7 +81,7 @@ def mtp_input(shapes: Shapes) -> Case:
 
 
 def linear_argmax(shapes: Shapes) -> Case:
-    """A draft of each row."""
+    """Drafting one token per row."""
     rows, hidden = shapes.rows, shapes.config.hidden_size
     vocab_size = shapes.draft_vocab_size or shapes.config.vocab_size
 
@@ -101,13 +101,13 @@ def linear_argmax(shapes: Shapes) -> Case:
 
 
 def linear_best(shapes: Shapes) -> Case:
-    """What a rank of several tells of its part of the vocabulary, here of all."""
+    """The best token and logit of a rank's part of the vocabulary, for exchange; here the part is the whole."""
     case = linear_argmax(shapes)
     return replace(case, call=draft_head.linear_best, judge=lambda _, found: found[0])
 
 
 def sampling_cases(shapes: Shapes) -> Iterator[Case]:
-    """From the logits of a step to tokens: greedy choices, distributions and draws, with penalties or without."""
+    """Ops from the logits of a step to tokens: greedy choices, distributions and draws, and penalties."""
     rows, count, vocab_size, device = shapes.rows, shapes.count, shapes.config.vocab_size, shapes.device
     shape = f"[{count}, {vocab_size}]"
 
@@ -128,7 +128,7 @@ def sampling_cases(shapes: Shapes) -> Iterator[Case]:
         return logits(), *penalties, slots, shapes.ints(vocab_size, rows, shapes.tokens - 1)
 
     def drawn() -> Args:
-        """Distributions as drafts are drawn from."""
+        """Distributions to draw drafts from, and random numbers."""
         return shapes.normal(rows, vocab_size, std=3, dtype=torch.float32).softmax(-1), shapes.uniform(rows)
 
     yield Case(
@@ -149,7 +149,7 @@ def sampling_cases(shapes: Shapes) -> Iterator[Case]:
     )
     filters = f"{shape}, top-k, top-p"
     yield Case(sampling.probabilities, filters, filtered, lambda args: size(args[0]) + 4 * args[0].numel())
-    # A number that falls on the edge between two tokens may fall on either side: so the tolerance of draws.
+    # A random number on the boundary between two tokens may fall on either side, hence the tolerance of draws.
     yield Case(
         sampling.sample_logits,
         filters,
@@ -178,7 +178,7 @@ def accept_matching(shapes: Shapes) -> Case:
 
 
 def accept_tree(shapes: Shapes) -> Case:
-    """The same of drafts that form a tree: here two first tokens, and one chain behind each."""
+    """The same for drafts that form a tree: here two first tokens, with one chain after each."""
 
     def make() -> Args:
         parents = (torch.arange(shapes.tokens, device=shapes.device) - 2).clamp_min(0).expand(shapes.rows, -1)
@@ -189,7 +189,7 @@ def accept_tree(shapes: Shapes) -> Case:
 
 
 def accept_rejection(shapes: Shapes) -> Case:
-    """Acceptance of drafts that were drawn."""
+    """Acceptance of drafts that were sampled."""
     rows, k, vocab_size = shapes.rows, shapes.k, shapes.config.vocab_size
 
     def make() -> Args:
@@ -199,7 +199,7 @@ def accept_rejection(shapes: Shapes) -> Case:
         return tokens, drafted, target, shapes.uniform(rows, k), shapes.uniform(rows, 1 + k)
 
     def count(args: Args) -> float:
-        # What must be read whole is p where a row stops, and q there, unless it stops behind its last draft.
+        # Only where a row stops must p be read whole, and q too, unless the row stops after its last draft.
         rejected = int((acceptance.accept_rejection(*args)[0] < k).sum())
         return size(args[2][:, 0]) + rejected * size(args[1][0, 0])
 

@@ -1,6 +1,6 @@
-"""The ops of a training step of the heads that decoding lacks: backwards, the losses, and the update.
+"""The ops that training has and decoding lacks: backward passes, the losses, and the update.
 
-One sequence of one document. Inputs are copied before they are differentiated, which the time includes.
+Inputs are one sequence of one document. They are copied before differentiation, and times include the copies.
 
 Shape legend: s sequence, K depths, V vocabulary, h hidden size.
 """
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
 
 
 def _attention_flops(sizes: Heads, length: int, products: int) -> float:
-    """FLOPs of so many matrix products of scores or values, half of them masked."""
+    """FLOPs of `products` matrix products of scores or values, half of which is masked."""
     return products * length**2 * sizes.queries * (sizes.key_width + sizes.value_width) / 2
 
 
@@ -46,7 +46,7 @@ def _projections(shapes: Shapes, length: int, sizes: Heads, depths: int = 1) -> 
 
 
 def differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """`function` of tensors, and their gradients where that of the output is 1 / its square root of size."""
+    """Wrap `function` to return its output and its inputs' gradients; the output's is 1 / sqrt(output size)."""
 
     def both(*tensors: Tensor) -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.enable_grad():
@@ -91,7 +91,7 @@ def depth_attention(shapes: Shapes, length: int, sizes: Heads) -> Case:
 
 
 def quantize_rows(shapes: Shapes, length: int) -> Case:
-    """Inputs of the base's matrices in fp8."""
+    """Quantizing inputs of the base's matrices to fp8."""
     hidden = shapes.config.hidden_size
 
     def value(args: Args, out: tuple[Tensor, Tensor]) -> Tensor:
@@ -107,7 +107,7 @@ def quantize_rows(shapes: Shapes, length: int) -> Case:
 
 
 def fp8_linear(shapes: Shapes, length: int) -> Case:
-    """A square matrix of the base in fp8."""
+    """Product with a square matrix of the base in fp8."""
     hidden = shapes.config.hidden_size
 
     def make() -> Args:
@@ -176,5 +176,5 @@ def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
         flops=2.0 * length * config.vocab_size * config.hidden_size * (1 + 2 * depths),
         name=f"head_losses {kind}",
         reference=plain,
-        tolerance=0.1 if kind == "tv" else None,  # a rounding turns the sign of p - q where they are close
+        tolerance=0.1 if kind == "tv" else None,  # rounding flips the sign of p - q where they are close
     )

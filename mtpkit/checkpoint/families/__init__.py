@@ -1,4 +1,4 @@
-"""Model families: the mapping of their `config.json` and weight names to mtpkit's config and Megatron's names."""
+"""Model families: map their `config.json` to mtpkit's config, and their weight names to Megatron's names."""
 
 from mtpkit.checkpoint.families.deepseek_v3 import DEEPSEEK_V3
 from mtpkit.checkpoint.families.family import Family
@@ -15,18 +15,18 @@ __all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
 _ALL = (NEMOTRON_H, DEEPSEEK_V3, GLM4_MOE, MIMO, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""By `model_type` of the Hugging Face config. To support another family, add it here."""
+"""Families by the `model_type` of their Hugging Face config. To support another family, add it here."""
 
 
 def get_family(name: object, where: object = "model config", key: str = "family") -> Family:
-    """The family of that name, the `model_type` of a Hugging Face config.
+    """Look up a family by name, the `model_type` of a Hugging Face config.
 
     Args:
-        where: file that names it, for messages.
-        key: where in that file.
+        where: file that holds the name, for messages.
+        key: key of the name in that file, for messages.
 
     Raises:
-        UserError: there is none; names those that exist.
+        UserError: no family has that name; the message lists the supported ones.
     """
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"{where}: {key} {shown(name)} is not supported; supported: {listed(sorted(FAMILIES))}")
@@ -34,7 +34,7 @@ def get_family(name: object, where: object = "model config", key: str = "family"
 
 
 def only_fit(config: ModelConfig) -> str:
-    """Name of the one family that expresses a model's layers and settings; empty where none does, or several do."""
+    """Name of the one family that expresses a model's layers and settings; empty if no family or several do."""
     fitting = _fitting(config)
     return fitting[0] if len(fitting) == 1 else ""
 
@@ -44,14 +44,14 @@ def _fitting(config: ModelConfig) -> list[str]:
 
 
 def find_family(config: ModelConfig, name: str | None = None, where: object = "model config") -> Family:
-    """The family that a model is written as: the one asked for, its own, or the only one that fits.
+    """Choose the family to write a model as: the requested one, the model's own, or the only one that fits.
 
     Args:
-        name: the family asked for.
+        name: the requested family.
         where: file or directory of the model, for messages.
 
     Raises:
-        UserError: the family is unknown; or none was asked for, the model has none, and not exactly one fits.
+        UserError: the family is unknown; or none was requested, the model names none, and not exactly one fits.
     """
     if name is not None:
         return get_family(name, where, "--family")

@@ -1,7 +1,7 @@
-"""What families share whose layers are two letters each: a mixer, then an MLP or a mixture of experts.
+"""Parts shared by families whose layers are two letters each: a mixer, then an MLP or a mixture of experts.
 
 Layer n in Hugging Face is letters 2n and 2n + 1 of a pattern, both under the prefix `model.layers.n.`. Names are those
-of Qwen2 and, for experts and for heads after the last layer, of DeepSeek-V3.
+of Qwen2, except for experts and heads after the last layer, which have the names of DeepSeek-V3.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,17 +22,17 @@ OUTSIDE = (
 
 
 def base_layer(number: int) -> str:
-    """Prefix of a letter of the base's pattern."""
+    """Prefix of the tensor names of letter `number` of the base's pattern."""
     return f"model.layers.{number // 2}."
 
 
 def after_base(config: ModelConfig, depth: int, number: int = 0) -> str:
-    """Prefix of all tensors of a physical MTP depth that is numbered like one more layer of the base."""
+    """Prefix of all tensors of a physical MTP depth, which is numbered as a layer after the base's last."""
     return f"model.layers.{len(config.pattern) // 2 + depth}."
 
 
 def heads_after_base(config: ModelConfig, depth: int) -> Iterator[Entry]:
-    """The tensors of an MTP depth of DeepSeek-V3 outside of its layers."""
+    """The tensors of an MTP depth of DeepSeek-V3 outside its layers."""
     hf, own = after_base(config, depth), megatron.mtp_depth(depth)
     yield from (one(f"{hf}{name}.weight", f"{own}{name}.weight") for name in ("enorm", "hnorm", "eh_proj"))
     yield one(f"{hf}shared_head.norm.weight", f"{own}final_layernorm.weight")
@@ -83,19 +83,19 @@ def experts(config: ModelConfig) -> Iterator[Entry | Ways]:
 
 
 def moe(config: ModelConfig) -> Iterator[Entry | Ways]:
-    """Routed experts, and DeepSeek-V3's shared ones as the one network that they are together."""
+    """Routed experts, and DeepSeek-V3's shared experts, which are stored as one network."""
     yield from experts(config)
     yield from network("mlp.shared_experts.", "mlp.shared_experts.")
 
 
 @dataclass(frozen=True)
 class Layers(Line):
-    """The number of layers, of which the first few may have an MLP and the others experts.
+    """The number of layers. The first few may have an MLP, and the rest experts.
 
     Attributes:
         mixer: letter of the first half of a layer.
-        dense_key: key that counts the layers with an MLP; empty: all layers have one.
-        count_key: key that counts physical MTP layers, which have experts where the family has any.
+        dense_key: key that counts the layers with an MLP; empty: all layers have an MLP.
+        count_key: key that counts physical MTP layers; these have experts if the family has any.
     """
 
     mixer: str = "*"
@@ -106,7 +106,7 @@ class Layers(Line):
         return f"{self.mixer}-" * dense + f"{self.mixer}E" * (count - dense)
 
     def _dense(self, config: ModelConfig) -> int:
-        """Layers up to the first one with experts."""
+        """The number of layers before the first one with experts."""
         first, _, _ = config.pattern.partition("E")
         return len(first) // 2
 
@@ -118,7 +118,7 @@ class Layers(Line):
         return {"pattern": "num_hidden_layers"}
 
     def patterns(self, file: Values) -> tuple[str, str]:
-        """For `Family.read_patterns`."""
+        """Layer patterns of the base and of one MTP depth, for `Family.read_patterns`."""
         count = file.typed("num_hidden_layers", 0)
         if not 0 < count <= megatron.MOST_LAYERS:
             file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}")
@@ -142,7 +142,7 @@ class Layers(Line):
 
 @dataclass(frozen=True)
 class HeadDim(Line):
-    """The width of a head: where the key is absent, the hidden size over the number of heads."""
+    """The width of an attention head; without the key, the hidden size divided by the number of heads."""
 
     kind: str = "attention"
 
@@ -159,11 +159,10 @@ class HeadDim(Line):
 
 @dataclass(frozen=True)
 class Rotary(Line):
-    """Rotary embedding: base and share of channels, at the top level or in `rope_parameters`, which wins.
+    """Rotary embedding: base and fraction of rotated channels. `rope_parameters` takes precedence over the top level.
 
     Attributes:
-        percent: the share where no key says it; None: the family always rotates all channels.
-        ignored: entries of `rope_parameters` that change nothing for text.
+        percent: fraction if no key gives it; None: the family always rotates all channels.
     """
 
     percent: float | None = None
@@ -191,7 +190,7 @@ class Rotary(Line):
         return {"position_embedding_type": "rope", "rotary_base": found["rope_theta"], "rotary_percent": percent}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """Under the keys that the original has; without one under both, as older and newer readers want."""
+        """Write under the keys that the original has; without an original, under both, for older and newer readers."""
         found: dict[str, object] = {"rope_theta": config.attention.rotary_base}
         if self.percent is not None:
             found["partial_rotary_factor"] = config.attention.rotary_percent
@@ -213,7 +212,7 @@ class Rotary(Line):
 
 @dataclass(frozen=True)
 class SharedExperts(Line):
-    """`n_shared_experts`, each as wide as a routed one, which are one network together."""
+    """`n_shared_experts`: the number of shared experts, each as wide as a routed one, stored as one network."""
 
     kind: str = "moe"
 

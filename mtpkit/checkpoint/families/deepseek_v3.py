@@ -1,7 +1,7 @@
-"""DeepSeek-V3, its R1 and V3.1 (arXiv:2412.19437): config keys and weight names. Heads lie after the base's last layer.
+"""DeepSeek-V3, R1 and V3.1 (arXiv:2412.19437): config keys and weight names. Heads lie after the base's last layer.
 
-transformers norms the low ranks with an epsilon of 1e-6 whatever `rms_norm_eps` says; Megatron, vLLM and mtpkit take
-`rms_norm_eps`. Published models have 1e-6 in both places.
+transformers normalises low-rank queries and keys/values with an epsilon of 1e-6, whatever `rms_norm_eps` says;
+Megatron, vLLM and mtpkit use `rms_norm_eps`. In published models both are 1e-6.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -28,10 +28,10 @@ _YARN = {
     "mscale": ("mscale", 1.0),
     "mscale_all_dim": ("mscale_all_dim", 0.0),
 }
-"""Key of `rope_scaling` -> field, and the value where the key is absent; None: it must be there."""
+"""Key of `rope_scaling` -> (field, value if the key is absent). None: the key is required."""
 
 _PLAIN = {field: getattr(MlaConfig(), field) for field, _ in _YARN.values()} | {"rotary_scaling_factor": 1}
-"""Fields of plain rotary embedding, where none of them counts."""
+"""Values of YaRN's fields for plain rotary embedding, which ignores them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Rotary(Line):
         ]
         odd = [key for key, usual in (("attention_factor", None), ("truncate", True)) if found.get(key, usual) != usual]
         problems += [f"rope_scaling.{key} {shown(found[key])} is not supported" for key in odd]
-        # Without the one, transformers ignores the other, and Megatron does not.
+        # If only one of mscale and mscale_all_dim is set, transformers ignores it, but Megatron does not.
         if found.get("mscale", 1) != 1 and not found.get("mscale_all_dim"):
             problems.append("rope_scaling.mscale other than 1 needs mscale_all_dim")
         if found.get("mscale_all_dim") and "mscale" not in found:
@@ -75,7 +75,7 @@ class _Rotary(Line):
         return base | {"rope_type": "yarn"} | {field: found.get(key, usual) for key, (field, usual) in _YARN.items()}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """Under the keys that the original has; without one under both, as older and newer readers want."""
+        """Write under the keys that the original has; without an original, under both, for older and newer readers."""
         base, nested = config.attention.rotary_base, (original or {}).get("rope_parameters")
         yarn: dict[str, object] = {}
         if config.mla.rope_type == "yarn":
@@ -83,7 +83,7 @@ class _Rotary(Line):
         written: dict[str, object] = {}
         if original is None or isinstance(nested, Mapping):
             kept = dict(nested) if isinstance(nested, Mapping) else {}
-            if yarn and not yarn["mscale_all_dim"]:  # transformers takes a zero as absent
+            if yarn and not yarn["mscale_all_dim"]:  # transformers treats zero as absent
                 kept.pop("mscale_all_dim", None)
             written["rope_parameters"] = kept | {"rope_theta": base, "rope_type": "yarn" if yarn else "default"} | yarn
         if not isinstance(nested, Mapping) or "rope_theta" in (original or {}):
@@ -102,7 +102,7 @@ class _Rotary(Line):
 
 @dataclass(frozen=True)
 class _KeyHeads(Line):
-    """`num_key_value_heads`, which has no meaning beside the number of heads."""
+    """`num_key_value_heads`, which has no meaning of its own and must equal the number of heads."""
 
     kind: str = "mla"
 
@@ -117,7 +117,7 @@ class _KeyHeads(Line):
 
 
 def _mla(_: ModelConfig) -> Iterator[Entry]:
-    """With or without a low rank for queries."""
+    """Multi-head latent attention, with or without a low-rank projection of the queries."""
     own = "self_attention."
     yield one("input_layernorm.weight", "input_layernorm.weight")
     yield one("self_attn.q_proj.weight", f"{own}linear_q_proj.weight")
@@ -129,7 +129,7 @@ def _mla(_: ModelConfig) -> Iterator[Entry]:
 
 
 def _sglang_kernel(subject: Subject) -> Iterator[Finding]:
-    """SGLang's kernel of the head's input takes some widths alone."""
+    """SGLang's kernel for the head's input supports only some widths."""
     hidden = subject.config.hidden_size
     if subject.config.mtp.num_layers and (hidden % 256 or not 256 < hidden <= 8192):
         text = f"hidden_size {hidden}: on CUDA the head needs a multiple of 256 from 512 to 8192"
@@ -141,7 +141,7 @@ SERVING = Serving(
     head_patterns=("+E",),
     fp32=(r"e_score_correction_bias$",),
     unquantized=(Unquantized(r"eh_proj$"), WITH_NVFP4),
-    called={"sglang": (r"^model\.layers\.(?!61\.)\d+\.", "model.decoder.")},  # it knows the published depth alone
+    called={"sglang": (r"^model\.layers\.(?!61\.)\d+\.", "model.decoder.")},  # it knows only the published depth, 61
     needs=(
         Need("scoring_func", "vLLM routes by softmax without it", "sigmoid", kind="moe"),
         Need("topk_method", "without it no bias is built", "noaux_tc", kind="moe"),

@@ -15,7 +15,7 @@ from mtpkit.model.kinds import KINDS, kinds_in
 Layer = Callable[[ModelConfig], Iterable[Entry | Ways]]
 
 SOURCE_ONLY = ("quantization_config",)
-"""Keys of a `config.json` that say how its own files store weights; an export stores them otherwise."""
+"""Keys of a `config.json` that describe its own weight files. Exports store weights differently and drop these keys."""
 
 
 def _no_copies(_: ModelConfig) -> Mapping[str, str]:
@@ -29,39 +29,39 @@ class Family:
     model_type: str
     """Name of the family in `config.json`."""
     architecture: str
-    """The class in transformers."""
+    """Name of the model class in transformers."""
     read_patterns: Callable[[Values], tuple[str, str]]
-    """Layer patterns of the base and of one MTP depth (empty without heads) from a `config.json`."""
+    """Reads the layer patterns of the base and of one MTP depth (empty without heads) from a `config.json`."""
     lines: tuple[Line, ...]
     """All other settings of `config.json`, in the order in which they are written."""
     replaced: tuple[str, ...]
-    """Keys that an exported `config.json` does not take over from the one that the model came with."""
+    """Keys that an export does not copy from the `config.json` that the model came with."""
 
     outside: tuple[Entry, ...]
-    """The tensors of the base outside of its layers, the embedding first."""
+    """The base's tensors outside its layers, the embedding first."""
     layers: Mapping[str, Layer]
-    """Kind of a layer -> its tensors, without prefixes. Those that a model's config turns off are left out."""
+    """Layer kind -> its tensors, named without prefix. Tables leave out the tensors that a model's config turns off."""
     base_layer: Callable[[int], str]
-    """Prefix of base layer n, which counts the letters of the pattern."""
+    """Prefix of the tensor names of base layer n, where n is the index of a letter of the pattern."""
     mtp_outside: Callable[[ModelConfig, int], Iterable[Entry]]
-    """The tensors of physical MTP depth d outside of its layers, as (config, d), the final norm last."""
+    """The tensors of physical MTP depth d outside its layers, the final norm last. Called as (config, d)."""
     mtp_layer: Callable[[ModelConfig, int, int], str]
-    """Prefix of layer i of physical MTP depth d, as (config, d, i)."""
+    """Prefix of the tensor names of layer i of physical MTP depth d. Called as (config, d, i)."""
     published_name: Callable[[str], str] = str
-    """The name in this table, from the name on disk."""
+    """Maps the name of a tensor on disk to its name in this family's table."""
     copies: Callable[[ModelConfig], Mapping[str, str]] = _no_copies
-    """Tensors of the heads that repeat one of the base's: their names, each with that of the base's tensor. An import
-    drops them once they are found equal, an export writes them unless the original had none."""
+    """Name of each head tensor that duplicates one of the base's -> name of the base's tensor. An import drops the
+    copies after checking that they are equal; an export writes them unless the original had none."""
     serving: Serving = USUAL
-    """What servers expect of a directory, for `mtpkit.checkpoint.lint`."""
+    """Expectations of servers about a directory, which `mtpkit.checkpoint.lint` checks."""
     carried: tuple[str, ...] = ()
-    """Prefixes of tensors that are not the text model's, such as a vision tower's. They go through both conversions
-    unchanged, in any dtype."""
+    """Name prefixes of tensors outside the text model, such as those of a vision tower. Both conversions copy these
+    tensors unchanged, in any dtype."""
     head_rules: Settings = field(default_factory=dict)
-    """What published heads read where that differs from the defaults of `MtpConfig`, by keys such as
-    `mtp_reads_of_base`. A checkpoint's own `mtpkit` keys override it."""
+    """Rules for the inputs of published heads that differ from the defaults of `MtpConfig`, under keys such as
+    `mtp_reads_of_base`. The `mtpkit` keys of a checkpoint override them."""
     nested: Nested | None = None
-    """Where the settings lie if not at the top of `config.json`."""
+    """Location of the text model's settings if they are not at the top level of `config.json`."""
 
     def config_from_hf(self, hf: Settings, where: object = "config.json") -> ModelConfig:
         """Read a `config.json`. A key whose value is null counts as absent.
@@ -70,7 +70,7 @@ class Family:
             where: the file, for messages.
 
         Raises:
-            UserError: names every missing key, unknown layer, and setting that is wrong or cannot be represented.
+            UserError: a key is missing, a layer unknown, or a setting wrong or unsupported; the message names them all.
         """
         file = Values(hf if self.nested is None else self.nested.settings(hf, where), where)
         pattern, mtp_pattern = self.read_patterns(file)
@@ -87,10 +87,11 @@ class Family:
         """Write a `config.json` that transformers and vLLM both read, with the published keys.
 
         Args:
-            original: the config that the base came with; its other keys are kept.
+            original: the config that the base came with; its keys are kept, except those written anew, `replaced` and
+                `SOURCE_ONLY`.
 
         Raises:
-            UserError: names all settings that the family has no key for.
+            UserError: the family cannot express some settings; the message names them.
         """
         if misfits := list(self.misfits(config)):
             raise UserError(f"a {self.model_type} config.json cannot express: {listed(misfits)}")
@@ -113,20 +114,20 @@ class Family:
 
     @property
     def usual_rules(self) -> Settings:
-        """What published heads read, by key."""
+        """Rules for the inputs of published heads, by key."""
         return {**MtpConfig().rules, **self.head_rules}
 
     def _own_settings(self, config: ModelConfig, own: object) -> dict[str, object]:
-        """The key `mtpkit` with `own` settings and the rules of heads that differ from the family's; without either
-        there is no such key."""
+        """The key `mtpkit` with `own` settings and the rules for head inputs that differ from the family's; no key if
+        both are empty."""
         assert isinstance(own, dict)
         own = own | {key: value for key, value in config.mtp.rules.items() if value != self.usual_rules[key]}
         return {"mtpkit": own} if own else {}
 
     def count_heads(self, config: ModelConfig, original: Settings) -> dict[str, object]:
-        """A `config.json` in which only the keys that are about the heads change, to those of `config`.
+        """A copy of a `config.json` in which only the keys about the heads change, to the settings in `config`.
 
-        Kinds of layers that the base lacks are the heads' own.
+        Keys of layer kinds that the base lacks count as keys about the heads.
         """
         if self.nested is not None:
             inner = self._counted(config, self.nested.settings(original))
@@ -142,7 +143,7 @@ class Family:
         return hf | self._own_settings(config, hf.get("mtpkit", {}))
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        """Yield one clause for each setting of a model that this family has no key or no names for."""
+        """Yield one clause for each setting of a model for which this family has no config key or no weight names."""
         letters = config.letters
         yield from (f"layers of kind {kind}" for kind in _kinds(letters) if kind not in self.layers)
         known: set[str] = set()
@@ -152,16 +153,16 @@ class Family:
         yield from (f"{key} {value}" for key, value in config.departures().items() if key not in known)
 
     def _lines(self, letters: str) -> list[Line]:
-        """The lines that count for a model with these layers."""
+        """The lines that apply to a model with these layer letters."""
         kinds = {"", *_kinds(letters)}
         return [line for line in self.lines if line.kind in kinds]
 
     def mtp_prefixes(self, config: ModelConfig, depth: int) -> Iterator[str]:
-        """Yield what names of tensors in the layers of physical MTP depth d begin with."""
+        """Yield the name prefixes of the tensors in the layers of one physical MTP depth."""
         return (self.mtp_layer(config, depth, number) for number in range(len(config.mtp.pattern)))
 
     def table(self, config: ModelConfig) -> Table:
-        """Every tensor of a model, base and heads, under both names."""
+        """Every tensor of a model, base and heads, under its names in both layouts."""
         return Table(self._entries(config), megatron.parameters(config), self.copies(config))
 
     def _entries(self, config: ModelConfig) -> Iterator[Entry | Ways]:
@@ -181,7 +182,7 @@ class Family:
 
 
 def _merged(settings: Settings, changes: Settings) -> dict[str, object]:
-    """Settings with some changed; what stands beside a nested one stays."""
+    """Settings with some values changed. Inside nested objects, keys that are not in `changes` stay."""
     merged = dict(settings)
     for key, value in changes.items():
         inner = merged.get(key)

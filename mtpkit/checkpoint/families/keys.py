@@ -1,4 +1,4 @@
-"""Lines of a family's `config.json`, each read in both directions: keys of the file, fields of `ModelConfig`."""
+"""Lines of a family's `config.json`; each translates between keys of the file and fields of `ModelConfig`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ UNSET: Final = object()
 
 
 RULE_KEYS: Final = tuple(MtpConfig().rules)
-"""Keys of what heads read, under `mtpkit` of a file and in `ModelConfig.of`."""
+"""Keys of the rules for head inputs, the same under `mtpkit` in a file and in `ModelConfig.of`."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Nested:
 
     key: str
     model_type: str
-    """The `model_type` that stands there."""
+    """The `model_type` among the settings under `key`."""
     at_both_levels: tuple[str, ...] = ()
-    """Keys that stand at the top too, where they must have the same value."""
+    """Keys that may also be at the top level, with the same value."""
 
     def settings(self, hf: Settings, where: object = "config.json") -> dict[str, object]:
-        """All settings of the text model side by side, with the top level's `mtpkit`.
+        """All settings of the text model in one dictionary, with `mtpkit` from the top level.
 
         Raises:
-            UserError: there are none, or both levels contradict each other.
+            UserError: the settings are missing, or a key has different values at the two levels.
         """
         inner = hf.get(self.key)
         if not isinstance(inner, Mapping):
@@ -47,7 +47,7 @@ class Nested:
         return {**outer, **inner, **{key: value for key, value in outer.items() if inner.get(key) is None}}
 
     def around(self, inner: Settings, outer: Settings) -> dict[str, object]:
-        """A `config.json` with settings of the text model inside and others beside them."""
+        """A `config.json` with the text model's settings `inner` under `key`, beside the settings `outer`."""
         whole = {**outer, self.key: {key: value for key, value in inner.items() if key != "mtpkit"}}
         whole |= {key: inner[key] for key in self.at_both_levels if key in inner}
         return whole | ({"mtpkit": inner["mtpkit"]} if "mtpkit" in inner else {})
@@ -57,15 +57,15 @@ class Line:
     """One line of a family's config, which may stand for several keys.
 
     Attributes:
-        kind: name of a layer kind; the line counts for models that have such layers. Empty: for all models.
-        counts_heads: whether it is about the heads alone, and so is written where other heads are put into a file.
+        kind: name of a layer kind; the line applies to models that have such layers. Empty: to all models.
+        counts_heads: whether the line is about the heads alone, and so is rewritten when a file gets other heads.
     """
 
     kind: str = ""
     counts_heads: ClassVar[bool] = False
 
     def names(self) -> Mapping[str, str]:
-        """Field of `ModelConfig` -> key of the file, for messages that name the key."""
+        """Field of `ModelConfig` -> key of the file, so that messages can name the key."""
         return {}
 
     def fields(self) -> Collection[str]:
@@ -73,31 +73,31 @@ class Line:
         return self.names().keys()
 
     def read(self, file: Values) -> Settings:
-        """Fields of `ModelConfig` from a file, to whose list of problems wrong values are added."""
+        """Fields of `ModelConfig` read from a file. Wrong values are added to the file's list of problems."""
         return {}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """Keys of the file. `original` is the config that the model came with, if any."""
+        """Keys of the file with their values. `original` is the config that the model came with, if any."""
         return {}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        """Yield one clause for each setting of a model that no value of the keys expresses."""
+        """Yield one clause for each setting of a model that the line's keys cannot express."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class Key(Line):
-    """A key whose value is that of a field."""
+    """A key of the file that holds the value of one field."""
 
     key: str
     field: str
     kind: str = ""
     default: object = UNSET
-    """Value where the file lacks the key, which is an error if there is no default."""
+    """Value if the file lacks the key. Without a default, a missing key is an error."""
     older: str = ""
-    """Another name of the key, in earlier releases."""
+    """Name of the key in earlier releases."""
     null: object = UNSET
-    """Value of the field that is written as null."""
+    """The field's value that is written as null."""
 
     def names(self) -> Mapping[str, str]:
         return {self.field: self.key}
@@ -115,12 +115,12 @@ class Key(Line):
 
 @dataclass(frozen=True)
 class Fixed(Line):
-    """A setting with one value that can be represented.
+    """A setting of which only one value is supported.
 
     Attributes:
-        key: of the file; empty if the family has no such key.
-        value: of the key; a value of None is not written.
-        field: of `ModelConfig`; empty if it has none.
+        key: key of the file; empty if the family has no such key.
+        value: supported value of the key; None is not written.
+        field: field of `ModelConfig`; empty if it has none.
     """
 
     key: str
@@ -147,7 +147,7 @@ class Fixed(Line):
 
 @dataclass(frozen=True)
 class Quantization(Line):
-    """`quantization_config`: absent, or that of block fp8, which is widened on import and so not written."""
+    """`quantization_config`: absent or block fp8. It is never written, because an import widens fp8 weights."""
 
     def read(self, file: Values) -> Settings:
         read_block_fp8(file)
@@ -172,26 +172,26 @@ class EndTokens(Line):
 
 
 def as_token_ids(value: object) -> tuple[object, ...]:
-    """Ids of one key of a Hugging Face config, which may be one, several or none."""
+    """Token ids under a key of a Hugging Face config, whose value may be one id, a list of ids or null."""
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 @dataclass(frozen=True)
 class Heads(Line):
-    """The number of MTP layers, the number of depths that they were trained for, and what they read.
+    """The number of MTP layers, the number of depths that they were trained for, and the rules for their inputs.
 
-    The key counts physical layers. How many depths a repeated head was trained for is kept under the key `mtpkit`;
-    without it one physical layer counts as a repeated head of unknown depths, several as distinct heads. Rules of what
-    heads read that differ from the family's (`Family.head_rules`) are kept there too.
+    `key` counts physical layers. The key `mtpkit` holds the number of depths that a repeated head was trained for;
+    without it, one physical layer counts as a repeated head with an unknown number of depths, and several count as
+    distinct heads. `mtpkit` also holds rules for head inputs that differ from the family's (`Family.head_rules`).
     """
 
     counts_heads = True
 
     key: str = "num_nextn_predict_layers"
     pattern_key: str = ""
-    """Key under which the pattern of a depth is written, where the family has one."""
+    """Key for the layer pattern of a depth; empty if the family has none."""
     default: int = 0
-    """Physical layers where the file lacks the key."""
+    """Number of physical layers if the file lacks the key."""
 
     def names(self) -> Mapping[str, str]:
         return {name: f"mtpkit.{name}" for name in ("mtp_num_depths", *RULE_KEYS)}

@@ -1,4 +1,4 @@
-"""MiMo-7B (arXiv:2505.07608): config keys and weight names. The base is Qwen2's; the heads have names of their own."""
+"""MiMo-7B (arXiv:2505.07608): config keys and weight names. The base has Qwen2's names; the heads have their own."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ LAYERS = blocks.Layers()
 
 @dataclass(frozen=True)
 class SwapHalves:
-    """A matrix whose columns for the hidden state lie before those for the embedding; in Megatron, after them."""
+    """Swaps the halves of a matrix: Hugging Face has the columns for the hidden state first, Megatron has them last."""
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1) for tensor in tensors]
@@ -91,5 +91,5 @@ MIMO = Family(
     head_rules={"mtp_reads_of_base": "before_final_norm"},
     serving=SERVING,
 )
-"""Defaults are those of transformers' Qwen2. What the heads read of the base is what vLLM feeds them, whose code came
-from the makers; SGLang feeds them the state after the final norm."""
+"""Defaults are those of transformers' Qwen2. The heads read the base's state before the final norm, as in vLLM, whose
+code came from MiMo's makers; SGLang feeds them the state after the final norm."""

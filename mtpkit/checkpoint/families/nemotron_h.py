@@ -19,13 +19,13 @@ from mtpkit.model.kinds import mamba2
 
 LETTERS = "M*-E"
 BLOCK_TYPES = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-", "mamba": "M", "attention": "*"}
-"""Names in `layers_block_type`: transformers 5's and, last, the older ones."""
+"""Names in `layers_block_type`: those of transformers 5, followed by the older ones."""
 
 DT_LIMIT = (0.0, math.inf)
-"""The range of the step size dt where a config does not say."""
+"""Default range of the step size dt."""
 
 INFINITY = {"__float__": "Infinity"}
-"""How transformers 5 writes infinity, which JSON lacks."""
+"""The notation of transformers 5 for infinity, which JSON lacks."""
 
 
 def _read_patterns(file: Values) -> tuple[str, str]:
@@ -39,7 +39,7 @@ def _read_patterns(file: Values) -> tuple[str, str]:
 
 
 def _read_pattern(file: Values, letters_key: str, blocks_key: str) -> str:
-    """A layer pattern as letters, from whichever of its two keys is there."""
+    """Read a layer pattern, as letters, from whichever of its two keys is present."""
     key = file.first(letters_key, blocks_key)
     if key is None:
         raise UserError(f"{file.where}: missing key {letters_key} (or {blocks_key})")
@@ -58,7 +58,7 @@ def _read_pattern(file: Values, letters_key: str, blocks_key: str) -> str:
 
 @dataclass(frozen=True)
 class _Pattern(Line):
-    """The base's layers as they are written; `_read_patterns` reads them."""
+    """Writes the base's layers; `_read_patterns` reads them."""
 
     def names(self) -> Mapping[str, str]:
         return {"pattern": "hybrid_override_pattern", "mtp_pattern": "mtp_hybrid_override_pattern"}
@@ -72,8 +72,8 @@ class _StepSize(Line):
     """The range that clamps Mamba2's step size dt after its softplus.
 
     Megatron-LM, vLLM and the published code use `time_step_limit`, by default (0, inf): no clamp. The weights were
-    trained so. Transformers clamps at `time_step_min` instead (seen up to 5.23), a bound that is meant for initial
-    values of dt's bias alone; on Nemotron 3 Nano that moves the output by a mean KL of 0.03.
+    trained that way. Transformers instead clamps at `time_step_min` (seen up to 5.23), a bound that is meant only for
+    the initial values of dt's bias; on Nemotron 3 Nano this changes the output by a mean KL divergence of 0.03.
     """
 
     kind: str = "mamba2"
@@ -86,9 +86,9 @@ class _StepSize(Line):
         return {"mamba_dt_limit": limit}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """No keys where `original` says the same, so that its own stay.
+        """Write no keys if `original` has the same range, so that its own keys stay.
 
-        Transformers clamps at `time_step_min`, so where the original does not have it, it is the low end of the range.
+        Otherwise `time_step_min` is set to the low end of the range, since Transformers clamps there.
         """
         if original is not None and _dt_limit(original.get("time_step_limit")) == config.mamba2.dt_limit:
             return {}
@@ -97,7 +97,7 @@ class _StepSize(Line):
 
 
 def _dt_limit(limit: object) -> tuple[float, float] | None:
-    """(low, high) from a `time_step_limit`; None where it is not such a pair."""
+    """(low, high) from a `time_step_limit`, by default `DT_LIMIT`; None if the value is not such a pair."""
     if limit is None:
         return DT_LIMIT
     if not isinstance(limit, list) or len(limit) != 2:
@@ -107,15 +107,15 @@ def _dt_limit(limit: object) -> tuple[float, float] | None:
         return None
     try:
         return float(low), float(high)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer too large for a float
         return None
 
 
 @dataclass(frozen=True)
 class _SharedExperts(Line):
-    """The width of each of `n_shared_experts`, which are one network together.
+    """The width of each of the `n_shared_experts` shared experts, which together are one network.
 
-    vLLM and SGLang multiply the two; transformers builds one expert of that width whatever the number is.
+    vLLM and SGLang multiply width and number; transformers builds one expert of that width, whatever the number is.
     """
 
     kind: str = "moe"
@@ -133,7 +133,7 @@ class _SharedExperts(Line):
         return {self.key: count * width}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """The number that the original has, where it divides the width."""
+        """Keep the original's number of shared experts if it divides the total width; otherwise write 1."""
         width, count = config.moe.shared_expert_intermediate_size, (original or {}).get("n_shared_experts", 1)
         count = count if isinstance(count, int) and count > 0 and width % count == 0 else 1
         return {self.key: width // count, "n_shared_experts": count}
@@ -188,7 +188,7 @@ LINES = (
 
 
 def _heads_without_attention(subject: Subject) -> Iterator[Finding]:
-    """vLLM looks for a cache of the heads."""
+    """vLLM requires the heads to have a KV cache, and so an attention layer."""
     pattern = subject.config.mtp.pattern
     if pattern and AttentionConfig.letter not in pattern:
         yield Finding(f"heads of layers {pattern!r}: without attention they have no cache", True, ("vllm",))
@@ -200,12 +200,12 @@ def _published_name(name: str) -> str:
 
 
 def _mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
-    """Hugging Face numbers sublayers flat: n = depth * L + i, L = len(pattern)."""
+    """Hugging Face numbers the layers of all depths consecutively: n = depth * L + i, L = len(pattern)."""
     return f"mtp.layers.{depth * len(config.mtp.pattern) + number}."
 
 
 def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
-    """The input's tensors lie on the first sublayer of a depth, the final norm on the last."""
+    """The tensors of a depth's input belong to its first layer, the final norm to its last."""
     prefix = megatron.mtp_depth(depth)
     for number, names in ((0, ("enorm", "hnorm", "eh_proj")), (len(config.mtp.pattern) - 1, ("final_layernorm",))):
         yield from (one(f"{_mtp_layer(config, depth, number)}{n}.weight", f"{prefix}{n}.weight") for n in names)
@@ -266,7 +266,7 @@ SERVING = Serving(
     ),
     rules=(_heads_without_attention,),
 )
-"""vLLM 0.24 and SGLang 0.5.23 build heads of attention and experts alone, letter by letter."""
+"""vLLM 0.24 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter."""
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",

@@ -19,7 +19,7 @@ COUNT = "mtp_num_hidden_layers"
 
 @dataclass(frozen=True)
 class OutputGate(Line):
-    """`output_gate_type` of gated delta nets (Qwen3.6): silu under either of its names. It is kept as it is."""
+    """`output_gate_type` of gated delta nets (Qwen3.6): silu under either of its names. The key is kept unchanged."""
 
     kind: str = "gated_delta_net"
 
@@ -31,7 +31,7 @@ class OutputGate(Line):
 
 
 def lines(layers: qwen3_next.Layers) -> tuple[Line, ...]:
-    """Lines of the text model's config that dense models and those with experts have."""
+    """Lines of the text model's config that dense models and models with experts share."""
     return (
         *qwen3_next.shared_lines(layers, Heads(COUNT)),
         Fixed("attn_output_gate", True, kind="attention"),
@@ -41,7 +41,7 @@ def lines(layers: qwen3_next.Layers) -> tuple[Line, ...]:
 
 
 def delta_net(config: ModelConfig) -> Iterator[Entry]:
-    """Queries, keys and values are one projection; gates, betas and alphas are one each."""
+    """A gated delta net: queries, keys and values share one projection; gates, betas and alphas have one each."""
     sizes = config.gated_delta_net
     query, key, value, *rest = (f"in_proj.weight.{part}" for part in delta.ROWS)
     together = Split((sizes.key_width, sizes.key_width, sizes.value_width))
@@ -50,18 +50,18 @@ def delta_net(config: ModelConfig) -> Iterator[Entry]:
 
 
 def base_layer(number: int) -> str:
-    """Prefix of a letter of the base's pattern."""
+    """Prefix of the tensor names of letter `number` of the base's pattern."""
     return f"model.language_model.layers.{number // 2}."
 
 
 def nested(model_type: str) -> Nested:
-    """Where the text model's settings lie."""
+    """Location of the text model's settings in `config.json`."""
     return Nested("text_config", model_type, at_both_levels=("tie_word_embeddings",))
 
 
 UNQUANTIZED = (qwen3_next.PROJECTION, Unquantized(r"^mtp\.fc$", ("vllm",), "NVFP4"), WITH_NVFP4)
 RULES = (qwen_serving.interval("text_config."), qwen_serving.tied_at_both_levels, qwen_serving.vision_tower)
-"""What lint checks, for dense models and those with experts."""
+"""Lint rules for dense models and models with experts."""
 CARRIED = (qwen_serving.VISION,)
 """Prefix of the vision tower's tensors."""
 FP32 = (r"A_log$", r"linear_attn\.norm\.weight$")

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 with experts: as the dense models, except for the second half of each layer."""
+"""Qwen3.5 and Qwen3.6 with experts: like the dense models, except for the second half of each layer."""
 
 from mtpkit.checkpoint.families import qwen3_5, qwen3_next, qwen_serving
 from mtpkit.checkpoint.families.family import Family
@@ -30,4 +30,4 @@ QWEN3_5_MOE = Family(
     ),
     carried=qwen3_5.CARRIED,
 )
-"""Published files hold the base's experts packed, and those of heads one by one (3.5) or packed (3.6)."""
+"""Published files hold the base's experts packed, and the heads' experts one by one (3.5) or packed (3.6)."""

@@ -1,4 +1,4 @@
-"""Qwen3-Next: config keys and weight names, and what Qwen3.5 shares with it: layers, gated attention, heads.
+"""Qwen3-Next: config keys, weight names, and the parts that Qwen3.5 shares: layers, gated attention, heads.
 
 Each layer is a gated delta net or attention, then experts or an MLP. All norms multiply by 1 + their weights in both
 layouts, except for the output norm of a gated delta net, see `Centered`.
@@ -31,8 +31,8 @@ MIXERS = {"linear_attention": DELTA, "full_attention": ATTENTION}
 
 @dataclass(frozen=True)
 class FuseGatedQKV:
-    """q_proj with the rows of each head's query and of its gate in turn, k_proj and v_proj; in Megatron one tensor
-    whose rows go [queries of the group, their gates, k, v] group by group.
+    """Fuses q_proj, k_proj and v_proj into Megatron's one tensor, whose rows are [queries of the group, their gates, k,
+    v] for each group in turn. The rows of q_proj alternate between the query and the gate of each head.
 
     Example, 4 heads in 2 groups: rows [q0 g0 q1 g1 q2 g2 q3 g3], [k0 k1], [v0 v1] become [q0 q1 g0 g1 k0 v0 q2 q3 ...].
     """
@@ -59,9 +59,9 @@ class FuseGatedQKV:
 
 @dataclass(frozen=True)
 class Ungroup:
-    """One tensor with several parts key head by key head, which Megatron stores as one tensor per part.
+    """One tensor that holds several parts interleaved by key head; Megatron stores one tensor per part.
 
-    Example, three parts for each of 2 key heads: rows [a0 b0 c0 a1 b1 c1] become [a0 a1], [b0 b1] and [c0 c1].
+    Example with three parts for each of 2 key heads: rows [a0 b0 c0 a1 b1 c1] become [a0 a1], [b0 b1] and [c0 c1].
     """
 
     heads: int
@@ -83,7 +83,7 @@ class Ungroup:
 class Centered(Rounding):
     """A norm's weight w, which Megatron stores as w - 1 since its norm multiplies by 1 + the weight.
 
-    The difference is exact for weights from 0.5 to 2; of others it may be rounded, see `Stored.rounded`.
+    The difference is exact for weights from 0.5 to 2; for others it may be rounded, see `Stored.rounded`.
     """
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -99,7 +99,7 @@ class Layers(Line):
 
     Attributes:
         experts: which layers have experts: `all`, `none`, or `some`, by `mlp_only_layers` and `decoder_sparse_step`.
-        count_key: key that counts physical MTP layers; `count_default` is its value where it is absent.
+        count_key: key that counts physical MTP layers; `count_default` is its value if the key is absent.
     """
 
     experts: Literal["all", "some", "none"]
@@ -110,7 +110,7 @@ class Layers(Line):
         return {"pattern": "layer_types"}
 
     def patterns(self, file: Values) -> tuple[str, str]:
-        """For `Family.read_patterns`."""
+        """Layer patterns of the base and of one MTP depth, for `Family.read_patterns`."""
         count = file.typed("num_hidden_layers", 0)
         if not 0 < count <= megatron.MOST_LAYERS:
             file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}")
@@ -150,7 +150,7 @@ class Layers(Line):
         written: dict[str, object] = {"num_hidden_layers": len(mixers), "layer_types": [types[m] for m in mixers]}
         first = mixers.find(ATTENTION) + 1 or len(mixers) + 1
         interval = None if original is None else original.get("full_attention_interval")
-        for every in (interval, first):  # one server reads the interval alone
+        for every in (interval, first):  # SGLang reads only the interval
             if type(every) is int and every > 0 and _every(every, len(mixers)) == mixers:
                 written["full_attention_interval"] = every
                 break
@@ -176,11 +176,11 @@ class Layers(Line):
 
 @dataclass(frozen=True)
 class Router(Line):
-    """Softmax over all experts; the weights of those chosen are divided by their sum unless `key` says false. The
+    """Softmax over all experts. The weights of the chosen experts are divided by their sum unless `key` is false. The
     shared expert has a gate.
 
     Attributes:
-        key: `norm_topk_prob`, or empty where the family always divides.
+        key: `norm_topk_prob`, or empty if the family always divides by the sum.
     """
 
     key: str = ""
@@ -226,17 +226,17 @@ def expert_lines(router: Router) -> tuple[Line, ...]:
 
 
 def _every(interval: int, count: int) -> str:
-    """Mixers of `count` layers, each `interval`-th attention."""
+    """Mixer letters of `count` layers, of which every `interval`-th is attention."""
     return "".join(ATTENTION if (n + 1) % interval == 0 else DELTA for n in range(count))
 
 
 def _head(feed: str) -> str:
-    """Layers of a head beside these second halves of layers: with experts where the base has some."""
+    """Layer letters of a head; `feed` has the second letters of the base's layers. With experts if the base has any."""
     return ATTENTION + (EXPERTS if EXPERTS in feed else DENSE)
 
 
 def shared_lines(layers: Layers, heads: Heads) -> tuple[Line, ...]:
-    """Lines of the config that all families of this kind have."""
+    """Lines of the config that Qwen3-Next and Qwen3.5 share."""
     return (
         Fixed("hidden_act", "silu", "activation", "swiglu"),
         Fixed("attention_bias", False, "add_qkv_bias", False, "attention"),
@@ -268,7 +268,7 @@ def shared_lines(layers: Layers, heads: Heads) -> tuple[Line, ...]:
 
 
 def attention(config: ModelConfig) -> Iterator[Entry]:
-    """Attention with a gate per head, which lies in the projection of the queries."""
+    """Attention with a gate per head, which is part of the query projection."""
     sizes = config.attention
     gated = FuseGatedQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels)
     for entry in blocks.attention(config):
@@ -276,7 +276,7 @@ def attention(config: ModelConfig) -> Iterator[Entry]:
 
 
 def delta_net(config: ModelConfig, projections: Iterable[Entry]) -> Iterator[Entry]:
-    """A gated delta net, whose input projections differ from family to family."""
+    """A gated delta net with the given input projections, which differ between families."""
     sizes, own = config.gated_delta_net, "self_attention."
     yield one("input_layernorm.weight", f"{own}in_proj.layer_norm_weight")
     yield from (entry.under("linear_attn.", own) for entry in projections)
@@ -287,7 +287,7 @@ def delta_net(config: ModelConfig, projections: Iterable[Entry]) -> Iterator[Ent
 
 
 def _delta_net(config: ModelConfig) -> Iterator[Entry]:
-    """Queries, keys, values and gates of a key head lie together, and so do its betas and alphas, beta first."""
+    """A gated delta net with two projections by key head: queries, keys, values and gates; betas, then alphas."""
     sizes = config.gated_delta_net
     rep, names = sizes.num_value_heads // sizes.num_key_heads, [f"in_proj.weight.{part}" for part in delta.ROWS]
     keys, values = sizes.key_head_dim, rep * sizes.value_head_dim
@@ -307,7 +307,7 @@ def moe(config: ModelConfig) -> Iterator[Entry | Ways]:
 
 
 def outside(prefix: str) -> tuple[Entry, ...]:
-    """The tensors of the base outside of its layers, where those of the text model have a prefix."""
+    """The base's tensors outside its layers. All but the output layer have the prefix of the text model."""
     return (
         one(f"{prefix}embed_tokens.weight", megatron.EMBEDDING),
         one(f"{prefix}norm.weight", megatron.FINAL_NORM),
@@ -316,7 +316,7 @@ def outside(prefix: str) -> tuple[Entry, ...]:
 
 
 def mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
-    """The tensors of the one physical MTP depth outside of its layers."""
+    """The tensors of the one physical MTP depth outside its layers."""
     names = {
         "fc": "eh_proj",
         "pre_fc_norm_embedding": "enorm",
@@ -327,15 +327,15 @@ def mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
 
 
 def mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
-    """Prefix of both letters of the one physical MTP depth."""
+    """Prefix of the tensor names of both letters of the one physical MTP depth."""
     return f"mtp.layers.{depth}."
 
 
 NORM_MEANS = ((r"linear_attn\.norm\.", 1.0), (r"norm", 0.0))
-"""Names of norms -> about what the mean of their weights is; the first that matches counts."""
+"""Pairs of a pattern for norm names and the usual mean of their weights; the first match applies."""
 
 PROJECTION = Unquantized(r"^mtp\.fc$", ("sglang",))
-"""vLLM quantises it unless told not to."""
+"""The head's input projection: SGLang never quantises it, vLLM does unless the config leaves it out."""
 
 _LAYERS = Layers("some", "num_nextn_predict_layers", count_default=1)
 
@@ -364,5 +364,5 @@ QWEN3_NEXT = Family(
         rules=(qwen_serving.interval(), qwen_serving.dense_layers, qwen_serving.no_packed_experts),
     ),
 )
-"""Published configs lack `num_nextn_predict_layers`; servers then take 1, and so does this. A file without heads says
-0."""
+"""Published configs lack `num_nextn_predict_layers`; servers then assume 1, and so does mtpkit. In a file without heads
+the key is 0."""

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang do with directories of Qwen3-Next and Qwen3.5 that the facts of `Serving` cannot say."""
+"""Rules for Qwen3-Next and Qwen3.5 in vLLM and SGLang that the facts of `Serving` cannot express."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from mtpkit.checkpoint.families.serving import Finding, Need, Rule, Server, Subj
 from mtpkit.config.sections import AttentionConfig, MlpConfig
 
 INTERVAL = 4
-"""`full_attention_interval` where a file says nothing: every fourth layer is attention."""
+"""Default of `full_attention_interval`: every fourth layer is attention."""
 VISION = "model.visual."
 """Prefix of the vision tower's tensors."""
 
@@ -16,8 +16,8 @@ _SINGLE = r"\.experts\.\d+\."
 
 
 def interval(prefix: str = "") -> Rule:
-    """SGLang takes the layers from `full_attention_interval`, whatever `layer_types` says; where a file has both, they
-    agree, or it cannot be read here."""
+    """SGLang chooses attention layers by `full_attention_interval` and ignores `layer_types`. Reading a config refuses
+    files in which the two differ, so this rule checks only files without the interval."""
 
     def rule(subject: Subject) -> Iterator[Finding]:
         attention = [n for n, letter in enumerate(subject.config.pattern[::2]) if letter == AttentionConfig.letter]
@@ -42,13 +42,13 @@ def dense_layers(subject: Subject) -> Iterator[Finding]:
 
 
 def no_packed_experts(subject: Subject) -> Iterator[Finding]:
-    """Servers read the experts of Qwen3-Next one by one."""
+    """Servers read the experts of Qwen3-Next only one by one."""
     if packed := sorted(name for name in subject.expected if re.search(_PACKED, name)):
         yield Finding(f"{len(packed)} tensors of packed experts, which are read one by one: {', '.join(packed[:4])}")
 
 
 def mixed_experts(subject: Subject) -> Iterator[Finding]:
-    """vLLM reads the experts of the heads all packed or all one by one, and so those of the base."""
+    """vLLM needs the experts of the heads all packed or all one by one; the same holds for those of the base."""
     for whose, names in (("heads", subject.heads), ("base", subject.expected.keys() - subject.heads)):
         if any(re.search(_PACKED, name) for name in names) and any(re.search(_SINGLE, name) for name in names):
             yield Finding(f"experts of the {whose} are packed in part, and in part one by one", True, ("vllm",))
@@ -64,7 +64,7 @@ def tied_at_both_levels(subject: Subject) -> Iterator[Finding]:
 
 
 def vision_tower(subject: Subject) -> Iterator[Finding]:
-    """Neither server has the text model alone under its published name."""
+    """Under the published architecture name, neither server can build the text model alone."""
     if not any(name.startswith(VISION) for name in subject.carried):
         yield Finding(f"no tensors {VISION}*, and the model is built with its vision tower; stitch into the original")
 

@@ -1,4 +1,4 @@
-"""How families route tokens to experts."""
+"""Lines of `config.json` about the routing of tokens to experts."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 
 _GROUP_BEST = 2
-"""Experts whose scores add up to that of their group, however many are chosen."""
+"""Number of top experts whose scores add up to the score of their group, however many experts are chosen."""
 
 
 @dataclass(frozen=True)
 class SigmoidRouter(Line):
-    """DeepSeek-V3's router: sigmoid scores, a bias that chooses, groups of which the best two experts count."""
+    """DeepSeek-V3's router: sigmoid scores, a bias for choosing experts, groups scored by their two best experts."""
 
     kind: str = "moe"
 

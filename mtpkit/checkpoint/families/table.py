@@ -1,7 +1,7 @@
-"""Tables of weight names, and of the changes between the tensors of the two layouts, that are read in both directions.
+"""Tables that map weight names between the two layouts and convert the tensors, in both directions.
 
 An `Entry` ties one or more Hugging Face tensors to one or more of Megatron's, see `mtpkit.checkpoint.layouts.megatron`.
-Shapes are stated on Megatron's side alone; those of the Hugging Face tensors follow from them.
+Only the shapes of Megatron's tensors are stated; those of the Hugging Face tensors are derived from them.
 """
 
 import math
@@ -27,7 +27,7 @@ from mtpkit.errors import MtpkitError, UserError, listed, shown
 
 
 class Transform(Protocol):
-    """A change of layout and its inverse. Both also work on meta tensors, from which shapes are derived."""
+    """A conversion between layouts and its inverse. Both also work on meta tensors, which serve to derive shapes."""
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -36,7 +36,7 @@ class Transform(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """Equal on both sides."""
+    """Leaves tensors unchanged, since they are equal in both layouts."""
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
@@ -48,7 +48,7 @@ SAME: Final = Same()
 
 
 class Rounding:
-    """What a `Transform` of one tensor to one derives from if it may round, so that not every value comes back."""
+    """Base class of one-to-one transforms that may round, so that a round trip does not restore every value."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Split:
 
 @dataclass(frozen=True)
 class FuseQKV:
-    """q, k, v apart in Hugging Face; in Megatron one tensor whose rows go [queries of the group, k, v] group by group.
+    """Fuses q, k and v into Megatron's one tensor, whose rows are [queries of the group, k, v] for each group in turn.
 
-    Example, 4 heads in 2 groups: rows [q0 q1 k0 v0 q2 q3 k1 v1], each of `head_dim` rows.
+    Example with 4 heads in 2 groups: blocks [q0 q1 k0 v0 q2 q3 k1 v1], each of `head_dim` rows.
     """
 
     groups: int
@@ -91,7 +91,7 @@ class FuseQKV:
 
 @dataclass(frozen=True)
 class Join:
-    """Hugging Face tensors of one shape whose rows Megatron stores in one tensor, such as gate and up projections."""
+    """Hugging Face tensors of equal shape that Megatron joins along the rows, such as gate and up projections."""
 
     parts: int = 2
 
@@ -105,7 +105,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Stack:
-    """One Hugging Face tensor whose slices of dimension 0 Megatron stores apart, such as packed experts."""
+    """One Hugging Face tensor whose slices of dimension 0 are separate tensors in Megatron, such as packed experts."""
 
     count: int
 
@@ -120,19 +120,19 @@ class Stack:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a table: Hugging Face names, Megatron names, and the change between them."""
+    """One line of a table: Hugging Face names, Megatron names, and the conversion between the tensors."""
 
     hf: tuple[str, ...]
     megatron: tuple[str, ...]
     transform: Transform = SAME
 
     def under(self, hf: str, megatron: str) -> "Entry":
-        """The same line with a prefix on either side."""
+        """The same entry with a prefix on the names of each side."""
         return Entry(tuple(hf + n for n in self.hf), tuple(megatron + n for n in self.megatron), self.transform)
 
 
 def one(hf: str, megatron: str, transform: Transform = SAME) -> Entry:
-    """A line with one tensor on each side."""
+    """An entry with one tensor on each side."""
     return Entry((hf,), (megatron,), transform)
 
 
@@ -140,48 +140,48 @@ def one(hf: str, megatron: str, transform: Transform = SAME) -> Entry:
 class Ways:
     """Tensors that files store in one of several ways, each a list of entries for the same tensors of Megatron.
 
-    Example: the experts of a layer, one by one or packed into one tensor. A file is read in whichever way it has, and
-    written in the way in which the original had it; the first way is that of files without an original.
+    Example: the experts of a layer are stored one by one or packed into one tensor. Files of every way are read. An
+    export uses the way of the original file, or the first way if there is no original.
     """
 
     key: str
-    """Says in a record of the original which tensors these are, with the prefix of their layer before it."""
+    """Identifies these tensors in a record of the original, with the prefix of their layer before it."""
     ways: Mapping[str, tuple[Entry, ...]]
     """Name of a way -> its entries."""
 
     def under(self, hf: str, megatron: str) -> "Ways":
-        """The same ways with a prefix on either side."""
+        """The same ways with a prefix on the names of each side."""
         ways = {way: tuple(entry.under(hf, megatron) for entry in entries) for way, entries in self.ways.items()}
         return Ways(hf + self.key, ways)
 
     def chosen(self, stored: "Stored") -> tuple[Entry, ...]:
-        """The entries of the way that an original used; of the first way where nothing says it."""
+        """The entries of the way that the original used, or of the first way if none is recorded."""
         return self.ways[stored.ways.get(self.key, next(iter(self.ways)))]
 
     def found(self, names: Container[str]) -> str:
-        """The way of which a file has the most names; the first of several."""
+        """The way whose tensor names a file has most of; in a tie, the first."""
         return max(self.ways, key=lambda way: sum(name in names for entry in self.ways[way] for name in entry.hf))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a Hugging Face file chose where there is a choice, and the values that Megatron's layout rounds. It is kept,
-    so that exports have the original's names and values."""
+    """The storage choices of an original Hugging Face file, and its values that Megatron's layout rounds. The record is
+    kept so that exports have the original's names and values."""
 
     ways: Mapping[str, str] = field(default_factory=dict)
-    """Key of `Ways` -> the way, where it is not the first."""
+    """Key of `Ways` -> name of the way, if it is not the first."""
     lacking: tuple[str, ...] = ()
-    """Names of copies (see `Family.copies`) that the file did without."""
+    """Names of copies (see `Family.copies`) that the file did not contain."""
     rounded: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a tensor that does not come back from what Megatron stores of it -> the tensor, flat."""
+    """Name of a tensor that cannot be restored exactly from its Megatron form -> the original tensor, flattened."""
 
 
 def expert_ways(count: int, hf: str, megatron: str, one_by_one: Sequence[Entry]) -> Ways:
-    """The matrices of a layer's experts: one by one, or packed in one tensor [experts, rows, columns].
+    """The ways to store a matrix of all experts of a layer: one by one, or packed as [experts, rows, columns].
 
     Args:
         hf: name of the packed tensor.
-        megatron: name of the stacked tensor, without the number of an expert.
+        megatron: name of the stacked tensor, without the index of an expert.
         one_by_one: entries of the same tensors in files that do not pack them.
     """
     packed = Entry((hf,), tuple(f"{megatron}[{expert}]" for expert in range(count)), Stack(count))
@@ -189,12 +189,12 @@ def expert_ways(count: int, hf: str, megatron: str, one_by_one: Sequence[Entry])
 
 
 class Table:
-    """All entries of one model; every tensor of a checkpoint belongs to exactly one.
+    """All entries of one model; every tensor of a checkpoint belongs to exactly one entry.
 
     Args:
-        entries: in the order in which tensors are written; those of tensors that the model lacks are left out.
+        entries: in the order in which tensors are written; entries of tensors that the model lacks are ignored.
         shapes: Megatron's names of all tensors of the model, with their shapes.
-        copies: Hugging Face name of a copy -> that of the tensor that it repeats.
+        copies: Hugging Face name of a copy -> name of the tensor that it duplicates.
 
     Raises:
         MtpkitError: the family has no name for a tensor of the model.
@@ -226,14 +226,14 @@ class Table:
         return {copy: name for copy, name in self.copies.items() if copy not in stored.lacking}
 
     def stored_in(self, names: Container[str]) -> Stored:
-        """What a file with these names chose."""
+        """The storage choices of a file with these tensor names."""
         found = {ways.key: ways.found(names) for ways in self._ways if len(ways.ways) > 1}
         firsts = {ways.key: next(iter(ways.ways)) for ways in self._ways}
         others = {key: way for key, way in found.items() if way != firsts[key]}
         return Stored(others, tuple(copy for copy in self.copies if copy not in names))
 
     def rounded_in(self, source: Tensors) -> dict[str, Tensor]:
-        """The tensors of a file that do not come back from what Megatron stores of them, flat."""
+        """The tensors of a file that cannot be restored exactly from their Megatron form, flattened."""
         entries = [entry for entry in self._entries(Stored()) if isinstance(entry.transform, Rounding)]
         tensors = {entry.hf[0]: (source.read(entry.hf[0]), entry.transform) for entry in entries}
         return {
@@ -243,10 +243,10 @@ class Table:
         }
 
     def check(self, stored: Stored, where: object) -> None:
-        """Check that this table can follow a record; what the record says of other tensors has no effect.
+        """Check that this table can apply a record; entries of the record for other tensors are ignored.
 
         Raises:
-            UserError: names every unknown way, and every tensor of another size.
+            UserError: the record has unknown ways or tensors of another size; the message names them.
         """
         odd = [
             f"{ways.key} is stored {shown(way)}, not {listed(map(repr, ways.ways))}"
@@ -261,20 +261,20 @@ class Table:
             raise UserError(f"{where}: {listed(odd, width=240, separator='; ')}; import the checkpoint again")
 
     def hf_shapes(self, stored: Stored | None = None) -> dict[str, Shape]:
-        """Names and shapes of all tensors of a file."""
+        """Hugging Face names and shapes of all tensors of a file."""
         stored = stored or Stored()
         shapes = {name: shape for entry in self._entries(stored) for name, shape in self._hf_shapes(entry)}
         return shapes | {copy: shapes[name] for copy, name in self._copies(stored).items()}
 
     def mtp_names(self, stored: Stored | None = None) -> set[str]:
-        """The names among them of the heads, copies of the base's tensors included."""
+        """Hugging Face names of the heads' tensors, including copies of the base's tensors."""
         stored = stored or Stored()
         heads = (entry.hf for entry in self._entries(stored) if _is_head(entry.megatron[0]))
         return {name for names in heads for name in names} | self._copies(stored).keys()
 
     def _hf_shapes(self, entry: Entry) -> Iterator[tuple[str, Shape]]:
         shapes = [self._shapes[name] for name in entry.megatron]
-        if entry.transform is not SAME:  # the many experts need no tensor each
+        if entry.transform is not SAME:  # saves a meta tensor for each of the many experts
             blanks = [torch.empty(shape, device="meta") for shape in shapes]
             shapes = [tuple(blank.shape) for blank in entry.transform.to_hf(blanks)]
         return zip(entry.hf, shapes, strict=True)
@@ -283,7 +283,7 @@ class Table:
         """View a Hugging Face checkpoint under Megatron names.
 
         Raises:
-            UserError: the checkpoint's tensors are not exactly the table's; lists them all.
+            UserError: the checkpoint's tensors are not exactly the table's; the message lists all differences.
         """
         stored = self.stored_in(source.tensors)
         require_same_names(where, source.tensors, self.hf_shapes(stored))
@@ -306,13 +306,13 @@ class Table:
         return MappedTensors(source, steps)
 
     def heads_to_hf(self, heads: TensorSource, base: TensorSource, where: Path, stored: Stored) -> "MappedTensors":
-        """View heads under Megatron's names, and what they copy of a base, under Hugging Face names.
+        """View heads, given under Megatron's names, and their copies of the base's tensors under Hugging Face names.
 
         Args:
-            base: what is copied, under Hugging Face names.
+            base: source of the copied tensors, under Hugging Face names.
 
         Raises:
-            UserError: `heads` are not exactly the table's; lists them all.
+            UserError: `heads` are not exactly the table's heads; the message lists all differences.
         """
         require_same_names(where, heads.tensors, {n: shape for n, shape in self._shapes.items() if _is_head(n)})
         entries = [entry for entry in self._entries(stored) if _is_head(entry.megatron[0])]
@@ -334,11 +334,11 @@ def _to_hf(entry: Entry, stored: Stored) -> Callable[[Sequence[Tensor]], list[Te
 
 @dataclass(frozen=True)
 class _Unrounded:
-    """A transform that gives the original's tensor back, as long as Megatron's is what an import made of it."""
+    """A transform that restores the original tensor, as long as Megatron's tensor is still the one from the import."""
 
     transform: Transform
     original: Tensor
-    """Flat, in the original's dtype."""
+    """The original tensor, flattened, in its own dtype."""
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (tensor,) = tensors
@@ -352,7 +352,7 @@ class _Unrounded:
 
 @dataclass(frozen=True)
 class _Step:
-    """An entry read in one direction."""
+    """An entry applied in one direction."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -360,9 +360,9 @@ class _Step:
 
 
 class MappedTensors:
-    """A source seen through a table. Holds the tensors of one entry at a time, so reading in order reads all once.
+    """A source seen through a table. It caches the tensors of one entry, so reading in order reads each input once.
 
-    Several threads may read from it, each holding an entry; a copy that is pickled reads in another process.
+    Several threads may read from it; each caches an entry. It can be pickled to read in another process.
     """
 
     def __init__(self, source: TensorSource, steps: Sequence[_Step]) -> None:
@@ -403,7 +403,7 @@ class MappedTensors:
 
 
 class _Held(threading.local):
-    """The outputs of one entry, which each thread has its own of."""
+    """The cached outputs of one entry, separate for each thread."""
 
     def __init__(self) -> None:
         self.step: _Step | None = None

@@ -55,16 +55,16 @@ OWN_FILES = {
 class HFReader:
     """A directory of safetensors, mapped into memory, under canonical names.
 
-    Several threads may read from it; a copy that is pickled opens the files again in another process.
+    Several threads may read from it. A pickled copy opens the files again in another process.
 
     Args:
-        canonical: the name of a tensor, from its name on disk.
+        canonical: maps the name of a tensor on disk to its canonical name.
         carried: prefixes of names on disk; these tensors are in `carried` and not in `tensors`.
-        single: the file, where there is no index.
+        single: name of the only file if there is no index.
 
     Raises:
-        UserError: shards are missing, damaged or cut off, do not hold what the index says, hold a tensor twice, or in a
-            format that has no dtype. The message lists all of that.
+        UserError: shards are missing, damaged or cut off, do not hold what the index says, or hold a tensor twice or in
+            a format for which torch has no dtype. The message lists all problems.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class HFReader:
 
     @property
     def carried(self) -> "CarriedTensors":
-        """The tensors that are not the text model's."""
+        """The tensors outside the text model."""
         return CarriedTensors(self, self._carried)
 
     @property
     def directory(self) -> Path:
-        """Where the files lie."""
+        """The directory of the files."""
         return self._arguments[0]
 
     def info(self, name: str) -> TensorInfo:
@@ -134,12 +134,12 @@ class HFReader:
         return self._maps.tensor(place.file, place.start, info.shape, info.dtype)
 
     def give_back(self) -> None:
-        """Give back the memory of what was read; tensors stay valid, and are read again where they are used."""
+        """Release the memory of tensors that were read. They stay valid and are read again when they are used."""
         self._maps.give_back()
 
 
 class Place(NamedTuple):
-    """Where a tensor lies."""
+    """The location of a tensor."""
 
     file: str
     stored: str
@@ -158,7 +158,7 @@ class CarriedTensors:
         return self._reader.read(name)
 
     def require_finite(self) -> None:
-        """Nothing: these tensors are not ours to judge."""
+        """Do nothing: tensors outside the text model may hold any values."""
 
 
 class _Entry(NamedTuple):
@@ -170,7 +170,7 @@ class _Entry(NamedTuple):
 
 
 def _read_header(path: Path, problems: list[str]) -> dict[str, _Entry] | None:
-    """Name -> entry of a safetensors file; None, and a problem more, where it is damaged."""
+    """Name -> entry of a safetensors file; None if it is damaged, which is added to the problems."""
     try:
         with safe_open(path, framework="pt") as shard:  # checks the header, and that the file has all its bytes
             names = set(shard.keys())
@@ -216,7 +216,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def stored_names(directory: Path) -> set[str]:
-    """Names on disk of all tensors of a directory; empty where that cannot be told, as reading them would say why."""
+    """Names on disk of all tensors of a directory; empty if they cannot be read: opening the weights reports why."""
     with contextlib.suppress(UserError):
         found = [
             _read_header(path, []) if names is None else names for path, names in _shards(directory, SINGLE, []).items()
@@ -232,7 +232,7 @@ def read_total_metadata(directory: Path) -> dict[str, object]:
 
 
 def progress(what: str, nbytes: int) -> tqdm:
-    """A bar that counts bytes and shows them per second."""
+    """A progress bar that counts bytes and shows bytes per second."""
     return tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, disable=None)
 
 
@@ -244,7 +244,7 @@ def write_hf(
     Few tensors are in memory at a time, see `mtpkit.checkpoint.layouts.parallel`.
 
     Raises:
-        UserError: weights are not finite; what was written is to be thrown away.
+        UserError: weights are not finite; the written files must be discarded.
     """
     shards = _plan_shards(source.tensors, max_shard_bytes)
     total = sum(info.nbytes for info in source.tensors.values())
@@ -278,7 +278,7 @@ def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list
 
 
 def write_shard(path: Path, names: list[str], source: Tensors, bar: tqdm, budget: Budget | None = None) -> None:
-    """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
+    """Write one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
     budget = budget or Budget()
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

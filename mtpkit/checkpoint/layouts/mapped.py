@@ -1,4 +1,4 @@
-"""Files of a checkpoint mapped into memory, of which little stays resident however much is read."""
+"""Memory-mapped files of a checkpoint, of which only little stays resident, however much is read."""
 
 import ctypes
 import mmap
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 RESIDENT_BYTES = 2**28
-"""Pages of the files are given back after as many bytes were handed out. What is still in use is mapped again by the
-system, from its cache, when it is touched."""
+"""Bytes that are handed out before the pages of the files are released. When a released page is used again, the system
+maps it again, from its cache."""
 
 
 _trim = getattr(ctypes.pythonapi, "malloc_trim", None)
-"""glibc's: gives back what freed tensors of up to 32 MiB leave between others in the heaps of threads."""
+"""glibc's function that releases the memory that freed tensors of up to 32 MiB leave in the heaps of threads."""
 
 
 class Mappings:
     """The files of a directory, each mapped when it is first read.
 
-    Several threads may read from it. Tensors and views must not be written to: changes may be lost.
+    Several threads may read from it. Do not write to tensors and views: changes may be lost.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -28,11 +28,11 @@ class Mappings:
         self._handed_out = 0
 
     def view(self, file: str, start: int, length: int) -> memoryview:
-        """Some bytes of a file.
+        """View some bytes of a file.
 
         Raises:
             OSError: the file cannot be opened.
-            ValueError: it is empty.
+            ValueError: the file is empty.
         """
         self._handed_out += length
         if self._handed_out > RESIDENT_BYTES:
@@ -48,7 +48,7 @@ class Mappings:
         return memoryview(mapped)[start : start + length]
 
     def give_back(self) -> None:
-        """Give back the pages of all files, and the memory of freed tensors; views stay valid."""
+        """Release the pages of all files, and the memory of freed tensors; views stay valid."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for mapped in list(self._maps.values()):
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -56,13 +56,13 @@ class Mappings:
             _trim(0)
 
     def tensor(self, file: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor whose values lie in a file one after the other: a view of the file where it is aligned."""
+        """A tensor whose values are contiguous in a file: a view of the file if they are aligned."""
         length = torch.Size(shape).numel() * dtype.itemsize
         return as_tensor(self.view(file, start, length), shape, dtype)
 
 
 def as_tensor(content: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Bytes as a tensor, without a copy where they are aligned."""
+    """Bytes as a tensor, without a copy if they are aligned."""
     if not content:
         return torch.empty(shape, dtype=dtype)
     values = torch.frombuffer(content, dtype=torch.uint8)

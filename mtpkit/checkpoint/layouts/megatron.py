@@ -2,10 +2,10 @@
 
 Stacked experts appear as one tensor per expert: `...experts.linear_fc1.weight[3]` is slice 3 of dimension 0.
 
-A checkpoint has one of two styles of names. `HybridModel` numbers mixers and feed-forward networks as layers of their
-own, as mtpkit does: `decoder.layers.7.mlp...`, `mtp.layers.0.mtp_model_layer.layers.1.mlp...`. `GPTModel` has both in
-one transformer layer: `decoder.layers.3.mlp...`, or the same of all layers in one tensor, `decoder.layers.mlp...`. It
-calls the final norm `decoder.final_layernorm`, and an MTP depth `mtp.layers.0.transformer_layer.mlp...` on disk,
+A checkpoint has one of two styles of names. `HybridModel` numbers mixers and feed-forward networks as separate layers,
+as mtpkit does: `decoder.layers.7.mlp...`, `mtp.layers.0.mtp_model_layer.layers.1.mlp...`. `GPTModel` has both in one
+transformer layer: `decoder.layers.3.mlp...`, or one stacked tensor for all layers, `decoder.layers.mlp...`. It calls
+the final norm `decoder.final_layernorm`, and an MTP depth `mtp.layers.0.transformer_layer.mlp...` on disk,
 `mtp_model_layer` in memory.
 """
 
@@ -28,7 +28,7 @@ from mtpkit.model.kinds.settings import LayerMarks
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"
 
 MOST_LAYERS = 1024
-"""The most layers of a model, two letters each."""
+"""Maximum number of layers of a model, each of two letters."""
 
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 """Prefixes of tensors that belong to a training run and not to the model."""
@@ -43,8 +43,8 @@ OTHER_NAMES = {
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "init_std": ("init_method_std",),
 }
-"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All others, but the `other_keys` of
-layer kinds, have the same name."""
+"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All other keys have the
+same name in Megatron, except the `other_keys` of layer kinds."""
 
 FIXED = {
     "add_bias_linear": False,
@@ -68,17 +68,17 @@ FIXED = {
     "heterogeneous_block_specs": False,
     "heterogeneous_layers_config_path": None,
 }
-"""Settings with one value that can be represented, whichever layers a model has."""
+"""Settings of which only one value is supported, whichever layers a model has."""
 
 _HYBRID = ("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern")
-"""Settings that a `GPTModel` has not."""
+"""Settings that a `GPTModel` does not have."""
 
 _ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
-"""The name in a `TransformerConfig`, and that of Megatron-LM's argument, which sets the former."""
+"""The setting's name in a `TransformerConfig`, and the name of Megatron-LM's argument, which sets the former."""
 
 
 class WithoutPadding:
-    """A checkpoint without the rows that Megatron adds to fill up its vocabulary.
+    """A checkpoint without the rows with which Megatron pads its vocabulary.
 
     Args:
         source: tensors under Megatron's names.
@@ -149,13 +149,14 @@ def _layer(prefix: str, letter: str, config: ModelConfig) -> Iterator[tuple[str,
 
 
 def hybrid_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """What mtpkit calls the tensors of a checkpoint, whichever style it has.
+    """mtpkit's names for the tensors of a checkpoint of either style.
 
     Args:
-        shapes: those of all tensors by their keys on disk.
+        shapes: shapes of all tensors by their keys on disk.
 
     Returns:
-        The name of each tensor, its key, and its index in the first dimensions of what has that key: () for all of it.
+        For each tensor its name, its key on disk, and its index in the first dimensions of what is stored under that
+        key; the index is () if the tensor is all of it.
     """
     gpt_style = any(key.startswith(_GPT_FINAL_NORM) for key in shapes)
     for key, shape in shapes.items():
@@ -168,7 +169,7 @@ def hybrid_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, tuple[
 
 
 def _with_fused_norms(key: str, keys: Container[str]) -> str:
-    """The key of a norm in checkpoints of Transformer Engine's modules, which mtpkit follows."""
+    """The key, with an unfused norm renamed as in Transformer Engine's modules, whose names mtpkit follows."""
     for kind in KINDS.values():
         for norm in kind.unfused_norms:
             prefix = key.removesuffix(norm.name)
@@ -178,7 +179,7 @@ def _with_fused_norms(key: str, keys: Container[str]) -> str:
 
 
 def is_of_all_layers(key: str) -> bool:
-    """Whether a key holds, one behind the other, what `GPTModel`'s layers all have."""
+    """Whether a key holds one tensor of `GPTModel`'s layers, stacked for all of them."""
     match = _GPT_LAYER.fullmatch(key)
     return match is not None and match[1] is None
 
@@ -191,7 +192,7 @@ def _of_heads(key: str) -> str:
 
 
 def _layers(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names of a tensor of `GPTModel`, and the index of each layer's part."""
+    """Names for a tensor of `GPTModel`, each with the index of its layer's part."""
     match = _GPT_LAYER.fullmatch(key)
     if match is None:
         yield _of_heads(key.replace(_GPT_FINAL_NORM, FINAL_NORM.removesuffix("weight"), 1)), ()
@@ -203,7 +204,7 @@ def _layers(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _half(name: str) -> int:
-    """Whether a tensor of a transformer layer belongs to its mixer, 0, or to what comes after that, 1."""
+    """0 if a tensor of a transformer layer belongs to its mixer, 1 if it belongs to the feed-forward part after it."""
     return int(any(name.startswith(kind.feed_forward) for kind in KINDS.values()))
 
 
@@ -237,13 +238,13 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     """Read a `TransformerConfig` as a dictionary, or the namespace `args` of a Megatron-LM checkpoint as one.
 
     Megatron's `mtp_num_layers` counts depths. Its vocabulary is taken with its padding: those rows are in the weights.
-    The family of the config stays open.
+    The family of the config stays empty.
 
     Args:
         where: the file, for messages.
 
     Raises:
-        UserError: it is no dictionary; or names every setting that is wrong or cannot be represented.
+        UserError: `values` is no dictionary, or settings are wrong or unsupported; the message names them all.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{where}: {shown(values)} is not an object of Megatron's settings")
@@ -285,7 +286,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
 
 
 def _names(letters: str) -> dict[str, tuple[str, ...]]:
-    """Key of `ModelConfig` -> Megatron's names for it, with the keys of layer kinds that files of a model have."""
+    """Key of `ModelConfig` -> Megatron's names for it, including keys of the layer kinds that a file contains."""
     there = [section for letter, section in SECTIONS.items() if section.in_every_file or letter in letters]
     same = [key for section in there for key in keys_of(section).values()]
     others = {names[0]: names for kind in KINDS.values() for names in kind.other_keys if names[0] in same}
@@ -330,7 +331,7 @@ def _gpt_pattern(file: Values) -> str:
 
 
 def _letters(file: Values, layers: int, kinds: Sequence[LayerKind]) -> list[str]:
-    """Letters of the mixers of a `GPTModel`'s layers, or of what comes after those."""
+    """Letters of `kinds` for each layer of a `GPTModel`: its mixers, or its feed-forward parts."""
     letters = [""] * layers
     for kind in kinds:
         marks = kind.gpt_layers(file)
@@ -340,7 +341,7 @@ def _letters(file: Values, layers: int, kinds: Sequence[LayerKind]) -> list[str]
 
 
 def _marked(file: Values, marks: LayerMarks, layers: int) -> Sequence[bool]:
-    """Which layers a setting is about: a list of zeros and ones says it, or a number from which it follows."""
+    """Whether a setting marks each layer, given by a list of zeros and ones or derived from a number."""
     key, value = marks.key, file.get(marks.key, marks.default)
     if type(value) is int and value > 0:
         return [marks.of_number(layer, value) for layer in range(layers)]
@@ -351,7 +352,7 @@ def _marked(file: Values, marks: LayerMarks, layers: int) -> Sequence[bool]:
 
 
 def _zero_centered(file: Values) -> bool:
-    flags = [file.typed(key, False) for key in _ZERO_CENTERED]  # each is checked
+    flags = [file.typed(key, False) for key in _ZERO_CENTERED]  # reading both checks both
     return any(flags)
 
 

@@ -1,4 +1,4 @@
-"""Files that several threads write, with a bound on what they hold in memory together."""
+"""Write files in several threads, with a bound on the memory that they hold together."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -6,17 +6,17 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 THREADS = 4
-"""Files that are written at once."""
+"""Number of files that are written at once."""
 HELD_BYTES = 2**30
 """Most bytes of tensors that all threads hold together; a larger tensor is held alone."""
 
 
 class Stopped(Exception):
-    """Another thread failed, so that work is pointless."""
+    """Raised in a thread after another thread failed, which makes its work pointless."""
 
 
 class Budget:
-    """Bytes that several threads may hold."""
+    """A limit on the bytes that several threads hold together."""
 
     def __init__(self, nbytes: int = HELD_BYTES) -> None:
         self._most = self._free = nbytes
@@ -25,7 +25,7 @@ class Budget:
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Wait until so many bytes are free, and have them inside.
+        """Wait until `nbytes`, or at most the whole budget, are free; hold them inside the `with` block.
 
         Raises:
             Stopped: `stop` was called.
@@ -44,7 +44,7 @@ class Budget:
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make every thread that wants bytes fail."""
+        """Make every thread that asks or waits for bytes fail with `Stopped`."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -57,7 +57,7 @@ def write_all[Job, Done](write: Callable[[Job, Budget], Done], jobs: Sequence[Jo
         futures = [pool.submit(write, job, budget) for job in jobs]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-        finally:  # Ctrl-C, too
+        finally:  # also on Ctrl-C
             if not all(future.done() and future.exception() is None for future in futures):
                 budget.stop()
     for error in (future.exception() for future in futures):

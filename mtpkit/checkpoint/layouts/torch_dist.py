@@ -30,7 +30,7 @@ from mtpkit.files import is_there, require_file
 
 # torch warns when it runs without a process group, as this module does on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-# It also warns of the pickle protocol of files, from which only plain values are taken here.
+# It also warns of the pickle protocol of files, but only plain values are read from them here.
 warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 Index = tuple[int, ...]
@@ -42,10 +42,10 @@ COMMON_STATE = "common_state/shard_0_1"
 class MegatronReader:
     """The model's tensors in a `torch_dist` directory, saved at any parallelism.
 
-    Several threads may read from it; a copy that is pickled opens the files again in another process.
+    Several threads may read from it. A pickled copy opens the files again in another process.
 
     Raises:
-        UserError: the index, or a file that a read needs, is missing or damaged; or a tensor is there under two names.
+        UserError: the index, or a file that a read needs, is missing or damaged; or a tensor is stored under two names.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,11 +60,11 @@ class MegatronReader:
             for key, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        """The tensors among them."""
+        """The tensors among `keys`, with their stored shapes and dtypes."""
         self._files = MappedFiles(directory)
         self._rows: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
         self._places: dict[str, tuple[str, Index]] = {}
-        """Where each tensor is: a key on disk, and an index in its first dimensions."""
+        """The location of each tensor: a key on disk, and an index in the first dimensions of what is stored there."""
         shapes = {key: info.shape for key, info in self.on_disk.items() if not key.startswith(TRAINING_STATE)}
         for name, key, index in hybrid_names(shapes):
             if name in self._places:
@@ -90,7 +90,7 @@ class MegatronReader:
         return self._read_by_torch(key, entry, index) if mapped is None else mapped
 
     def _chunks_at(self, key: str, entry: TensorStorageMetadata, index: Index) -> list[ChunkStorageMetadata]:
-        """The pieces of a part of a tensor. They are sorted by row once, so that not all are searched for each part."""
+        """The pieces of a part of a tensor. All pieces are grouped by row once, not searched for each part."""
         if key not in self._rows:
             rows: dict[int, list[ChunkStorageMetadata]] = {}
             for chunk in (chunk for chunk in entry.chunks if math.prod(chunk.sizes)):
@@ -100,7 +100,7 @@ class MegatronReader:
         return [chunk for chunk in self._rows[key].get(index[0], []) if _holds(chunk, index)]
 
     def _read_mapped(self, key: str, entry: TensorStorageMetadata, index: Index) -> Tensor | None:
-        """A tensor or a part of it from mapped files: a view, if one piece holds it. None: torch must read it."""
+        """A tensor, or a part of it, from mapped files: a view if one piece holds it all. None: torch must read it."""
         assert self._metadata.storage_data is not None
         shape, target = entry.size[len(index) :], None
         for chunk in entry.chunks:
@@ -113,7 +113,7 @@ class MegatronReader:
             if len(entry.chunks) == 1 and piece.shape == shape:
                 return piece
             if target is None:
-                target = torch.full(shape, math.nan, dtype=piece.dtype)  # shows where pieces that overlap leave a hole
+                target = torch.full(shape, math.nan, dtype=piece.dtype)  # NaN shows holes beside overlapping pieces
             offsets = chunk.offsets[len(index) :]
             target[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))] = piece
         return target
@@ -123,7 +123,7 @@ class MegatronReader:
         offsets, sizes = [*index, *(0 for _ in rest)], [*(1 for _ in index), *rest]
         target = torch.empty(sizes, dtype=entry.properties.dtype)
         if target.dtype in FLOATS:
-            target.fill_(math.nan)  # as above
+            target.fill_(math.nan)  # NaN shows holes, as above
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, entry, [chunk])
         try:
@@ -139,7 +139,8 @@ class MegatronReader:
         """The entries of the checkpoint besides tensors, such as Megatron-LM's `args`; empty if there are none.
 
         Raises:
-            UserError: it cannot be read, or is not a dictionary of what megatron-core saves there.
+            UserError: the common state cannot be read, or is not a dictionary with values of kinds that megatron-core
+                saves.
         """
         from megatron.core.safe_globals import register_safe_globals
 

@@ -72,7 +72,7 @@ def read_index(directory: Path) -> Metadata:
         raise UserError(f"{path} is missing or damaged ({first_line(error)})") from error
     try:
         odd = list(_misfits(directory, index))
-    except Exception as error:  # its values can be anything
+    except Exception as error:  # the values of a damaged index can be anything
         raise UserError(f"{path} is damaged ({first_line(error)})") from error
     if odd:
         raise UserError(f"{path} does not fit its files: {listed(odd)}; copy the checkpoint again")
@@ -87,7 +87,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _misfits(directory: Path, index: object) -> Iterator[str]:
-    """Yield one clause for each file that is not there or too short, and each tensor that is not all there."""
+    """Yield one clause for each file that is missing or too short, and for each incomplete tensor."""
     if not isinstance(index, Metadata):
         yield "it is no index of a checkpoint"
         return
@@ -114,7 +114,7 @@ def _misfits(directory: Path, index: object) -> Iterator[str]:
 
 
 def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo]) -> bool:
-    """Whether the pieces of a tensor lie within it and fill it, and have their bytes in a file."""
+    """Whether the pieces of a tensor lie within it, fill it, and have all their bytes in a file."""
     size = tuple(entry.size)
     stacked = is_of_all_layers(key) + is_stacked(key)
     if stacked and not (len(size) > stacked and math.prod(size[:stacked]) <= MOST_EXPERTS):

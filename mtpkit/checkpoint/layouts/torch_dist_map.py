@@ -1,4 +1,4 @@
-"""Tensors in the files of a `torch_dist` checkpoint, mapped into memory: each lies there as `torch.save` wrote it."""
+"""Tensors in the files of a `torch_dist` checkpoint, mapped into memory, each as `torch.save` wrote it."""
 
 import io
 import math
@@ -30,10 +30,10 @@ class MappedFiles:
         self._maps = Mappings(directory)
 
     def read(self, file: str, start: int, length: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """The tensor that `torch.save` wrote into some bytes of a file; a view of the file where it is aligned.
+        """The tensor that `torch.save` wrote into some bytes of a file; a view of the file if it is aligned.
 
         Returns:
-            None where these bytes are not one contiguous tensor of that shape and dtype, as far as that shows without
+            None if these bytes are not one contiguous tensor of that shape and dtype, as far as can be told without
             reading its values.
         """
         try:
@@ -44,7 +44,7 @@ class MappedFiles:
 
 
 def _values(archive: memoryview, shape: Sequence[int], dtype: torch.dtype) -> memoryview | None:
-    """The values of an archive's only tensor; None: see `MappedFiles.read`."""
+    """The values of an archive's only tensor; None in the cases that `MappedFiles.read` lists."""
     with zipfile.ZipFile(_File(archive)) as file:
         records = file.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -60,7 +60,7 @@ def _values(archive: memoryview, shape: Sequence[int], dtype: torch.dtype) -> me
 
 
 def _content(archive: memoryview, record: zipfile.ZipInfo) -> memoryview:
-    """The bytes of a record, which lie behind its header, its name and what fills up to an aligned address."""
+    """The bytes of a record, which follow its header, its name and the padding to an aligned address."""
     name, filler = struct.unpack_from("<HH", archive, record.header_offset + 26)
     begin = record.header_offset + 30 + name + filler
     return archive[begin : begin + record.file_size]
@@ -70,7 +70,7 @@ class _Arguments(pickle.Unpickler):
     """Unpickles a tensor as the arguments that torch would rebuild it from: (storage, offset, shape, strides, ...)."""
 
     def persistent_load(self, storage: object) -> object:
-        """("storage", type, key of its record, device, numbers)."""
+        """("storage", type, key of its record, device, number of elements)."""
         return storage
 
     def find_class(self, module: str, name: str) -> object:
@@ -84,7 +84,7 @@ class _Arguments(pickle.Unpickler):
 
 
 class _File(io.RawIOBase, IO[bytes]):
-    """A part of a mapped file as a file of its own."""
+    """A part of a mapped file as a separate file object."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0

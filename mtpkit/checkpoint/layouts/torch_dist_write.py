@@ -30,9 +30,9 @@ CHECKPOINT_VERSION = {"checkpoint_version": 3.0}
 """An entry that Megatron-LM looks for in a checkpoint; without it, Megatron-LM would reorder the rows of QKV."""
 
 FILE_BYTES = 2**30
-"""Least bytes of tensors of a file, unless it is the only one."""
+"""Minimum bytes of tensors in a file, unless it is the only file."""
 _ALIGNED = 64
-"""Tensors lie in their archives at multiples of so many bytes; archives begin at one, so that values can be mapped."""
+"""Alignment in bytes of tensors in their archives, and of archives in files, so that values can be mapped."""
 
 
 class _File(NamedTuple):
@@ -49,11 +49,11 @@ def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[
     Several files are written at once; few tensors are in memory at a time, see `mtpkit.checkpoint.layouts.parallel`.
 
     Args:
-        directory: exists and is empty.
-        source: under Megatron's names.
+        directory: an existing, empty directory.
+        source: tensors under Megatron's names.
 
     Raises:
-        UserError: weights are not finite; what was written is to be thrown away.
+        UserError: weights are not finite; the written files must be discarded.
     """
     counts: dict[str, int] = {}
     for key, row in map(split_slice, source.tensors):
@@ -86,7 +86,7 @@ def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[
 
 
 def _plan_files(tensors: Mapping[str, TensorInfo], objects: Sequence[tuple[str, object]]) -> list[_File]:
-    """Tensors in order, cut into files of about the same size; all objects are in the first."""
+    """Tensors in order, divided into files of about the same size; all objects are in the first file."""
     total = sum(info.nbytes for info in tensors.values())
     count = max(1, min(THREADS, total // FILE_BYTES))
     parts: list[list[str]] = [[] for _ in range(count)]
@@ -100,7 +100,7 @@ def _plan_files(tensors: Mapping[str, TensorInfo], objects: Sequence[tuple[str, 
 def _write_file(
     file: _File, stream: IO[bytes], source: TensorSource, budget: Budget, advance: Callable[[int], object]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """Write what belongs into a file; return where it is."""
+    """Write the tensors and objects of a file; return their places in it."""
     places: dict[MetadataIndex, _StorageInfo] = {}
 
     def save(index: MetadataIndex, value: object) -> None:
@@ -120,7 +120,7 @@ def _write_file(
 
 
 def _own_memory(tensor: Tensor, row: int | None) -> Tensor:
-    """A tensor that `torch.save` writes without anything around it; slices of stacked tensors as such."""
+    """A contiguous tensor in its own storage, so that `torch.save` writes nothing else. Slices become [1, ...]."""
     tensor = tensor.contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
@@ -133,7 +133,7 @@ def _index(name: str, info: TensorInfo) -> MetadataIndex:
 
 
 def _chunk(name: str, info: TensorInfo) -> ChunkStorageMetadata:
-    """The place of a tensor in the one that is stored: all of it, or a slice of a stacked one."""
+    """The place of a tensor in the stored tensor: all of it, or one slice of a stacked tensor."""
     row = split_slice(name)[1]
     sizes, offsets = info.shape, (0,) * len(info.shape)
     if row is not None:

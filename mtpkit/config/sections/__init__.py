@@ -1,4 +1,4 @@
-"""Sizes and switches of each layer kind, one file each, and the table from letters of patterns to them."""
+"""Sizes and switches of each layer kind, one file per kind, and the table from pattern letters to them."""
 
 from mtpkit.config.sections.attention import AttentionConfig
 from mtpkit.config.sections.base import (
@@ -39,6 +39,6 @@ __all__ = [
     "up_to",
 ]
 
-# In the order of files.
+# In the order in which config files list their keys.
 for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig, MlaConfig, GatedDeltaNetConfig):
     register_section(_section)

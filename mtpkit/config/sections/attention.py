@@ -27,8 +27,8 @@ class AttentionConfig(Section):
     rotary_percent: Annotated[Number, Field(ge=1e-6, le=1)] = 1.0
     qk_layernorm: bool = False
     attention_output_gate: bool = False
-    """Whether each head's output is multiplied by the sigmoid of a gate, one more part of the projection (Qiu et al.
-    2025, arXiv:2505.06708; Qwen3-Next)."""
+    """Whether each head's output is multiplied by the sigmoid of a gate, one more output of the input projection (Qiu
+    et al. 2025, arXiv:2505.06708; Qwen3-Next)."""
 
     add_qkv_bias: bool = False
     """Whether the input projection has a bias, which no other linear has (Qwen2, GLM-4-MoE, MiMo)."""

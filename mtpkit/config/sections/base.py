@@ -1,4 +1,4 @@
-"""The base of the sections, one for each layer kind, and the table from letters of patterns to them."""
+"""Base classes of the sections, one section per layer kind, and the table from pattern letters to sections."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ Number = int | float
 
 
 class Part:
-    """Base of checked classes whose keys lie in files beside those of `ModelConfig`; all its fields have defaults."""
+    """Base of checked classes whose keys stand in files beside those of `ModelConfig`; all fields have defaults."""
 
     added_later: ClassVar[tuple[str, ...]] = ()
-    """Fields that files have only where they differ from their defaults, as older ones lack them."""
+    """Fields that files have only if they differ from their defaults, since older files lack them."""
 
     @classmethod
     @functools.cache
     def default(cls) -> Self:
-        """The part where nothing is given."""
+        """The part with the defaults of all fields."""
         return cls()
 
     def stored(self) -> JsonObject:
@@ -38,7 +38,7 @@ class Part:
 
     @classmethod
     def from_file(cls, values: JsonObject) -> JsonObject:
-        """Replace values of a file, by key, that stand for values which JSON lacks."""
+        """Replace those values of a file, given by key, that stand for values that JSON cannot express."""
         return values
 
 
@@ -50,18 +50,18 @@ class Section(Part):
     title: ClassVar[str]
     """Name of the kind in messages."""
     in_every_file: ClassVar[bool] = False
-    """Whether files of models without such layers have its keys too, as they had when there were four kinds."""
+    """Whether files of models without such layers have the section's keys too, as when there were only four kinds."""
     apart: ClassVar[tuple[str, ...]] = ()
-    """Letters of layer kinds that no model has beside this one."""
+    """Letters of layer kinds that cannot be in one model with this kind."""
     positive: ClassVar[tuple[str, ...]] = ()
     """Fields that must be positive where the model has such layers."""
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(field, field that divides it)"""
+    """Pairs of a field and a field that must divide it."""
     at_most: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(field, field that it may not exceed)"""
+    """Pairs of a field and a field that it must not exceed."""
 
     def requirements(self, layers: int) -> Iterator[str]:
-        """Yield one clause for every value that a model with so many such layers, heads included, cannot have."""
+        """Yield one clause for each value that a model with `layers` such layers, heads included, cannot have."""
         keys = keys_of(type(self))
         values = {name: getattr(self, name) for name in keys}
         if missing := [keys[name] for name in self.positive if values[name] <= 0]:
@@ -80,7 +80,7 @@ SECTIONS: dict[str, type[Section]] = {}
 
 
 def register_section(section: type[Section]) -> None:
-    """Make the letter of a layer kind known, for patterns and for files."""
+    """Register the section of a layer kind by its letter, for patterns and for files."""
     assert section.letter not in SECTIONS, f"{section.letter} stands for {SECTIONS[section.letter].title}"
     SECTIONS[section.letter] = section
 
@@ -107,13 +107,13 @@ def _check_length(most: int) -> Callable[[str], str]:
 
 
 def up_to(most: int) -> Any:
-    """Limits of a size: from 0, far beyond all models that exist, so that nonsense ends before it is built."""
+    """Limits of a size: from 0 to far above all existing models, so that absurd sizes are refused before building."""
     return Field(ge=0, le=most)
 
 
 Width = Annotated[int, up_to(2**24)]
 Count = Annotated[int, up_to(2**16)]
 Pattern = Annotated[str, AfterValidator(_check_letters), AfterValidator(_check_length(2048))]
-"""Layers of the base, a letter each."""
+"""Layers of the base, one letter per layer."""
 HeadPattern = Annotated[str, AfterValidator(_check_letters), AfterValidator(_check_length(64))]
-"""Layers of one MTP depth, a letter each."""
+"""Layers of one MTP depth, one letter per layer."""

@@ -16,19 +16,19 @@ class GatedDeltaNetConfig(Section):
 
     num_key_heads: Count = 0
     num_value_heads: Count = 0
-    """A multiple of the key heads; value heads of one key head share its queries and keys."""
+    """A multiple of the number of key heads; the value heads of one key head share its queries and keys."""
     key_head_dim: Count = 128
     value_head_dim: Count = 128
     conv_kernel_dim: Annotated[int, up_to(2**10)] = 4
 
     @property
     def key_width(self) -> int:
-        """Width of the keys, and of the queries, all heads together."""
+        """Width of the keys of all heads together, and of the queries."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_width(self) -> int:
-        """Width of the values, and of the gates, all heads together."""
+        """Width of the values of all heads together, and of the gates."""
         return self.num_value_heads * self.value_head_dim
 
     @property

@@ -34,16 +34,16 @@ class Mamba2Config(Section):
     conv_kernel: Annotated[int, up_to(2**10)] = 4
     chunk_size: Annotated[int, up_to(2**12)] = 128
     dt_limit: Annotated[_Limits, AfterValidator(_check_range)] = (0.0, math.inf)
-    """Clamp of dt after its softplus."""
+    """Limits to which dt is clamped after its softplus."""
 
     @property
     def inner(self) -> int:
-        """Width of the values that the recurrence takes up, all heads together."""
+        """Width of the input values of the recurrence, all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def bc_width(self) -> int:
-        """Width of B, and of C, all groups together."""
+        """Width of B of all groups together, and of C."""
         return self.num_groups * self.state_dim
 
     @property

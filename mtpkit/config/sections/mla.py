@@ -16,8 +16,8 @@ class MlaConfig(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), under the names and with the defaults of Megatron's
     `MLATransformerConfig`.
 
-    The number of heads, the rotary base, and whether the low ranks are normed are those of `AttentionConfig`, as in
-    Megatron: `num_attention_heads`, `rotary_base`, `qk_layernorm`.
+    As in Megatron, the number of heads, the rotary base, and the switch for norms of the low-rank projections are
+    fields of `AttentionConfig`: `num_attention_heads`, `rotary_base`, `qk_layernorm`.
     """
 
     letter, title = "+", "multi-head latent attention"
@@ -25,12 +25,12 @@ class MlaConfig(Section):
     positive = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "original_max_position_embeddings")
 
     q_lora_rank: Width = 0
-    """Rank of the projection of queries; 0: a whole matrix."""
+    """Rank of the query projection; 0: one full matrix."""
     q_proj_layernorm: bool = False
-    """Without a low rank for queries: whether their projection norms its input once more, as Megatron's does with
-    `qk_layernorm` and Hugging Face's models do not."""
+    """Without a low rank for queries, whether the query projection normalises its input once more. Megatron's does with
+    `qk_layernorm`; Hugging Face's models do not."""
     kv_lora_rank: Width = 512
-    """Rank of keys and values: width of the latent that decoding keeps of a token."""
+    """Rank of keys and values: width of the latent that decoding keeps per token."""
     qk_head_dim: Width = 128
     """Channels of a head's queries and keys without position."""
     qk_pos_emb_head_dim: Width = 64
@@ -38,13 +38,13 @@ class MlaConfig(Section):
     v_head_dim: Width = 128
     rope_type: Literal["rope", "yarn"] = "yarn"
     rotary_scaling_factor: Annotated[Number, Field(ge=1e-3, le=1e6)] = 40
-    """YaRN (arXiv:2309.00071): how many times longer contexts become. It scales the scores with `rope` too."""
+    """YaRN (arXiv:2309.00071): factor by which contexts become longer. It scales the scores with `rope` too."""
     original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**30)] = 4096
-    """YaRN: longest context before."""
+    """YaRN: longest context before scaling."""
     beta_fast: _Scale = 32
     """YaRN: frequencies that turn more often than this in the original context stay as they are."""
     beta_slow: _Scale = 1
-    """YaRN: frequencies that turn less often are divided by the factor."""
+    """YaRN: frequencies that turn less often than this are divided by the scaling factor."""
     mscale: _Scale = 1.0
     mscale_all_dim: _Scale = 0.0
     """With m(x) = 0.1 x ln(factor) + 1, scores are multiplied by m(mscale_all_dim)^2, and rotated channels by
@@ -57,7 +57,7 @@ class MlaConfig(Section):
 
     @property
     def row(self) -> int:
-        """Numbers that decoding keeps of a token: the latent and the rotary key."""
+        """Number of values that decoding keeps per token: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_pos_emb_head_dim
 
     def requirements(self, layers: int) -> Iterator[str]:

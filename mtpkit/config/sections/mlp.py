@@ -15,7 +15,7 @@ class MlpConfig(Section):
 
     ffn_hidden_size: Width = 0
     activation: Literal["relu2", "swiglu"] = "relu2"
-    """Experts have it too."""
+    """Activation of feed-forward layers and of experts."""
 
     @property
     def gated(self) -> bool:

@@ -16,7 +16,7 @@ ScoreFunction = Literal["sigmoid", "softmax"]
 
 
 class Routing(NamedTuple):
-    """How a router chooses and weighs experts: the arguments of `mtpkit.kernels.moe.route` after logits and bias."""
+    """Settings of a router's choice of experts: the arguments of `mtpkit.kernels.moe.route` after logits and bias."""
 
     top_k: int
     scale: float
@@ -48,28 +48,29 @@ class MoeConfig(Section):
     router_topk: Annotated[int, up_to(2**14)] = 2
     ffn_hidden_size: Width = 0
     shared_expert_intermediate_size: Width = 0
-    """0: no shared expert."""
+    """Inner width of the shared expert; 0: no shared expert."""
     latent_size: Annotated[int, up_to(2**20)] = 0
-    """Width the routed experts work in (Nemotron 3 Super); 0: the hidden size."""
+    """Width in which the routed experts work (Nemotron 3 Super); 0: the hidden size."""
     router_topk_scaling_factor: Annotated[Number, Field(ge=1e-6, le=1e6)] = 1.0
     router_num_groups: Annotated[int, up_to(2**14)] = 1
     router_group_topk: Annotated[int, up_to(2**14)] = 1
     router_group_best: Annotated[int, up_to(2**14)] = 0
-    """Experts whose scores add up to that of their group: 2 in Hugging Face's models; 0: as many as Megatron takes,
-    moe_router_topk // moe_router_group_topk."""
+    """Number of best experts whose scores add up to the score of their group: 2 in Hugging Face's models. 0: Megatron's
+    number, moe_router_topk // moe_router_group_topk."""
     router_score_function: ScoreFunction = "sigmoid"
     router_enable_expert_bias: bool = True
     """Whether a bias is added to sigmoid scores for the choice of experts, not for their weights (DeepSeek-V3)."""
     router_pre_softmax: bool = False
-    """Whether softmax scores, over all experts, are the weights as they are; else those chosen add up to 1."""
+    """Whether softmax scores over all experts are used as weights as they are; otherwise, the chosen experts' weights
+    are scaled to add up to 1."""
     router_normalize: bool | None = None
-    """Whether the chosen sigmoid scores are divided by their sum; None: as in Megatron, where there are several."""
+    """Whether the chosen sigmoid scores are divided by their sum; None: if several are chosen, as in Megatron."""
     shared_expert_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of a gate, one number per token (Qwen3-Next)."""
 
     @property
     def routing(self) -> Routing:
-        """How the router chooses and weighs."""
+        """Settings by which the router chooses and weighs experts."""
         top_k, groups = self.router_topk, self.router_group_topk
         normalize = top_k > 1 if self.router_normalize is None else self.router_normalize
         if self.router_score_function == "softmax":

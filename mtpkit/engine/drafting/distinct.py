@@ -22,11 +22,11 @@ from mtpkit.model.inputs import StepInput
 class DistinctDrafter(MtpDrafter):
     """One physical layer and one cache per depth, for two drafts or more; one draft needs no window.
 
-    Entry j of depth k is computed from (g^{k-1}_j, t_{j+k}). When a step begins at position c, entries c-K+1 .. c-1 of
-    the deeper caches were computed from drafts. Every depth therefore runs over a window: the positions of the step and
-    the K - 1 before them, whose base hidden states are stored per slot. Where a token is not known yet, the new draft
-    takes its place. Recurrent states of the heads are those before the window, K - 1 positions behind; see
-    `StateSizes.behind`.
+    Entry j of depth k is computed from (g^{k-1}_j, t_{j+k}), where g^k is the output of depth k, and g^0 is h. When a
+    step begins at position c, entries c-K+1 .. c-1 of the deeper caches were computed from drafts. Every depth
+    therefore runs over a window: the positions of the step and the K - 1 before them, whose base hidden states are
+    stored per slot. Where a token is not known yet, the new draft takes its place. The heads' recurrent states end
+    before the window, K - 1 positions behind the committed ones; see `StateSizes.behind`.
 
     Example, K = 3, one row: committed 10, computed positions 10..13, one draft accepted. The window is 8..13, p = 11,
     t_12 was just chosen. Depth 2 reads t_10 .. t_12 at 8..10 and draft 1 at 11; depth 3 reads t_11, t_12, draft 1,
@@ -59,11 +59,11 @@ class DistinctDrafter(MtpDrafter):
 class Window:
     """Flat layout of a step's positions and up to K - 1 positions before each row, W tokens in all.
 
-    Every row of the step is a decode row of K - 1 + `decode_width` tokens here, so that shapes do not depend on values
-    that only the device knows. Those of a decode row begin K - 1 positions before it. Those of a chunk begin at its
-    K - 1 newest positions and continue from the states that the positions before these leave, which are a chunk of
-    their own. A row that reaches beyond the step stays within the lookahead that the scheduler reserves; the next
-    window replaces those entries.
+    Every row of the step becomes a decode row of K - 1 + `decode_width` tokens here, so that shapes do not depend on
+    values that only the device knows. For a decode row of the step, it begins K - 1 positions earlier. For a chunk, it
+    begins at the chunk's K - 1 newest positions; the positions before these form a separate chunk, whose states the
+    decode row continues. A row that reaches beyond the step stays within the lookahead that the scheduler reserves; the
+    next window replaces those entries.
 
     Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8 .. 13 and the chunk 2 .. 7.
     """
@@ -112,7 +112,7 @@ class _Rows(NamedTuple):
     positions: Tensor
     """[W] int64."""
     padding: Tensor | None
-    """[W] the tokens of the null row, at position 0 and of any owner; None: there are no chunks."""
+    """[W] bool, the tokens of the null row, which have position 0 and any owner; None: there are no chunks."""
 
     @classmethod
     def of(cls, batch: Batch, before: int) -> "_Rows":
@@ -137,7 +137,7 @@ class _Rows(NamedTuple):
         return decoded._with_chunks(batch, starts[decoding:], ends) if inputs.num_chunk_rows else decoded
 
     def _with_chunks(self, batch: Batch, starts: Tensor, ends: Tensor) -> "_Rows":
-        """These decode rows and chunks from `starts` to `ends` [C]."""
+        """Append chunks from `starts` to `ends` [C], and a null row, to these decode rows."""
         inputs, first, chunks = batch.inputs, batch.inputs.num_decode_rows, len(starts)
         tokens, null = len(batch.token_ids) - inputs.num_decode_tokens, starts.new_full((1,), -1)
         lasts = torch.cat([(ends - starts).cumsum(0), starts.new_full((1,), tokens)])

@@ -1,4 +1,4 @@
-"""Growth of trees of drafts, level by level, from the best or drawn children of each token that gets some.
+"""Growth of trees of drafts, level by level: each parent token gets its best children or drawn children.
 
 All sizes are fixed by the shape of the tree, so that drafting can be captured in a CUDA graph.
 
@@ -18,22 +18,22 @@ from mtpkit.platform import to_device
 
 @dataclass(frozen=True)
 class Level:
-    """Drafts of one depth that get children: entries of the heads' caches of keys and values."""
+    """Drafts of one depth that get children. Each is an entry of the heads' caches of keys and values."""
 
     depth: int
     tokens: Tensor
     """[S, f] int64."""
     above: Tensor
-    """[S, f] int64, place of each one's parent among those of the level before; 0 at depth 1."""
+    """[S, f] int64, index of each draft's parent in the level before; 0 at depth 1."""
     masks: Tensor
-    """[S, f] int64, which entries each one sees: those of its ancestors and its own."""
+    """[S, f] int64, bit masks of the entries that each draft sees: those of its ancestors and its own."""
     offset: int
-    """Entries of the levels before."""
+    """Number of entries of all levels before."""
     earlier: tuple[int, ...]
-    """Masks of the entries of each of these levels."""
+    """For each level before, the mask of its entries."""
 
     def masks_from(self, starts: Tensor) -> Tensor:
-        """[S, f] masks without the levels whose positions are negative, where the first one's are `starts` [S]."""
+        """[S, f] masks without the levels at negative positions; the first level is at positions `starts` [S]."""
         masks = self.masks
         for depth, entries in enumerate(self.earlier):
             masks = masks & ~torch.where(starts + depth < 0, entries, 0)[:, None]
@@ -46,13 +46,13 @@ class Shape:
     def __init__(self, tree: Tree, device: torch.device) -> None:
         self.tree = tree
         self.chosen: list[Tensor] = []
-        """Static trees: of each depth the candidates that are drafts, indices into [f b]."""
+        """Static trees: for each depth, the candidates that become drafts, as indices into [f b]."""
         self.frontier: list[Tensor] = []
-        """Static trees: of each depth the drafts that get children, indices into those."""
+        """Static trees: for each depth, the drafts that get children, as indices into the drafts of that depth."""
         self.above: list[Tensor] = []
-        """Static trees: the place of the parent of each of these among those of the depth before."""
+        """Static trees: for each draft in `frontier`, the index of its parent in the frontier of the depth before."""
         self.nodes: list[Tensor] = []
-        """Static trees: of each depth [f, b] the tokens of the tree that the candidates are; 0: not one."""
+        """Static trees: for each depth [f, b], the token of the tree that each candidate is; 0: none."""
         self.widths: list[int] = [tree.most_children] * tree.depth
         """b of each depth."""
         if isinstance(tree, TokenTree):
@@ -76,7 +76,7 @@ class Shape:
             front = [child for _, child in expanded]
 
     def start(self) -> "Growth":
-        """A growth from the newest tokens of some rows."""
+        """Start a growth from the newest tokens of some rows."""
         return StaticGrowth(self) if isinstance(self.tree, TokenTree) else DynamicGrowth(self.tree)
 
 
@@ -102,7 +102,7 @@ class Growth:
         return len(self._best) + 1
 
     def best(self) -> Tensor:
-        """[S, K] int64: of each depth a draft, or `NO_TOKEN` if one of its candidates has invalid logits."""
+        """[S, K] int64, one draft of each depth, or `NO_TOKEN` if a candidate of the depth has invalid logits."""
         return torch.stack(self._best, 1)
 
     def _note(self, tokens: Tensor) -> None:
@@ -151,7 +151,7 @@ class DynamicGrowth(Growth):
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
         self._parents: list[Tensor] = []
-        """[S, C'] of each depth, index of the parent among all candidates, -1: token 0."""
+        """[S, C'] for each depth, index of each candidate's parent among all candidates; -1: token 0."""
         self._front: tuple[Tensor, Tensor] | None = None
         """[S, f] scores of the newest level and their indices among all candidates."""
 
@@ -175,12 +175,12 @@ class DynamicGrowth(Growth):
             self._append(tokens.flatten(1).gather(1, order), order // width if before else torch.zeros_like(order))
 
     def drafts(self) -> tuple[Tensor, Tensor]:
-        """See `Growth.drafts`: the best candidates in the order in which they were made. Where scores are equal the
-        earlier one is better, so that a draft's parent is a draft, too."""
+        """See `Growth.drafts`: the best candidates, in the order in which they were made. Among equal scores the
+        earlier candidate is better, so that a draft's parent is a draft, too."""
         scores, tokens, parents = (torch.cat(part, 1) for part in (self._scores, self._tokens, self._parents))
         count = self._tree.tokens - 1
         kept = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
-        places = torch.zeros_like(F.pad(tokens, (0, 1)))  # the last one stands for token 0
+        places = torch.zeros_like(F.pad(tokens, (0, 1)))  # the last column stands for token 0
         numbers = torch.arange(1, 1 + count, device=tokens.device).expand_as(kept)
         places = places.scatter(1, kept, numbers)
         above = places.gather(1, parents.gather(1, kept) % places.shape[1])

@@ -23,7 +23,7 @@ class Drafter(Protocol):
     @property
     def earlier(self) -> tuple[int, int]:
         """E and h: the number of committed positions before a step that the drafter reads, and the size of their hidden
-        states. The recurrent states of the heads stay E positions behind."""
+        states. The recurrent states of the heads stay E positions behind the committed ones."""
         ...
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
@@ -67,7 +67,7 @@ class MtpDrafter:
             self._draft_weight, self.draft_token_ids = draft_output_weight(model, draft_token_ids)
 
     def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Choose draft `depth` of each row from `state` [S, h], what that depth hands on.
+        """Choose draft `depth` of each row from `state` [S, h], the output of that depth.
 
         Returns:
             [S] tokens or `NO_TOKEN`; and [S, v] the distributions that they were drawn from, or None.
@@ -81,11 +81,12 @@ class MtpDrafter:
         return batch.sampling.vocabulary.sample(probs, numbers), probs
 
     def logits(self, state: Tensor) -> Tensor:
-        """[M, d] from normed states [M, h], of `draft_token_ids` or of all tokens, as far as this rank holds them."""
+        """[M, d] logits, given normed states [M, h], of `draft_token_ids` or of all tokens, as far as this rank holds
+        them."""
         return local_logits(self.model, state) if self._draft_weight is None else linear(state, self._draft_weight)
 
     def distributions(self, state: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-        """[M, v] float32, from which drafts are drawn, given normed states [M, h] of `rows` [M]."""
+        """[M, v] float32, the distributions that drafts are drawn from, given normed states [M, h] of `rows` [M]."""
         vocabulary, logits = batch.sampling.vocabulary, self.logits(state)
         if self.draft_token_ids is not None:
             drafted, logits = logits, logits.new_full((len(state), vocabulary.width), -torch.inf)

@@ -1,7 +1,8 @@
-"""Drafts in trees, from repeated and from distinct heads; in steps of chains these drafters make chains.
+"""Drafters that draft trees with repeated or distinct heads; in steps with chains, they draft chains.
 
-A depth runs on each draft that gets children as on a row of its own: recurrent layers go on from a copy of what they
-hold of its parent, and keys and values lie behind one another in the request's blocks, seen by masks.
+Each draft that gets children is a separate row when a depth runs: recurrent layers continue from a copy of its parent's
+state. Keys and values of the drafts lie one after another in the request's blocks, and masks say which of them a draft
+sees.
 
 Shape legend: T tokens of the step, R rows, S rows that sample, f drafts of a level that get children, b children of
 each, v tokens of the vocabulary that this rank holds, h hidden size. p is a row's newest accepted position: h_p is
@@ -27,7 +28,7 @@ from mtpkit.model.inputs import StepInput, TreeInput
 
 
 class _Trees(MtpDrafter):
-    """What both kinds of heads share."""
+    """Base class: the drafting of trees that both kinds of heads share."""
 
     def __init__(
         self,
@@ -42,12 +43,12 @@ class _Trees(MtpDrafter):
         self.shape = Shape(tree, next(model.parameters()).device)
 
     def grow(self, growth: Growth, state: Tensor, batch: Batch, newest: Tensor, probs: list[Tensor]) -> None:
-        """Add the children of each draft of the newest level, or of the newest tokens, by what their depth hands on.
+        """Add the children of each draft of the newest level, or of the newest tokens, given the output of their depth.
 
         Args:
             state: [S f, 1, h].
             newest: [S] positions p.
-            probs: gets the [S, f, v] distributions that drafts are drawn from, if they are.
+            probs: list to which the [S, f, v] distributions are appended, if drafts are drawn.
         """
         count, depth = len(newest), growth.depth
         normed, width = normed_states(self.model, state[:, 0], depth), self.shape.widths[depth - 1]
@@ -65,8 +66,8 @@ class _Trees(MtpDrafter):
 
     @staticmethod
     def _draw(weights: Tensor, batch: Batch, rows: Tensor, positions: Tensor, nodes: Tensor) -> Tensor:
-        """[n, b] children of n tokens, drawn from weights [n, v] without replacement; a random number belongs to the
-        token of the tree that it draws."""
+        """[n, b] children of n tokens, drawn from weights [n, v] without replacement; each token of the tree has its
+        own random number."""
         vocabulary, drawn = batch.sampling.vocabulary, list[Tensor]()
         for place in range(nodes.shape[1]):
             numbers = sampler.uniforms(batch.sampling, rows, positions, sampler.DRAFT_STREAM, nodes[:, place])
@@ -82,12 +83,14 @@ class _Trees(MtpDrafter):
         """Run a depth on the drafts of a level.
 
         Args:
-            hidden: [S f', 1, h] what the depth before hands on at the level before, of which `before` are the inputs.
+            hidden: [S f', 1, h] output of the depth before for the parents, which are the level before or the newest
+                tokens.
+            before: inputs of the parents' rows.
             starts: [S] position of the drafts of level 1 in the depth's cache. Drafts at negative positions, before the
                 request begins, are left out.
 
         Returns:
-            What the depth hands on [S f, 1, h], and these rows after it.
+            The output of the depth [S f, 1, h], and the inputs of the drafts' rows after it.
         """
         count, width = level.tokens.shape
         rows = torch.arange(count, device=starts.device)[:, None] * (len(hidden) // count) + level.above
@@ -110,7 +113,7 @@ class _Trees(MtpDrafter):
         return out, replace(inputs, context_lens=positions, committed=inputs.committed.fed(1, exists.long()))
 
     def finished(self, growth: Growth, probs: list[Tensor], batch: Batch) -> Drafts:
-        """The drafts of a tree that has grown; none in a step in which no row samples."""
+        """Return the drafts of a tree that has grown; none in a step in which no row samples."""
         if not batch.plan.num_sampling_rows:
             none = batch.token_ids.new_zeros(0, self.shape.tree.tokens)
             parents = none if isinstance(self.shape.tree, DynamicTree) else None
@@ -120,7 +123,7 @@ class _Trees(MtpDrafter):
 
 
 class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
-    """`RepeatedDrafter` in trees: entries of drafts lie from position p + 1 on."""
+    """`RepeatedDrafter` with trees. The cache entries of drafts begin at position p + 1."""
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         if not batch.plan.trees:
@@ -138,11 +141,11 @@ class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
 
 
 class DistinctTreeDrafter(_Trees, DistinctDrafter):
-    """`DistinctDrafter` in trees.
+    """`DistinctDrafter` with trees.
 
-    Depth k runs over the window as for a chain, where its entries up to p - k + 1 are made from known tokens. Those
-    after them depend on drafts: the entry of a draft at depth m is that at position p - k + 1 + m, made from what depth
-    k - 1 hands on for its parent; so depth k runs on the levels 1 .. k - 1, too.
+    Depth k runs over the window as for a chain, and its entries up to position p - k + 1 are made from known tokens.
+    Later entries depend on drafts: the entry of a draft at level m is at position p - k + 1 + m, and is made from the
+    output of depth k - 1 for the draft's parent. Depth k therefore also runs on the levels 1 .. k - 1.
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
@@ -173,7 +176,7 @@ class DistinctTreeDrafter(_Trees, DistinctDrafter):
         return self.finished(growth, probs, batch)
 
     def _known(self, window: Window, count: int, starts: Tensor) -> StepInput:
-        """The window's first rows, whose states hold what lies before the positions `starts` [S]."""
+        """The window's first rows, with states that end before the positions `starts` [S]."""
         inputs = window.inputs
         rows = torch.arange(count, device=starts.device)
         new = (starts - inputs.context_lens[:count]).clamp_min(0)

@@ -1,4 +1,4 @@
-"""Blocks of the paged cache that keep their content when nobody holds them, until the room is needed."""
+"""Blocks of the paged cache that keep their content after their last holder, until the room is needed."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
@@ -21,9 +21,9 @@ class CachedBlocks(IdPool):
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._watched: frozenset[Hashable] = frozenset()
         self.unchanged = True
-        """Whether none of the keys under `watch` was given or taken away since then."""
+        """Whether none of the watched keys has been given or taken away since the last call of `watch`."""
         self.num_evicted = self.num_idled = 0
-        """How often an id was evicted, and became idle."""
+        """Number of times that an id was evicted, and that an id became idle."""
 
     @property
     def num_free(self) -> int:
@@ -32,11 +32,11 @@ class CachedBlocks(IdPool):
 
     @property
     def num_idle(self) -> int:
-        """Ids that nobody holds and that keep their content."""
+        """Number of ids that nobody holds and that keep their content."""
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        """See `IdPool.allocate`; evicts ids where too few are free."""
+        """See `IdPool.allocate`; evicts idle ids if too few are free."""
         while len(self._free) < count and self._idle:
             evicted, _ = self._idle.popitem(last=False)
             self._forget(evicted)
@@ -53,7 +53,7 @@ class CachedBlocks(IdPool):
             super().share(held)
 
     def release(self, ids: Iterable[int]) -> None:
-        """See `IdPool.release`; ids with keys become idle, the first one given the first to be evicted."""
+        """See `IdPool.release`; ids with keys become idle, and are evicted in the order in which they are given."""
         for held in ids:
             super().release([held])
             if held in self._keys and not self._references[held]:
@@ -62,7 +62,7 @@ class CachedBlocks(IdPool):
                 self.num_idled += 1
 
     def publish(self, held: int, key: Hashable) -> None:
-        """Give an allocated id a key, unless another id has it."""
+        """Give an allocated id a key, unless an id has this key already."""
         assert self._references[held] > 0, f"id {held} is free"
         if key not in self._ids:
             self._ids[key] = held
@@ -70,7 +70,7 @@ class CachedBlocks(IdPool):
             self._note(key)
 
     def find(self, key: Hashable) -> int | None:
-        """The id that has this key."""
+        """The id that has this key, or None."""
         return self._ids.get(key)
 
     def touch(self, held: int) -> None:
@@ -79,7 +79,7 @@ class CachedBlocks(IdPool):
             self._idle.move_to_end(held)
 
     def withdraw(self, key: Hashable) -> None:
-        """Take a key away, if an id has it; an idle id without keys is free."""
+        """Take a key away, if an id has it; an idle id that loses its last key becomes free."""
         held = self._ids.pop(key, None)
         if held is None:
             return
@@ -102,7 +102,7 @@ class CachedBlocks(IdPool):
             self._note(key)
 
     def watch(self, keys: Iterable[Hashable]) -> None:
-        """Have `unchanged` tell of these keys, and of no others, from now on."""
+        """Make `unchanged` tell of these keys, and of no other keys, from now on."""
         self._watched, self.unchanged = frozenset(keys), True
 
     def _note(self, key: Hashable) -> None:

@@ -1,13 +1,15 @@
-"""What a new prompt finds of earlier ones: the host's part of the prefix cache.
+"""The host's part of the prefix cache: finds what earlier requests have computed of a new prompt.
 
-A *checkpoint* is all that goes on after the first P tokens of a request besides keys and values: see `CheckpointStore`.
-Keys and values stay in their blocks. An entry of the heads for position j depends on `ahead` tokens after j, so the key
-of a full block is the hash of all tokens up to its end and those `ahead` tokens. The blocks of a checkpoint that its
-own tokens do not prove in full, its *tail*, have keys of the checkpoint's; a request that goes on from there copies
-them, and makes the entries of the last `ahead` positions before P again.
+A *checkpoint* is all that a request needs, besides keys and values, to continue after its first P tokens: see
+`CheckpointStore`. Keys and values stay in their blocks. The heads' cache entry for position j depends on the `ahead`
+tokens after j, so the key of a full block is the hash of all tokens up to its end, with the `ahead` tokens after it.
+The last blocks before P, which the first P tokens do not fill or do not determine in full, are the *tail* of the
+checkpoint. Their keys belong to the checkpoint. A request that continues from the checkpoint copies the tail, and
+computes the heads' entries of the last `ahead` positions before P again.
 
-Example, blocks of 4 tokens, ahead 1, P = 8: block 0 is shared, since its last entry depends on token 4. Block 1 is the
-tail: the heads' entry of position 7 depends on token 8, which requests that go on from the checkpoint may differ in.
+Example, blocks of 4 tokens, ahead 1, P = 8: block 0 is shared, since its last entry depends only on tokens up to 4.
+Block 1 is the tail: the heads' entry of position 7 depends on token 8, in which requests that continue from the
+checkpoint may differ.
 """
 
 from array import array
@@ -28,64 +30,64 @@ _DIGEST = 16
 
 @dataclass(frozen=True)
 class Hit:
-    """A checkpoint that a request can go on from."""
+    """A checkpoint from which a request can continue."""
 
     checkpoint: int
     length: int
-    """P, tokens that need not be computed."""
+    """P, the number of tokens that need not be computed."""
     shared: tuple[int, ...]
     """Full blocks, to be shared."""
     tail: tuple[int, ...]
-    """The blocks after these, to be copied."""
+    """The blocks after the shared ones, to be copied."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A checkpoint that is written, or will be before anything that is planned later runs."""
+    """A checkpoint that is written, or will be written before any later plan runs."""
 
     checkpoint: int
     block: bytes
-    """Hash of the tokens in full blocks before P."""
+    """Hash of the tokens in the full blocks before P."""
     rest: tuple[int, ...]
-    """The tokens after these, up to P."""
+    """The tokens after these blocks, up to P."""
     length: int
     tails: tuple[Hashable, ...]
     """Keys of the tail's blocks."""
     owner: Request
-    """The request that left it, whose next token may not be known yet."""
+    """The request that left the checkpoint; its token after the checkpoint may not be known yet."""
 
     def precedes(self, tokens: Sequence[int]) -> bool:
-        """Whether the token after it is the same in `tokens` as in its owner."""
+        """Whether the token after the checkpoint is the same in `tokens` as in the owner."""
         after = self.owner.token_ids[self.length : self.length + 1]
         return bool(after) and after == tokens[self.length : self.length + 1]
 
     @property
     def followed(self) -> bool:
-        """Whether the token after it is known."""
+        """Whether the owner's token after the checkpoint is known."""
         return len(self.owner.token_ids) > self.length
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """What was found for a request that may have to wait, which is looked up again before each step."""
+    """Remembered result for a request that may have to wait, and is then looked up again before each step."""
 
     request: Request
     prefill_end: int
     hit: Hit | None
     hashes: frozenset[bytes]
-    """Keys of its full blocks, after which checkpoints would be found."""
+    """Hashes of the prefixes of full blocks, by which the request's checkpoints are found."""
 
 
 class PrefixCache:
-    """Finds, keeps and forgets checkpoints; the allocator of the blocks finds and forgets those.
+    """Finds, keeps and forgets checkpoints; the block allocator finds and forgets blocks.
 
     Args:
         blocks: the allocator of the engine's blocks.
-        num_checkpoints: room of the store; 0: nothing is ever found.
-        ahead: tokens after a position that the heads' entries for it depend on; 0 without heads.
-        interval: a long prompt leaves a checkpoint at every multiple of this many tokens.
-        successors: whether the heads keep recurrent state. It depends on the token after a checkpoint, so that only
-            requests in which that is the same go on from there, and the heads need not be run before that.
+        num_checkpoints: capacity of the checkpoint store; 0: nothing is ever found.
+        ahead: number of tokens after a position on which the heads' entries for the position depend; 0 without heads.
+        interval: a long prompt leaves a checkpoint at every multiple of this number of tokens.
+        successors: whether the heads keep recurrent state. This state depends on the token after a checkpoint, so that
+            only requests with the same next token continue from there; they need not run the heads before it.
     """
 
     def __init__(
@@ -101,20 +103,20 @@ class PrefixCache:
         self.successors = successors
         self.slots = IdPool(num_checkpoints)
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        """By checkpoint, the one that was used last at the end."""
+        """Entries by checkpoint, the most recently used last."""
         self._by_block: dict[bytes, list[_Entry]] = {}
         self._newest: _Lookup | None = None
         self._refreshed = 0
-        """`num_idled` of the blocks when those of the newest hit were made the last ones to be evicted."""
+        """`num_idled` of the allocator when the newest hit's blocks were last put at the end of the eviction order."""
         self._number = 0
-        """Checkpoints so far, for keys of tails."""
+        """Number of checkpoints made so far; it makes the keys of tails unique."""
         self.num_evicted = 0
 
     def match(self, request: Request) -> Hit | None:
-        """The longest checkpoint of the tokens that the request's prefill computes whose keys and values are there.
+        """The longest checkpoint, with keys and values still cached, of the tokens that the request's prefill computes.
 
-        Of a request that waits, the same as the last time unless a block or a checkpoint that matters has come or gone.
-        What is found is evicted last while the request waits.
+        For a request that waits, the previous result is returned again unless a block or checkpoint that matters has
+        been added or removed. While the request waits, the blocks that were found are evicted last.
         """
         last = self._newest
         if last is None or last.request is not request or last.prefill_end != request.prefill_end:
@@ -131,10 +133,10 @@ class PrefixCache:
         return hit
 
     def _look_up(self, request: Request) -> Hit | None:
-        """See `match`; remembers what is found, if all that it depends on is known."""
+        """See `match`; the result is remembered if everything that it depends on is known."""
         tokens, size = request.token_ids, self.block_size
         present = self._present(request)
-        most = request.prefill_end - self.successors  # without a row of its own, a chunk must draft
+        most = request.prefill_end - self.successors  # if it has no resumed row, a chunk must make its drafts
         hashes, hit, certain = request.chain[: request.prefill_end // size + 1], None, True
         for index, entry in self._entries_of(hashes):
             if entry.length > most or entry.rest != tuple(tokens[index * size : entry.length]):
@@ -156,18 +158,18 @@ class PrefixCache:
         return hit
 
     def _entries_of(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, _Entry]]:
-        """Yield checkpoints after these prefixes of so many blocks, the longest first."""
+        """Yield the checkpoints after these prefixes, the longest first, each after its number of full blocks."""
         for index in range(len(hashes) - 1, -1, -1):
             for entry in sorted(self._by_block.get(hashes[index], ()), key=lambda one: -one.length):
                 yield index, entry
 
     def _keys(self, request: Request, present: int) -> list[Hashable]:
-        """The keys of the cached blocks that a prompt begins with, and that of the one after them."""
+        """The keys of the `present` cached blocks that a prompt begins with, and the key of the block after them."""
         return [self._key(request, index) for index in range(min(present + 1, self._full(request.prefill_end)))]
 
     def cuts(self, request: Request, start: int) -> list[int]:
-        """Positions inside the prompt, after `start`, at which its chunks end to leave a checkpoint: where the caller
-        says so, where cached blocks of others end, and at multiples of the interval."""
+        """Positions inside the prompt, after `start`, at which its chunks end to leave a checkpoint: `checkpoint_at`,
+        the end of the cached blocks that the prompt begins with, and multiples of the interval."""
         if not self.slots.size:
             return []
         marks = {len(self._present(request)) * self.block_size, request.checkpoint_at or 0}
@@ -175,7 +177,7 @@ class PrefixCache:
         return sorted(mark for mark in marks if start < mark < request.prefill_end)
 
     def resume(self, hit: Hit, request: Request) -> Restore:
-        """What the device copies for a request that has the blocks of `hit.shared` and new ones after them."""
+        """The copies for a request whose block table has the blocks of `hit.shared` and then new blocks."""
         assert request.slot is not None
         self._entries.move_to_end(hit.checkpoint)
         for block in hit.tail:
@@ -184,10 +186,11 @@ class PrefixCache:
         return Restore(hit.checkpoint, request.slot, hit.length, tuple(copies))
 
     def keep(self, request: Request, length: int, decoded: bool = False) -> Save | None:
-        """Make room for a checkpoint of the first `length` tokens of a running request, whose blocks it still has.
+        """Make room for a checkpoint of the first `length` tokens of a running request, which still holds its blocks.
 
         Returns:
-            What the device copies once the request has come there; None if there is no room or nothing new.
+            The copy that the device makes once the request has reached `length`; None if the store has no capacity or
+            already has this checkpoint.
         """
         if not self.slots.size or not length:
             return None
@@ -219,7 +222,7 @@ class PrefixCache:
 
     def publish(self, request: Request, length: int) -> None:
         """Give keys to the full blocks of a request's first `length` tokens, whose steps are launched, or will be
-        before anything that is planned later."""
+        launched before any later plan."""
         full = self._full(min(length, len(request.token_ids)))
         if full > request.num_published:
             self._extend(request)
@@ -228,11 +231,11 @@ class PrefixCache:
             request.num_published = full
 
     def _full(self, length: int) -> int:
-        """Blocks all of whose entries the first `length` tokens prove."""
+        """Number of blocks whose entries are all determined by the first `length` tokens."""
         return max(0, length - self.ahead) // self.block_size
 
     def _extend(self, request: Request) -> None:
-        """Hash the full blocks of tokens that are not hashed yet."""
+        """Extend the request's chain of hashes to all of its full blocks."""
         chain, size = request.chain, self.block_size
         if not chain:
             chain.append(b"")
@@ -266,12 +269,12 @@ class PrefixCache:
         self._note(entry)
 
     def _note(self, entry: _Entry) -> None:
-        """A checkpoint has come or gone: forget what was found before, if it may matter."""
+        """Forget the remembered lookup if a checkpoint that was added or dropped may change it."""
         if self._newest is not None and entry.block in self._newest.hashes:
             self._newest = None
 
     def clear(self) -> None:
-        """Forget all checkpoints, and what the blocks contain. No request may be running."""
+        """Forget all checkpoints and the contents of all blocks. No request may be running."""
         for entry in list(self._entries.values()):
             self._drop(entry)
         self.blocks.withdraw_all()

@@ -1,12 +1,15 @@
-"""Checkpoints on the device: what goes on after a prefix besides keys and values.
+"""Checkpoints on the device: all that a request needs, besides keys and values, to continue after a prefix.
 
-A checkpoint of the first P tokens holds, per layer of the base, the convolution window and the recurrent state as a
-prefill chunk leaves them, with the ring folded in; the last base hidden states up to position P - 1, from which the
-heads go on and the next token is chosen; and their tokens. Of several pipeline stages each has checkpoints of its own
-layers, and the last one the hidden states. All copies run in the order of launches: those of a request that begins at a
-checkpoint before its first step, those that leave one after the step that comes to it and before any later one. No copy
-waits for the device. However many requests begin or leave one in a step, the copies take few launches, and with CUDA
-graphs a replay.
+A checkpoint of the first P tokens holds:
+- for each recurrent layer, of the base and of the heads, the convolution window and the recurrent state as a prefill
+  chunk leaves them, with the ring folded in;
+- the base's last hidden states up to position P - 1, from which the heads continue and the next token is chosen;
+- the tokens of these positions.
+
+With several pipeline stages, each stage has checkpoints of its own layers, and the last one also has the hidden states.
+All copies run in the order of launches. A checkpoint is copied to a request before the request's first step, and
+written after the step that reaches it and before any later step. No copy waits for the device. However many requests
+begin at a checkpoint or leave one in a step, the copies take few launches, or a replay with CUDA graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +32,14 @@ class CheckpointStore:
     """Room for checkpoints, and the copies from and to the slots of requests.
 
     Args:
-        states, state: of all slots.
-        count: checkpoints.
-        dtype: type of recurrent state.
+        states, state: the layers' states and the engine's device state, both for all slots.
+        count: number of checkpoints.
+        dtype: dtype of recurrent state in checkpoints.
         fold: folds the rings of some slots.
-        graphs: replays what is done to rows; None: it is launched each time.
+        graphs: replays the copies; None: their kernels are launched each time.
 
     Attributes:
-        tensors: [count, ...] each.
+        tensors: the contents of the checkpoints, [count, ...] each.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class CheckpointStore:
         self.tensors = [*_saved_tensors(layout, states, count, dtype), *_like(earlier, count)]
         ends = [part for one in states.all() if one.unit == "slot" for part in one.chunk_end.values()]
         self._held = [*ends, *earlier]
-        """[slots, ...] each, what the slots hold of what a checkpoint has, in the order of `tensors`."""
+        """[slots, ...] each, the slots' counterparts of `tensors`, in the same order."""
 
     def restore(self, restores: Sequence[Restore]) -> None:
         """Copy checkpoints to slots, and the blocks of their tails; all blocks are read before any is written."""
@@ -67,7 +70,7 @@ class CheckpointStore:
         self._run(self._enter, [(one.slot, one.checkpoint) for one in restores])
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copy slots to checkpoints; of two that one checkpoint is for, the first had to give it up."""
+        """Copy slots to checkpoints. Of two saves to one checkpoint only the last counts: it has evicted the first."""
         last = {one.checkpoint: one for one in saves}.values()
         self._run(self._leave, [(one.slot, one.checkpoint) for one in last if not one.decoded])
         self._run(self._settle_and_leave, [(one.slot, one.checkpoint) for one in last if one.decoded])
@@ -81,8 +84,8 @@ class CheckpointStore:
                 self._run(function, [(NO_ROW, NO_ROW)])
 
     def _run(self, function: Callable[[Tensor], None], rows: Sequence[tuple[int, int]]) -> None:
-        """Run one of the functions below, which get rows [2, R] int64 of slots and checkpoints, both -1 in null
-        rows."""
+        """Run one of the functions below on `rows`, pairs of a slot and a checkpoint. The function gets them as [2, R]
+        int64, with -1 for both in null rows."""
         if rows and self.graphs:
             self.graphs.run(function, rows)
         elif rows:
@@ -116,7 +119,7 @@ def checkpoint_bytes(layout: StateLayout, dtype: torch.dtype, earlier: Sequence[
     """Bytes of one checkpoint.
 
     Args:
-        earlier: [slots, ...] each, those of `DeviceState.earlier`; device meta will do.
+        earlier: the tensors of `DeviceState.earlier`, [slots, ...] each; they may be on device meta.
     """
     meta = torch.device("meta")
     saved = _saved_tensors(layout, layout.allocate(1, 1, meta), 1, dtype)
@@ -124,7 +127,7 @@ def checkpoint_bytes(layout: StateLayout, dtype: torch.dtype, earlier: Sequence[
 
 
 def _saved_tensors(layout: StateLayout, states: States, count: int, dtype: torch.dtype) -> list[Tensor]:
-    """Recurrent state, which has a type of its own, gets `dtype`; all else keeps its type."""
+    """The tensors for states of slots: recurrent state gets `dtype`, everything else keeps its dtype."""
     found = []
     for name, specs in layout.specs.items():
         for spec, state in zip(specs, states[name], strict=True):

@@ -1,4 +1,4 @@
-"""Several processes that decode with one model, each with a part of it."""
+"""Decoding with one model that is split over several processes."""
 
 from mtpkit.engine.ranks.follow import Ranks, SplitRanks
 from mtpkit.engine.ranks.join import join, of_first_rank, reports

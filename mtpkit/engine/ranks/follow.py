@@ -1,10 +1,11 @@
-"""Rank 0 decides, the others follow.
+"""Keeps ranks in step: rank 0 decides, all other ranks follow.
 
-Every rank has the whole host side of an engine: requests, scheduler, allocators. What these do follows from the
-requests and from the results of steps, which are the same everywhere, except what a rank takes from its clock and its
-memory: K, the prompt tokens of a step, the number of blocks, a seed. Rank 0 chooses these and says so before each step,
-in a few integers. It also says what it plans. A rank that comes to another plan stops with an error: its next sum over
-ranks would mix different steps, or wait for ever.
+Every rank has the whole host side of an engine: requests, scheduler, allocators. Their decisions follow from the
+requests and the results of steps, which are the same on all ranks. A few other values depend on a rank's clock, memory
+or random numbers. Of these, rank 0 chooses K and the prompt tokens of each step, and announces them before the step in
+a few integers, with a summary of its plan. All ranks take the seed of rank 0, and the smallest number of blocks of any
+rank. A rank whose plan differs from rank 0's stops with an error: otherwise its next all-reduce would mix different
+steps, or wait forever.
 """
 
 import zlib
@@ -30,24 +31,24 @@ from mtpkit.engine.vocabulary import AbsentVocabulary, SplitVocabulary, Vocabula
 from mtpkit.errors import MtpkitError, listed
 
 _NONE = -1
-"""Stands for a limit of prompt tokens where nothing limits them but the token budget."""
+"""Value of `Decision.prompt_tokens` if the token budget is the only limit."""
 
 _STEPS_AHEAD = 2
-"""Steps of each batch that rank 0 may announce before the others have heard of the first one."""
+"""Steps per batch that rank 0 may announce before all other ranks have received the first announcement."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What rank 0 tells of a step; all integers, in this order 64 bits each."""
+    """Rank 0's announcement of a step. The message has these integers in this order, 64 bits each."""
 
     step: int
     """Number of the step, from 0."""
     num_speculative_tokens: int
     """K of decode rows."""
     trees: int
-    """1: their drafts are trees."""
+    """1: the drafts of decode rows are trees; 0: they are chains."""
     prompt_tokens: int
-    """Most prompt tokens of the step, or -1. Batches before it that had nothing to run have nothing for any number."""
+    """Most prompt tokens of the step, or -1. Batches that were skipped have nothing to run, whatever the limit is."""
     plans: int
     decode_rows: int
     chunks: int
@@ -55,11 +56,11 @@ class Decision:
     preemptions: int
     """In all steps so far."""
     digest: int
-    """CRC-32 of requests, places, lengths, slots and blocks of all rows."""
+    """CRC-32 of the request, seed, start, length, slot and last block of each row."""
 
     @classmethod
     def of(cls, step: int, scheduler: Scheduler, plans: Sequence[Plan]) -> "Decision":
-        """What `scheduler` has just planned."""
+        """The announcement of the `plans` that `scheduler` has just made."""
         rows = [row for plan in plans for row in plan.rows]
         asked = ((one, row) for row in rows for one in [row.request])
         numbers = [(one.arrival, one.seed, r.start, r.length, one.slot, *one.block_table[-1:]) for one, r in asked]
@@ -83,7 +84,7 @@ class Decision:
         """The decision in a message.
 
         Raises:
-            MtpkitError: no decision says that.
+            MtpkitError: a value is out of range.
         """
         decision = cls(*values)
         limits = {
@@ -98,29 +99,29 @@ class Decision:
         return decision
 
     def differences(self, other: "Decision") -> list[str]:
-        """The fields in which another decision differs, with both values."""
+        """The fields in which this decision and another one differ, with both values."""
         pairs = zip(fields(self), astuple(self), astuple(other), strict=True)
         return [f"{field.name} {mine}, not {theirs}" for field, mine, theirs in pairs if mine != theirs]
 
 
 class Ranks:
-    """The one rank of a model that is not split: it decides for itself."""
+    """The only rank of a model that is not split; it decides for itself."""
 
     rank, size = 0, 1
     tensor_size = 1
-    """Ranks that split every matrix."""
+    """Number of ranks that split every matrix."""
     stage = Stage()
     """The pipeline stage of this rank."""
 
     def vocabulary(self, size: int) -> Vocabulary:
-        """The vocabulary of `size` tokens, of which this rank holds its part."""
+        """This rank's part of the vocabulary of `size` tokens."""
         return Vocabulary(size)
 
     def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
         """Plan a step.
 
         Args:
-            choose: the drafts for a number of decode rows.
+            choose: returns the shape of the drafts for a number of decode rows.
         """
         if num_decoding := scheduler.num_decoding:
             scheduler.take(choose(num_decoding))
@@ -146,10 +147,10 @@ class Ranks:
         """Choose how tensor-parallel ranks exchange, see `peers.exchange_in_peer_memory`."""
 
     def settle(self) -> None:
-        """Wait until all ranks know what this one has announced, before it may end."""
+        """Wait until all ranks have received what this rank has announced. Call it before the rank ends."""
 
     def working(self) -> AbstractContextManager[object]:
-        """A context in which this rank needs the others."""
+        """A context in which this rank needs all other ranks."""
         return nullcontext()
 
 
@@ -157,10 +158,10 @@ class SplitRanks(Ranks):
     """One of several ranks that split the matrices of a model, or share out its layers as pipeline stages, or both.
 
     Args:
-        tensor_group: the ranks that split the matrices of one stage, for what the device exchanges.
-        control_group: all ranks, for what their hosts exchange: gloo.
+        tensor_group: the ranks that split the matrices of one stage; for exchanges between devices.
+        control_group: all ranks; for exchanges between hosts, with gloo.
         watch: notices ranks that die.
-        stage: that of this rank.
+        stage: the pipeline stage of this rank.
     """
 
     def __init__(
@@ -179,10 +180,10 @@ class SplitRanks(Ranks):
         return SplitVocabulary(size, self._tensor_group) if self.tensor_size > 1 else Vocabulary(size)
 
     def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
-        """See `Ranks.plan`; rank 0 plans first and tells the others.
+        """See `Ranks.plan`; rank 0 plans first and announces its decision to all other ranks.
 
         Raises:
-            MtpkitError: this rank comes to another plan than rank 0.
+            MtpkitError: this rank's plan differs from rank 0's.
         """
         if not scheduler.has_unfinished:
             return []
@@ -210,7 +211,7 @@ class SplitRanks(Ranks):
         return int(values)
 
     def over_stages(self, value: int) -> int:
-        """See `Ranks.over_stages`: of the mean over the ranks of each stage."""
+        """See `Ranks.over_stages`; the value of a stage is the mean over its ranks."""
         values = torch.tensor([value])
         dist.all_reduce(values, group=self._control)
         return int(values) // self.tensor_size
@@ -233,14 +234,14 @@ class SplitRanks(Ranks):
         return self._watch.working() if self._watch else nullcontext()
 
     def _announce(self, values: Sequence[int]) -> None:
-        """Send integers from rank 0 without waiting for the others, which may still compute the step before."""
+        """Send integers from rank 0 without waiting for the other ranks, which may still compute the previous step."""
         message = torch.tensor(list(values), dtype=torch.int64)
         self._announced.append((dist.broadcast(message, group=self._control, group_src=0, async_op=True), message))
         if len(self._announced) > _STEPS_AHEAD * self.stage.stages:
             self._announced.popleft()[0].wait()
 
     def _tell(self, values: Sequence[int]) -> list[int]:
-        """The integers of rank 0, as many as here."""
+        """Rank 0's integers, on every rank; each rank gives the same number of them."""
         message = torch.tensor(list(values), dtype=torch.int64)
         dist.broadcast(message, group=self._control, group_src=0)
         return message.tolist()

@@ -1,4 +1,4 @@
-"""How processes come together: each says what it has, and one that has something else is refused."""
+"""Joins the processes that decode with one model, and refuses ranks that differ from rank 0."""
 
 import hashlib
 import importlib.metadata
@@ -25,19 +25,20 @@ from mtpkit.platform import before_closing, ensure_distributed, init_processes, 
 from mtpkit.version import __version__
 
 _OWN = ("model", "device", "tokenizer")
-"""Options that may differ: where a rank finds its model, and its device."""
+"""Options that may differ between ranks: where a rank finds its model and its tokenizer, and its device."""
 _PLACES, _BLOCK = 256, 4096
-"""A file is told from another by blocks of 4,096 bytes at 256 places: no tensor of 1 / 256 of the file lies between."""
+"""Files are compared by blocks of 4,096 bytes at 256 places: no tensor of 1 / 256 of a file lies between two places."""
 _NOT_WEIGHTS = {".md", ".txt", ".py", ".png"}
 
 
 def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
-    """Whether this process prints and writes, of those that run one command; the others are silent from now on.
+    """Whether this process is the one that prints and writes, of those that run one command. All other processes are
+    silent from now on.
 
-    For commands, before they look for a device.
+    Commands call this before they look for a device.
 
     Raises:
-        UserError: there are fewer processes than ranks, or more, each of which would do and print the same.
+        UserError: there are fewer processes than ranks, or more processes, which would all do and print the same.
     """
     processes = num_processes()
     if processes == 1:
@@ -59,7 +60,7 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
 
 
 def _require_processes(size: int, stages: int) -> None:
-    """Refuse another number of processes than that of the ranks."""
+    """Refuse a number of processes that is not the number of ranks."""
     processes = num_processes()
     if processes != size * stages:
         named = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
@@ -71,7 +72,7 @@ def _require_processes(size: int, stages: int) -> None:
 
 
 def of_first_rank[T](processes: int, action: Callable[[], T]) -> T:
-    """The result of `action`, which rank 0 alone runs, on all ranks of a command, after `reports`.
+    """Run `action` on rank 0 alone, and return its result on all ranks of a command. Call it after `reports`.
 
     Raises:
         MtpkitError, OSError: what rank 0 raised.
@@ -83,8 +84,8 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
     """Bring the ranks together that decode with one model.
 
     Raises:
-        UserError: sizes that cannot be split, another number of processes, or a rank with another model, config,
-            version or option; the same error on every rank.
+        UserError: sizes that cannot be split, a number of processes that is not that of the ranks, or a rank whose
+            model, config, versions or options differ from rank 0's. Every rank raises the same error.
     """
     size, stages, whole_experts = _asked_sizes(options)
     if not isinstance(options.model, str | Path):
@@ -109,12 +110,12 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
 
 
 def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
-    """Tensor-parallel ranks, pipeline stages, and whether ranks share out experts."""
+    """Tensor-parallel ranks, pipeline stages, and whether each expert belongs to one rank."""
     return options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel
 
 
 def _sizes_of(options: EngineOptions) -> tuple[int, int, bool]:
-    """The sizes of a model that is given."""
+    """The same values for a model that is given as an object."""
     config = options.model.config
     size, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     experts = config.expert_model_parallel_size
@@ -141,7 +142,7 @@ def _stage() -> Stage:
 
 @cache
 def _group_back(forward: ProcessGroup, processes: int) -> ProcessGroup:
-    """A second group of the ranks that have the stages of one model; all ranks make those of all."""
+    """A second group of the ranks that hold the stages of one model. Every rank helps to make all these groups."""
     before_closing.append(_group_back.cache_clear)
     apart = processes // forward.size()
     groups = [dist.new_group(range(first, processes, apart)) for first in range(apart)]
@@ -164,7 +165,7 @@ def _problems(config: ModelConfig, ranks: int, whole_experts: bool) -> Iterator[
 
 @cache
 def _control_group() -> ProcessGroup:
-    """The group of all hosts, made with the first engine."""
+    """The gloo group of all ranks, made with the first engine."""
     before_closing.append(_control_group.cache_clear)
     return dist.new_group(backend="gloo")
 
@@ -196,7 +197,7 @@ def _compare(control: ProcessGroup, own: dict[str, str]) -> None:
 
 
 def _entries(options: EngineOptions, config: ModelConfig) -> dict[str, str]:
-    """What must be the same on all ranks, by a name for messages."""
+    """Values that must be the same on all ranks, by their names in error messages."""
     # mtpkit may run from its sources, where no package is installed.
     versions = {"mtpkit": __version__} | {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
     entries = {f"version of {name}": version for name, version in versions.items()}
@@ -208,7 +209,7 @@ def _entries(options: EngineOptions, config: ModelConfig) -> dict[str, str]:
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Names and values of a dataclass's fields, those of inner ones, too."""
+    """Names and values of a dataclass's fields, including the fields of inner dataclasses."""
     for name, inner in vars(value).items() if is_dataclass(value) else ():
         if is_dataclass(inner) and not isinstance(inner, type):
             yield from ((f"{prefix}{name}.{key}", repr(one)) for key, one in asdict(inner).items())

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange in the memory of GPUs that reach each other: kernels in place of NCCL."""
+"""Exchange of small tensors between tensor-parallel ranks in peer GPU memory, by kernels in place of NCCL."""
 
 import logging
 from contextlib import suppress
@@ -18,27 +18,28 @@ from mtpkit.model.collectives import Exchange, use_exchange
 from mtpkit.platform import before_closing, gpu_uuid, shares_memory
 
 _MOST_OF_TWO = 8 << 20
-"""Largest tensor that two ranks exchange here: each reads that of the other once, the least that any way takes."""
+"""Most bytes of a tensor that two ranks exchange here: each reads the other's tensor once, the least possible."""
 _MOST_READ = 2 << 20
-"""Most bytes that each of more ranks reads: those of all, which for larger tensors takes longer than NCCL."""
+"""Most bytes that each of more than two ranks reads. Each reads the tensors of all ranks, which is slower than NCCL for
+larger tensors."""
 _CLOSING = timedelta(seconds=5)
-"""How long a rank that ends waits for the others, which may still read its memory."""
+"""Longest wait of a rank that ends for all other ranks, which may still read its memory."""
 _logger = logging.getLogger(__name__)
 
 
 def limit_of(ranks: int) -> int:
-    """Most bytes of a tensor that so many ranks exchange in peer memory."""
+    """Most bytes of a tensor that a group of `ranks` ranks exchanges in peer memory."""
     return _MOST_OF_TWO if ranks <= 2 else _MOST_READ // ranks
 
 
 def exchange_in_peer_memory(group: ProcessGroup, control: ProcessGroup, weight: Tensor, wanted: bool) -> None:
-    """Choose what the functions of `collectives` do for a group. All ranks of `control` call it together.
+    """Choose how the functions of `collectives` exchange within a group. All ranks of `control` must call it together.
 
-    Where ranks of the group cannot reach each other's memory, a line of the log says why, and its backend exchanges.
+    If ranks of the group cannot reach each other's memory, a log line says why, and the group's backend exchanges.
 
     Args:
         group: this rank's tensor-parallel group.
-        control: the group of all hosts.
+        control: a group of all ranks that connects their hosts.
         weight: a tensor on this rank's device.
         wanted: whether small tensors are to be exchanged in peer memory.
     """
@@ -47,7 +48,7 @@ def exchange_in_peer_memory(group: ProcessGroup, control: ProcessGroup, weight: 
 
 
 class PeerMemory(Exchange):
-    """Exchanges small tensors through windows of memory that all ranks map, others by the group's backend."""
+    """Exchanges small tensors through windows of memory that all ranks map, larger ones by the group's backend."""
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
@@ -76,7 +77,7 @@ class PeerMemory(Exchange):
 
 @cache
 def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """The peer memory of a group, made with the first engine that wants it; None: there cannot be any."""
+    """The peer memory of a group, made with the first engine that wants it; None: it is not possible for this group."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
     limit = limit_of(len(ranks))
     held: dict[int, Tensor] = {}
@@ -107,7 +108,7 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
 
 
 def _own_problem(device: torch.device, ranks: int) -> str:
-    """Why this rank cannot exchange in peer memory, whatever the others have."""
+    """The reason why this rank cannot exchange in peer memory, whatever the other ranks offer; empty: it can."""
     if device.type != "cuda":
         return f"decodes on {device.type}"
     if ranks > MOST_RANKS:
@@ -119,10 +120,10 @@ def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
     """The window of another rank, in the address space of this process.
 
     Args:
-        offer: the GPU on which it lies, and the handle of its storage, as `_share_cuda_` has it.
+        offer: the GPU that holds the window, and the handle of its storage, as `_share_cuda_` returns it.
 
     Raises:
-        RuntimeError: it cannot be reached.
+        RuntimeError: this process cannot reach that GPU's memory.
     """
     gpu, handle = offer
     index = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}.get(gpu)
@@ -131,26 +132,27 @@ def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
     if not shares_memory(device.index, index):
         raise RuntimeError(f"has no peer access from GPU {device.index} to GPU {index}")
     _, *place, _ = handle
-    # Opened on this device, which maps the other one's memory; no event of the other stream has to be waited for.
+    # Opened on this device, which maps the other GPU's memory. There is no event of another stream to wait for.
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *place, False)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _of_all[T](control: ProcessGroup, own: T) -> list[T]:
-    """What each rank has."""
+    """The value `own` of each rank, in the order of the ranks."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own, group=control)
     return every
 
 
 def _close(group: ProcessGroup, control: ProcessGroup, held: dict[int, Tensor]) -> None:
-    """Give the windows back in order: when all ranks have read what they will, those of others, then the own one."""
+    """Close the windows of other ranks once all ranks have finished reading; then free this rank's own window, once all
+    ranks have closed it."""
     use_exchange(group, None)
     _peers.cache_clear()
     own = held.pop(dist.get_rank(), None)
     if own is not None:
         torch.cuda.synchronize(own.device)
     for _ in range(2):
-        with suppress(RuntimeError):  # one that has failed, or is busy; its memory goes with it
+        with suppress(RuntimeError):  # a rank has failed or is busy; its memory is freed with its process
             dist.monitored_barrier(control, timeout=_CLOSING)
         held.clear()

@@ -1,7 +1,8 @@
-"""What the last pipeline stage sends back of a step: integers, a row for each request that samples.
+"""Results of a step that the last pipeline stage sends back: integers, one row per request that samples.
 
-Of chains they are what the host gets, see `pack_result`. Of trees there follow the accepted path, along which every
-stage moves keys, windows and rings, and the new tree. Each integer is sent in as few bits as its column needs.
+For chains, they are the integers that the host gets, see `pack_result`. For trees, two things follow: the accepted
+path, along which every stage moves keys, windows and rings, and the new tree. Each integer is sent in as few bits as
+its column needs.
 
 Shape legend: S rows that sample, K depth, T tokens of a tree.
 """
@@ -20,11 +21,11 @@ from mtpkit.errors import MtpkitError
 from mtpkit.kernels import NO_TOKEN
 
 _NO_RANK = -2
-"""The least of `Verdict.ranks`."""
+"""The smallest value in `Verdict.ranks`."""
 
 
 class Column(NamedTuple):
-    """Some integers of a row."""
+    """A group of integers in each row: their number, and their smallest and largest values."""
 
     width: int
     least: int
@@ -32,13 +33,13 @@ class Column(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of each integer: of its distance from `least - 1`, so that what is too small or too large has a number
-        of its own."""
+        """Bits per integer. They encode its distance from `least - 1`: one code stands for values that are too small,
+        and one for values that are too large."""
         return (self.most - self.least + 2).bit_length()
 
 
 def columns_of(plan: Plan, tree: Tree | None, vocab_size: int) -> dict[str, Column]:
-    """The columns of a plan's results by their names in messages, in their order.
+    """The columns of a plan's results, in their order, by their names in error messages.
 
     Args:
         tree: the shape of the drafts in steps of trees.
@@ -63,7 +64,7 @@ def columns_of(plan: Plan, tree: Tree | None, vocab_size: int) -> dict[str, Colu
 
 
 def pack_returned(verdict: Verdict, drafts: Drafts) -> Tensor:
-    """[S, columns] int64, see `columns_of`. Of drafts in trees the host only asks which depths are invalid."""
+    """[S, columns] int64, see `columns_of`. For trees, the host only needs to know which depths are invalid."""
     if drafts.best is None:
         return pack_result(verdict, drafts)
     packed = pack_result(verdict, replace(drafts, best=drafts.best.clamp_max(0)))
@@ -76,13 +77,13 @@ def pack_returned(verdict: Verdict, drafts: Drafts) -> Tensor:
 
 
 def nbytes_of(columns: dict[str, Column]) -> int:
-    """Bytes of a row."""
+    """Bytes per row of a message."""
     return -(-sum(column.width * column.bits for column in columns.values()) // 8)
 
 
 def to_bytes(packed: Tensor, columns: dict[str, Column]) -> Tensor:
-    """[S, nbytes] uint8, what `pack_returned` gives as it is sent, the low bits first. Integers outside their column's
-    range become the nearest one outside it."""
+    """[S, nbytes] uint8, the message for the result of `pack_returned`, low bits first. Integers outside their column's
+    range become the nearest value outside it."""
     bits = []
     parts = packed.split([column.width for column in columns.values()], 1)
     for part, column in zip(parts, columns.values(), strict=True):
@@ -94,7 +95,7 @@ def to_bytes(packed: Tensor, columns: dict[str, Column]) -> Tensor:
 
 
 def from_bytes(message: Tensor, columns: dict[str, Column]) -> Tensor:
-    """[S, columns] int64 of [S, nbytes] uint8."""
+    """[S, columns] int64, the integers in a message [S, nbytes] uint8; the inverse of `to_bytes`."""
     row = (message[..., None].long() >> torch.arange(8, device=message.device) & 1).flatten(1)
     sizes = [column.width * column.bits for column in columns.values()]
     found = []
@@ -105,8 +106,8 @@ def from_bytes(message: Tensor, columns: dict[str, Column]) -> Tensor:
 
 
 def unpack_returned(packed: Tensor, batch: Batch, tree: Tree | None) -> tuple[Verdict, Drafts]:
-    """What `pack_returned` packed of a batch, as a pipeline stage needs it that has neither lm_head nor heads. Values
-    that no step can have become others that it can have: the host refuses them later, see `check_returned`.
+    """Unpack the result of `pack_returned` for a pipeline stage without lm_head and heads. Values outside the range of
+    their column are clamped to it: the host refuses them later, see `check_returned`.
 
     Args:
         packed: [S, columns] int64.
@@ -129,7 +130,7 @@ def check_returned(packed: np.ndarray, columns: dict[str, Column]) -> None:
     """Check results [S, columns] that came from another stage.
 
     Raises:
-        MtpkitError: they cannot be those of a step.
+        MtpkitError: a value is outside its column's range.
     """
     ends = np.cumsum([column.width for column in columns.values()])[:-1]
     for (name, (_, least, most)), values in zip(columns.items(), np.split(packed, ends, axis=1), strict=True):

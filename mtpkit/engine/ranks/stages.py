@@ -1,10 +1,10 @@
 """Pipeline stages of decoding: each has some of the base's layers, the last one also the final norm, the lm_head, the
 heads and an embedding for their drafts.
 
-Hidden states go forward, from each stage to the next. What goes back are integers, see `mtpkit.engine.ranks.returned`:
-for each row that samples how many drafts were accepted, the chosen tokens and the new drafts, and of trees the accepted
-path. Every stage stores these in its own `DeviceState`, from which its next step begins; so it takes back keys, windows
-and recurrent states by itself, as the only stage would.
+Hidden states go forward, from each stage to the next. The last stage sends integers back, see
+`mtpkit.engine.ranks.returned`: per row that samples, the number of accepted drafts, the chosen tokens and the new
+drafts, and for trees the accepted path. Every stage stores these in its own `DeviceState`, from which its next step
+begins. Each stage therefore rolls back its keys, windows and recurrent states by itself, as a single stage would.
 """
 
 from collections import deque
@@ -16,41 +16,41 @@ from torch.distributed import ProcessGroup
 
 
 class Stage:
-    """The one stage of a model whose layers are not dealt out."""
+    """The only stage of a model that is not split into stages."""
 
     stages = 1
-    """How many there are."""
+    """Number of stages."""
     first = last = True
-    """Whether this stage has the embedding of the base; the lm_head and the heads."""
+    """Whether this stage has the base's embedding (`first`), and the lm_head and the heads (`last`)."""
     copies = 0
-    """Hidden states of a step that are kept besides those that are computed: what came, and what goes."""
+    """Number of buffers with hidden states of a step, besides those being computed: for receiving and for sending."""
     returned_bytes = returned_rows = 0
-    """Bytes that went back to one stage, and the rows that they were of, a row of each step counted once."""
+    """Bytes of results that went back to one stage, and the number of their rows over all steps."""
 
     def receive(self, hidden: Tensor) -> None:
-        """Fill `hidden` [T, 1, h] with that of the stage before, on all stages but the first."""
+        """Fill `hidden` [T, 1, h] with the hidden states from the previous stage, on all stages but the first."""
 
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states [T, 1, h] to the next stage; nothing may write to them afterwards."""
 
     def tell(self, message: Tensor) -> None:
-        """Send the results of a step, [S, bytes] uint8, from the last stage to all others."""
+        """Send the results of a step, [S, bytes] uint8, from the last stage to all other stages."""
 
     def hear(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
-        """[rows, nbytes] uint8, what `tell` sent of this step: on all stages but the last."""
+        """[rows, nbytes] uint8, the results of this step that `tell` sent; on all stages but the last."""
         raise NotImplementedError("the last stage finds the results itself")
 
     def settle(self) -> None:
-        """Wait until all that was sent has arrived: what is dropped before is lost."""
+        """Wait until everything sent has arrived: a tensor that is dropped before it has arrived is lost."""
 
 
 class PipelineStage(Stage):
     """One of several stages.
 
     Args:
-        forward, back: the ranks that have the stages of one model, in their order. Hidden states and results have a
-            group each: a device runs the transfers of a group one after the other, and each kind would wait for the
-            other.
+        forward, back: groups for hidden states and for results, both of the ranks that hold the stages of one model, in
+            the order of the stages. A device runs the transfers of a group one after the other, so that in a single
+            group hidden states and results would wait for each other.
     """
 
     def __init__(self, forward: ProcessGroup, back: ProcessGroup) -> None:
@@ -73,8 +73,8 @@ class PipelineStage(Stage):
         """See `Stage.tell`; does not wait for the other stages."""
         if len(message):
             self._count(message)
-            # Each stage may have run a plan of decode rows and one of chunks for as many batches as there are stages
-            # before it hears of the first one: with fewer messages under way they would wait for each other for ever.
+            # Each stage may have run two plans, of decode rows and of chunks, for as many batches as there are stages
+            # before it receives the first results. With fewer messages under way, stages would wait forever.
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
@@ -87,7 +87,7 @@ class PipelineStage(Stage):
         return message
 
     def _begin(self, values: Tensor, group: ProcessGroup, stage: int, most: int) -> None:
-        """Begin a transfer and keep the tensor until it has left; of more than `most` wait for the oldest."""
+        """Begin a transfer and keep its tensor until it is sent; of more than `most` transfers, wait for the oldest."""
         self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
         self._wait(most)
 

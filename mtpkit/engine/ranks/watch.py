@@ -1,8 +1,9 @@
-"""Notices a rank that dies, and ends the others.
+"""Notices when a rank dies, and ends all other ranks.
 
-A rank that waits in a sum over ranks cannot notice by itself. So each has a connection to rank 0, on which a thread
-listens: the system closes the connections of a process that ends, however it ends, and within seconds those of a host
-that is gone. Busy ranks are never taken for dead ones, since no rank has to answer anything.
+A rank that waits in an all-reduce cannot notice this by itself. Each rank therefore has a connection to rank 0, on
+which a thread listens. The operating system closes the connections of a process that ends, for whatever reason, and
+within seconds those to a host that is gone. A busy rank is never taken for a dead one, since no rank has to answer
+anything.
 """
 
 import atexit
@@ -20,17 +21,17 @@ from typing import NoReturn
 from mtpkit.errors import MtpkitError, on_failure
 
 _PATIENCE = 8.0
-"""Seconds that a rank may need others that have left in good order, before it is ended."""
+"""Seconds that a rank may work on something that needs a rank that has left in good order, before it is ended."""
 _GRACE = 2.0
-"""Seconds in which a rank may report a failure of its own, once another has reported one."""
+"""Seconds in which a rank may report its own failure, once another rank has reported one."""
 _CONNECTING = 300.0
 """Seconds in which all ranks must connect."""
 _SAYING_WHO = 10.0
-"""Seconds in which one that connects must say which rank it is."""
+"""Seconds in which a process that connects must say which rank it is."""
 SECRET_LENGTH = 16
-"""Bytes that tell a rank's connection from one of another program."""
+"""Bytes of the secret by which rank 0 tells connections of ranks from those of other programs."""
 _LONGEST = 400
-"""Bytes of a message."""
+"""Most bytes of a message."""
 _LEFT, _FAILED = b"L", b"F"
 
 
@@ -69,18 +70,18 @@ class Watch:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context in which this rank needs the others. If they cannot be reached, it waits to hear why."""
+        """A context in which this rank needs all other ranks. If an exchange fails, this rank waits to learn why."""
         before, self._busy_since = self._busy_since, time.monotonic()
         try:
             yield
-        except RuntimeError:  # as torch has it when a connection breaks
+        except RuntimeError:  # torch raises it when a connection breaks
             self._hear_why()
             raise
         finally:
             self._busy_since = before
 
     def _hear_why(self) -> None:
-        """Give the watch the time to end this process, if another rank is the cause of an error here."""
+        """Give the watch time to end this process, in case another rank caused the error here."""
         if not self._ending.is_set():
             time.sleep(_PATIENCE + _GRACE if self._gone.wait(_GRACE) else 0.0)
 
@@ -103,7 +104,7 @@ class Watch:
         return peers
 
     def _rank_of(self, connection: socket.socket) -> int | None:
-        """Which rank has connected; None: another program, such as a scan of the ports."""
+        """The rank that has connected; None: it is another program, such as a port scan."""
         connection.settimeout(_SAYING_WHO)
         said = b""
         with suppress(OSError):
@@ -141,7 +142,7 @@ class Watch:
                     self._end_after(f"rank {peer} has died; its own output may say why", 0.0, aloud=True)
 
     def _require_no_work(self, peer: int) -> None:
-        """End this process if it needs a rank that has left."""
+        """End this process once it has needed the rank `peer`, which has left, for too long."""
 
         def wait() -> None:
             while not self._ending.is_set():
@@ -153,7 +154,7 @@ class Watch:
         threading.Thread(target=wait, daemon=True).start()
 
     def _end_after(self, reason: str, seconds: float, aloud: bool) -> NoReturn:
-        """End this process, whatever its main thread waits for, and tell the others why."""
+        """Wait `seconds`, tell the connected ranks the reason, and end this process, whatever its main thread does."""
         time.sleep(seconds)
         self._send(_FAILED, reason)
         if aloud and not self._ending.is_set() and sys.__stderr__ is not None:
@@ -161,7 +162,7 @@ class Watch:
         os._exit(1)
 
     def _report(self, reason: str) -> None:
-        """Tell the others that this rank fails."""
+        """Tell the connected ranks that this rank fails."""
         if not self._ending.is_set():
             self._ending.set()
             self._send(_FAILED, f"rank {self.rank} failed: {reason}")
@@ -173,7 +174,7 @@ class Watch:
         self._excepthook(kind, error, trace)
 
     def leave(self) -> None:
-        """Tell the others that this rank ends in good order; they may go on without it."""
+        """Tell the connected ranks that this rank ends in good order; they may continue without it."""
         if not self._ending.is_set():
             self._ending.set()
             self._send(_LEFT, "")
@@ -185,7 +186,7 @@ class Watch:
 
 
 def _notice_lost_hosts(connection: socket.socket) -> None:
-    """Have the system probe the other end each second, and give up after five."""
+    """Have the system probe the other end of an idle connection each second, and give up after five probes."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):

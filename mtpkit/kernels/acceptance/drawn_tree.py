@@ -1,8 +1,8 @@
 """Recursive rejection sampling of siblings that were drawn without replacement, in plain PyTorch on every device.
 
-SpecInfer (Miao et al. 2023, arXiv:2305.09781, section 4.3); without replacement as in Yang et al. 2024,
-arXiv:2402.14160. Shape legend: R rows, T tokens of a tree, E tokens with children, V vocabulary, v the part of it that
-this rank holds.
+The method is that of SpecInfer (Miao et al. 2023, arXiv:2305.09781, section 4.3), without replacement as in Yang et al.
+2024, arXiv:2402.14160. Shape legend: R rows, T tokens of a tree, E tokens with children, V vocabulary, v the part of
+the vocabulary that this rank holds.
 """
 
 from typing import Protocol
@@ -14,10 +14,10 @@ from mtpkit.kernels.sampling import sample
 
 
 class Part(Protocol):
-    """The part of a vocabulary that a rank holds, and what ranks exchange of it."""
+    """The part of a vocabulary that a rank holds, and the exchanges between ranks that it needs."""
 
     def place(self, token_ids: Tensor) -> Tensor:
-        """The column of each token in this rank's part; -1 where another rank holds it."""
+        """The column of each token in this rank's part; -1 where another rank holds the token."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Part(Protocol):
 
 
 class Whole:
-    """A vocabulary that this rank holds whole."""
+    """A vocabulary that is not split: this rank holds all of it."""
 
     def place(self, token_ids: Tensor) -> Tensor:
         """See `Part.place`."""
@@ -58,21 +58,26 @@ def accept_drawn_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Accept at most one child of each token on the path, and draw one more token where the path ends.
 
-    At a token with target p and draft distribution q, child d is accepted when u < p(d) / q(d). If not, p becomes the
-    normalised (p - q)+ and q loses d, for the next child, which was drawn from what was left of q; a child that had
-    nothing left to be drawn from is no candidate. Once all children are rejected the next token is drawn from p. So the
+    At a token with target distribution p and draft distribution q, child d is accepted if u < p(d) / q(d). If d is
+    rejected, p becomes the normalised (p - q)+, and d is removed from q, which is normalised again; the next child,
+    which was drawn from that q, is tested against the new p and q. A child d with q(d) = 0 by then cannot have been
+    drawn from q and is skipped. Once all children are rejected, the next token is drawn from the last p. The resulting
     token is distributed as the first p, whatever q was.
 
     Args:
         token_ids: [R, T] int64.
-        children: [T, C] int64, the children of each token in the order of their draws, then -1; the same for all rows.
+        children: [T, C] int64, the children of each token in the order in which they were drawn, padded with -1; the
+            same for all rows.
         draft_probs: [R, E, v], q at each token that has children.
-        draft_index: [T] int64, where in E each token's q is; any number for tokens without children.
-        target_probs: [R, T, v], p after each token. A row that stops where p is NaN gets `NO_TOKEN` there.
-        accept_uniforms, sample_uniforms: [R, T] float64, the u of each draft, and that of a draw after each token.
+        draft_index: [T] int64, index into the E of `draft_probs` for each token; any valid index for tokens without
+            children.
+        target_probs: [R, T, v], p after each token. A row whose path ends at a token with NaN in p gets `NO_TOKEN` as
+            its next token.
+        accept_uniforms, sample_uniforms: [R, T] float64, the u of each draft, and the uniform for the draw of a next
+            token after each token.
         depth: K, the largest depth of a token.
-        part: what this rank holds of the vocabulary; None: all. For each child that is tried, ranks exchange p and q of
-            the child and the masses of (p - q)+ and of what is left of q.
+        part: the part of the vocabulary that this rank holds; None: all of it. For each child, the ranks sum four
+            numbers per row: p and q of the child, the mass of (p - q)+, and the mass of q without the child.
 
     Returns:
         The same as `accept_tree`.
@@ -118,13 +123,14 @@ def accept_drawn_tree(
 
 
 def without(weights: Tensor, column: Tensor) -> Tensor:
-    """weights [N, v] with 0 at `column` [N, 1]; -1: this rank does not hold the token."""
+    """Copy of weights [N, v] with 0 at `column` [N, 1]; unchanged where the column is -1, as another rank holds the
+    token."""
     column, held = column.clamp_min(0), column >= 0
     return weights.scatter(1, column, weights.gather(1, column).masked_fill(held, 0.0))
 
 
 def _at(weights: Tensor, column: Tensor) -> Tensor:
-    """[R, 1] float64 of weights [R, v] at `column` [R, 1]; 0 where this rank does not hold the token."""
+    """Elements of weights [R, v] at `column` [R, 1], as [R, 1] float64; 0 where this rank does not hold the token."""
     return weights.gather(1, column.clamp_min(0)).double().masked_fill(column < 0, 0.0)
 
 
@@ -133,7 +139,7 @@ def _total(weights: Tensor) -> Tensor:
 
 
 def _normalised(weights: Tensor, otherwise: Tensor, total: Tensor) -> Tensor:
-    """weights [R, v] over their sums [R] over all ranks; `otherwise` where a sum is not positive: rounding can leave
-    nothing of p - q."""
+    """Weights [R, v] divided by their sums `total` [R] over all ranks; `otherwise` where a sum is not positive, since
+    rounding can make all of (p - q)+ zero."""
     total = total[:, None].float()
     return torch.where(total > 0, weights / total, otherwise)

@@ -22,7 +22,7 @@ def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple
 
     Args:
         draft_token_ids: [R, K] int64.
-        sampled_token_ids: [R, 1 + K] int64, the choice at each draft's position and the one after the last.
+        sampled_token_ids: [R, 1 + K] int64, the target's choice at each draft's position and after the last draft.
 
     Returns:
         accepted [R] int64 in 0..K, and token ids [R, 1 + K]: the accepted drafts, the next token, then zeros.
@@ -37,16 +37,16 @@ def accept_rejection(
 ) -> tuple[Tensor, Tensor]:
     """Exact rejection sampling of drafts that were drawn from q (Leviathan et al., 2023; Chen et al., 2023).
 
-    Draft d is accepted when u < p(d) / q(d); the first rejected one is replaced by a draw from the normalised
-    (p - q)+, and when none is rejected one more token is drawn from p.
+    Draft d is accepted if u < p(d) / q(d). The first rejected draft is replaced by a draw from the normalised (p - q)+.
+    If no draft is rejected, one more token is drawn from p.
 
     Args:
         draft_token_ids: [R, K] int64.
         draft_probs: [R, K, V], q at each draft.
-        target_probs: [R, 1 + K, V], p at each draft and after the last. A row that stops at a position where p is NaN
-            gets `NO_TOKEN` there.
+        target_probs: [R, 1 + K, V], p at each draft and after the last draft. A row that stops at a position where p is
+            NaN gets `NO_TOKEN` there.
         accept_uniforms: [R, K] float64, the u of each draft.
-        sample_uniforms: [R, 1 + K] float64, for the draw that replaces a rejected draft or follows the last one.
+        sample_uniforms: [R, 1 + K] float64, for the draw that replaces a rejected draft or follows the last draft.
 
     Returns:
         The same as `accept_matching`.
@@ -57,7 +57,7 @@ def accept_rejection(
     accepted = (accept_uniforms * q < p).long().cumprod(-1).sum(-1)
 
     residual = (target_probs[:, :-1] - draft_probs).clamp_min(0)
-    # Rounding can make a residual of tiny mass all zeros; p then equals q up to rounding.
+    # Where p equals q up to rounding, the residual may be all zeros; p then takes its place.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs[:, :-1])
     weights = torch.cat([residual, target_probs[:, -1:]], dim=1)
     at_stop = accepted[:, None, None].expand(rows, 1, vocab_size)
@@ -76,17 +76,19 @@ def cut(token_ids: Tensor, accepted: Tensor) -> Tensor:
 def accept_tree(
     token_ids: Tensor, parents: Tensor, sampled_token_ids: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follow the child that equals the target's own choice, from token 0 on; exact for any tree, see `accept_matching`.
+    """Follow, from token 0 on, the child that equals the target's own choice; exact for any tree, see
+    `accept_matching`.
 
     Args:
-        token_ids, parents: [R, T] int64, trees of drafts, see `kernels.ancestors`; token 0 is no draft.
-        sampled_token_ids: [R, T] int64, the choice after each token.
+        token_ids, parents: [R, T] int64, trees of drafts, see `kernels.ancestors`; token 0 is the root and not a draft.
+        sampled_token_ids: [R, T] int64, the target's choice after each token.
         depth: K, the largest depth of a token.
 
     Returns:
         accepted [R] int64; token ids [R, 1 + K]: the accepted drafts, the next token, then zeros; path [R, 1 + K]:
-        token 0, the tokens of these drafts, then zeros; ranks [R, K]: at each depth that of the accepted child among
-        its siblings, -1 where the path ends at a token with children, -2 where it has ended before or at one without.
+        index 0, the tree indices of the accepted drafts, then zeros; ranks [R, K]: at each depth, the rank of the
+        accepted child among its siblings; -1 if all children of the path's last token were rejected there; -2 if that
+        token has no children, or if the path has ended at an earlier depth.
     """
     index = torch.arange(token_ids.shape[1], device=token_ids.device)
     current = parents.new_zeros(len(parents))

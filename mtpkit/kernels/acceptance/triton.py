@@ -1,6 +1,8 @@
-"""Acceptance of drafts in Triton. It reads only the probabilities of the drafts and of the position where a row stops.
+"""Acceptance of drafts in Triton.
 
-Padding rows may hold anything: they yield a token of the vocabulary or `NO_TOKEN`, and accept at most K drafts.
+Rejection sampling reads p and q of each draft, and all of p and q only at the position where a row stops.
+
+Padding rows may hold anything: each yields a token of the vocabulary or `NO_TOKEN`, and accepts at most K drafts.
 """
 
 import torch
@@ -52,8 +54,8 @@ def _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDT
 
 @triton.jit
 def _weights(probs, row, stop, index, depths, vocab_size):
-    """p and the residual (p - q)+ of the tokens `index`, at the position where the row stops; q is 0 after the last
-    draft."""
+    """p and the residual (p - q)+ of the tokens `index` at the position where the row stops; q counts as 0 after the
+    last draft."""
     draft_probs, q_row, q_depth, target_probs, p_row, p_depth = probs
     inside = index < vocab_size
     far = stop.to(tl.int64)
@@ -75,7 +77,8 @@ def _sums_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Store sums [2, R, num_chunks] float64: the mass of p and of the residual in each chunk, where the row stops."""
+    """Store sums [2, R, num_chunks] float64: per chunk, the mass of p and of the residual at the position where the row
+    stops."""
     row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
     stop, _draft = _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDTH)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -109,7 +112,7 @@ def _rejection_kernel(
     here = sums + row * num_chunks + each
     p_sums = tl.load(here, mask=each < num_chunks, other=0.0)
     residual_sums = tl.load(here + tl.num_programs(0) * num_chunks, mask=each < num_chunks, other=0.0)
-    # Rounding can make a residual of tiny mass all zeros; p then equals q up to rounding.
+    # Where p equals q up to rounding, the residual may be all zeros; p then takes its place.
     any_residual = tl.sum(residual_sums, 0) > 0
     uniform = tl.load(sample_uniforms + row * s_row + stop * s_depth)
     chunk, threshold = pick_chunk(tl.where(any_residual, residual_sums, p_sums), uniform, CHUNKS)

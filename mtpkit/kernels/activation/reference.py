@@ -1,4 +1,4 @@
-"""Activations of feed-forward layers, and the gate of attention's output."""
+"""Activations of feed-forward layers, and the gate of the attention output."""
 
 import torch
 import torch.nn.functional as F
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668) of x [...]."""
+    """Squared ReLU of x [...]: max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
     return F.relu(x).square()
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(first half) * second half (Shazeer 2020, arXiv:2002.05202): x [..., 2f] to [..., f]."""
+    """SwiGLU of x [..., 2f]: silu(first half) * second half, [..., f] (Shazeer 2020, arXiv:2002.05202)."""
     gate, value = x.chunk(2, -1)
     return F.silu(gate) * value
 
@@ -21,7 +21,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
     Args:
         x: [..., n].
-        gate: [..., g, n / g] of any strides; may be a slice of each group of a fused projection.
+        gate: [..., g, n / g] of any strides, for example a slice of each group of a fused projection.
 
     Returns:
         [..., n] in the dtype of x.

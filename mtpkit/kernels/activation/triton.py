@@ -1,4 +1,4 @@
-"""Activations in Triton, computed in fp32 and rounded once; the backwards need only the input."""
+"""Activations in Triton, computed in fp32 and rounded once; the backward passes need only the inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ BLOCK, NUM_WARPS = 1024, 4
 @Early
 @triton.jit
 def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Store relu2 of x, or with BACKWARD the gradient of x, where `grad` is the gradient of the output."""
+    """Store relu2 of x; or, with BACKWARD, the gradient of x, given the gradient `grad` of the output."""
     wait_for_previous(EARLY)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
@@ -35,8 +35,8 @@ def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexp
 def _swiglu_kernel(
     x, grad, out, width, stride, blocks, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    """Store swiglu of x in out [rows, width], or with BACKWARD the gradient of x in out [rows, 2 width], where `grad`
-    is the gradient of the output."""
+    """Store swiglu of x in out [rows, width]; or, with BACKWARD, the gradient of x in out [rows, 2 width], given the
+    gradient `grad` of the output."""
     wait_for_previous(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -98,8 +98,8 @@ def swiglu(x: Tensor) -> Tensor:
 def _gate_kernel(
     x_rows, gate_rows, grad, out, gate_grad, width, part, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    """Store x * sigmoid(gate) in out [rows, width]; or, given the gradient `grad` of that, the gradient of x in out and
-    that of the gate in gate_grad, both [rows, width]."""
+    """Store x * sigmoid(gate) in out [rows, width]; or, given the gradient `grad` of that product, the gradient of x in
+    out and the gradient of the gate in gate_grad, both [rows, width]."""
     wait_for_previous(EARLY)
     x, x_stride = x_rows
     gate, gate_stride, part_stride = gate_rows
@@ -120,7 +120,8 @@ def _gate_kernel(
 
 
 def _run_gate(x: Tensor, gate: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The gated x [..., n]; or, given its gradient, those of x and of the gate [..., n]."""
+    """The gated x [..., n]; or, given the gradient `grad` of the gated x, the gradients of x and of the gate, [..., n]
+    each."""
     rows, gates = as_rows(x), with_rows(gate).flatten(0, -3)
     width, part = rows.shape[1], gate.shape[-1]
     out, gate_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device), None

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="attr-defined"
 """Training attention in Triton: flash attention (Dao 2023, FlashAttention-2, arXiv:2307.08691) with a backward.
 
-One set of kernels serves both ops: a plain sequence is depth 1 with no later depth. The running softmax of a query
-starts with the entries of depths 2..k at its own position, so that no merge is needed. Memory is linear in s. Key
-blocks outside the documents of a query block are skipped. torch's own flash kernels take only one document per row, and
-their backward is not deterministic.
+One set of kernels serves `sequence_attention` and `depth_attention`: a plain sequence is depth 1 with no later depth.
+The running softmax of a query starts with the entries of depths 2..k at its own position, so no merge is needed. Memory
+is linear in s. Key blocks outside the documents of a query block are skipped. torch's own flash kernels support only
+one document per row, and their backward is not deterministic.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ from mtpkit.kernels.device import padded, with_rows
 
 
 def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of M queries of one head against N keys at a time."""
+    """Tiles for M queries of one head against N keys at a time."""
     if dtype.itemsize > 2:
         return Tiles(32, 16, num_warps=8, num_stages=2)
     if width > 128:
@@ -48,7 +48,7 @@ def _attend(queries, token, oldest, state, inputs, batch, group, first, last, le
     """Fold the keys first .. last - 1 into a running softmax; first is a multiple of N.
 
     If MASKED, query m sees the keys oldest[m] .. token[m]. If not, it sees all keys, and last is a multiple of N.
-    WIDTHS: those of keys and of values.
+    WIDTHS: the channels of a key and of a value.
     """
     D: tl.constexpr = queries.shape[1]
     E: tl.constexpr = state[0].shape[1]
@@ -78,8 +78,8 @@ def _forward_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Compute M queries of one head per program; queries with the most keys run first. Keys have WIDTHS[0] channels in
-    tiles of D, values WIDTHS[1] in tiles of E."""
+    """Compute M queries of one head per program; queries with the most keys run first. Keys have WIDTHS[0] channels,
+    padded to D in a tile; values have WIDTHS[1], padded to E."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head, batch = tl.program_id(1), tl.program_id(2)
     group = head // REP
@@ -96,7 +96,8 @@ def _forward_kernel(
         total = total * fade + weights
         acc = acc * fade[:, None] + values * weights[:, None]
         best = higher
-    # Some query sees each of the keys low .. end - 1; all queries see the keys full_low .. full_end - 1.
+    # Each of the keys low .. end - 1 may be seen by some query; the keys full_low .. full_end - 1 are seen by all
+    # queries.
     full_end = (first + 1) // N * N
     if start_ptr is None:
         oldest = tl.zeros([M], tl.int32)
@@ -120,8 +121,8 @@ def _forward_kernel(
 
 
 def _attend_forward(inputs: Inputs, bounds: Bounds | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The output in the dtype of q, and in its strides where values are as wide; log2 of the sum of exponentials,
-    [b, heads, s] fp32."""
+    """The output in the dtype of q, with the strides of q if values are as wide as keys; and log2 of each query's sum
+    of exponentials, [b, heads, s] fp32."""
     q, v = inputs.q.data, inputs.v.data
     batch, length, heads, width = q.shape
     tiles = forward_tiles(width, q.dtype)

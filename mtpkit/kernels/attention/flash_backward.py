@@ -1,10 +1,10 @@
 # mypy: disable-error-code="attr-defined"
-"""Backward of flash attention over depth 1's sequence and the later depths of a position itself.
+"""Backward of flash attention over the sequence of depth 1 and, at each position, the later depths' own entries.
 
 Three kernels compute the gradients of the queries, of depth 1's keys and values, and of the later depths' keys and
-values, which may be narrower than the keys: tiles have E instead of D channels. No two programs add to the same
-element, so that the result is deterministic. Softmax weights are recomputed from q, k and the forward's log-sum-exp.
-delta is the dot product of a query's output with its gradient (FlashAttention-2, section 3.1.2).
+values. Values may be narrower than keys: their tiles have E channels, those of keys have D. No two programs add to the
+same element, so the result is deterministic. Softmax weights are recomputed from q, k and the forward's log-sum-exp.
+delta is the dot product of a query's output with the gradient of that output (FlashAttention-2, section 3.1.2).
 """
 
 import torch
@@ -29,7 +29,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def query_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of M queries of one head against N keys at a time."""
+    """Tiles for M queries of one head against N keys at a time."""
     if dtype.itemsize > 2:
         return Tiles(32, 16, num_warps=8, num_stages=1)
     if width > 128:
@@ -38,7 +38,7 @@ def query_tiles(width: int, dtype: torch.dtype) -> Tiles:
 
 
 def key_tiles(width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of N keys of one group against M queries at a time."""
+    """Tiles for N keys of one group against M queries at a time."""
     if dtype.itemsize > 2:
         return Tiles(16, 32, num_warps=8, num_stages=1)
     if width > 128:
@@ -47,7 +47,7 @@ def key_tiles(width: int, dtype: torch.dtype) -> Tiles:
 
 
 def diagonal_rows(width: int) -> int:
-    """Positions per program of `_diagonal_kernel`: four such tiles fit into its registers."""
+    """Positions per program of `_diagonal_kernel`; four tiles of that many rows fit into the program's registers."""
     return max(16, 4096 // padded(width))
 
 
@@ -69,7 +69,7 @@ def _query_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Store the gradient and delta of M queries of one head; queries with the most keys run first."""
+    """Store the gradient and delta of M queries of one head per program; queries with the most keys run first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head, batch = tl.program_id(1), tl.program_id(2)
     group, line = head // REP, batch * tl.num_programs(1) + head
@@ -120,8 +120,8 @@ def _key_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Store the gradients of N keys and values of one group, summed over its heads; keys with the most queries run
-    first."""
+    """Store the gradients of N keys and values of one group per program, summed over the group's heads; keys with the
+    most queries run first."""
     first, group, batch = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
     place = first + tl.arange(0, N)
     keys = load_rows(inputs.k, batch, group, first, length, WIDTHS[0], N, D)
@@ -167,7 +167,8 @@ def _diagonal_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Store the gradients of the later depths' keys and values at M positions of one group, summed over its heads."""
+    """Store the gradients of the later depths' keys and values at M positions of one group per program, summed over the
+    group's heads."""
     first, group, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     token = first + tl.arange(0, M)
     for depth in tl.static_range(len(inputs.later_k)):
@@ -192,9 +193,9 @@ def _diagonal_kernel(
 def attend_backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, bounds: Bounds | None, scale: float | None = None
 ) -> list[Tensor]:
-    """Gradients of q, k, v, of the later depths' keys and of their values, each in the dtype of its tensor.
+    """Gradients of q, k, v, the later depths' keys and the later depths' values, each in the dtype of its tensor.
 
-    out and lse are those of the forward, and so is the scale; grad_out [b, s, heads, e] has contiguous channels.
+    out, lse, bounds and scale are those of the forward pass; grad_out [b, s, heads, e] has contiguous channels.
     """
     q, k, values = (rows.data for rows in inputs[:3])
     batch, length, heads, width = q.shape

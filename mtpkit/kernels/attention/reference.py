@@ -49,7 +49,7 @@ def depth_attention(
     Args:
         q: [b, s, heads, d], queries of depth k.
         first_k: [b, s, kv_heads, d], depth 1; first_v: [b, s, kv_heads, e].
-        later_k, later_v: depths 2..k in order, each as depth 1's.
+        later_k, later_v: depths 2..k in order, each with the shape of depth 1's keys or values.
         documents: [b, s] int; None: one document per row.
         scale: factor of the scores; None: 1 / sqrt(d).
 
@@ -83,22 +83,24 @@ def paged_attention(
     ancestors: Tensor | None = None,
     earlier: int = 0,
 ) -> Tensor:
-    """Causal attention of the newest T tokens of R rows over their paged keys and values, the new tokens' included.
+    """Causal attention of the newest T tokens of R rows over the rows' paged keys and values, including those of the
+    new tokens.
 
-    Query t of row r has position context_lens[r] + t and sees positions up to its own. How the Triton twin splits a
-    context depends on the batch and on the length of the block table, and so do the last bits of a row's output.
+    Query t of row r has position context_lens[r] + t and sees positions up to its own. The Triton twin splits a context
+    in a way that depends on the batch and on the length of the block table, so the last bits of a row's output depend
+    on both.
 
-    With `ancestors` the rows are trees, whose entry j lies at position context_lens[r] + j: a query sees the context
-    and the entries of its mask.
+    With `ancestors` the rows are trees. Entry j of a tree lies at position context_lens[r] + j of the cache, and a
+    query sees the context and the entries in its mask.
 
     Args:
-        q: [R, T, heads, d], or [R, T, kv_heads, heads / kv_heads, d] for a view of a fused projection whose heads do
-            not fit into one dimension.
+        q: [R, T, heads, d]; or [R, T, kv_heads, heads / kv_heads, d] for a view of a fused projection whose heads have
+            no single stride.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, d].
         block_tables: [R, B] int64; only blocks with positions below context_lens[r] + T are read.
         context_lens: [R] int64, number of tokens before the T new ones, or before the tree.
         ancestors: [R, T] int64 masks of the T queries, see `kernels.ancestors`; None: a chain.
-        earlier: entries of a tree before those of the T queries.
+        earlier: number of the tree's entries that come before those of the T queries.
 
     Returns:
         [R, T, heads, d].
@@ -126,7 +128,7 @@ def attend_paged(
     block_size, groups = key_cache.shape[1:3]
     span = block_tables.shape[1] * block_size
     places = torch.arange(span, device=q.device)
-    # Free blocks and blocks of other requests may hold NaN, so that a mask alone would not do.
+    # Free blocks and blocks of other requests may hold NaN, so masking the scores is not enough.
     used = places < (context_lens + tokens + (tree[1] if tree else 0))[:, None]
     keys, values = (
         torch.where(used[..., None, None], cache[block_tables].view(rows, span, groups, -1), 0).to(q.dtype)
@@ -146,7 +148,8 @@ def attend_paged(
 
 
 def _sees_in_tree(ancestors: Tensor, entries: Tensor) -> Tensor:
-    """[R, T, span] whether each query sees the entries [R, span] of the tree, of which negative ones are context."""
+    """[R, T, span] bool, whether each query sees the tree entries with the numbers `entries` [R, span]; negative ones
+    are context, which all queries see."""
     count = 1 + MOST_TREE_TOKENS
     own = seen_tokens(ancestors, count).gather(
         2, entries.clamp(0, count - 1)[:, None].expand(-1, ancestors.shape[1], -1)
@@ -162,19 +165,19 @@ def prefill_attention(
     context_lens: Tensor,
     query_start: Tensor,
 ) -> Tensor:
-    """`paged_attention` of R rows of any number of new tokens each, concatenated in q.
+    """`paged_attention` of R rows with any number of new tokens each, concatenated in q.
 
-    No size depends on what `query_start` holds, so that a CUDA graph can be captured. The Triton twin may split the
-    context of a single short row as it does there.
+    No size depends on the contents of `query_start`, so a CUDA graph can be captured. The Triton twin may split the
+    context of a single short row as `paged_attention` does.
 
     Example, query_start [4, 6, 9]: q has 5 tokens; the first 2 belong to row 0, the others to row 1.
 
     Args:
         q: [T, heads, d] or [T, kv_heads, heads / kv_heads, d].
         key_cache, value_cache, block_tables: as for `paged_attention`.
-        context_lens: [R] int64, number of tokens before the new ones. The tokens of a row with -1 are padding: they
-            read no block, and their outputs are zero.
-        query_start: [R + 1] int64, first token of each row and the end of the last one; q begins at token
+        context_lens: [R] int64, number of tokens before the new ones. A row with -1 is padding: its tokens read no
+            block, and their outputs are zero.
+        query_start: [R + 1] int64, first token of each row and the end of the last row; q begins at token
             query_start[0]. Rows may be empty.
 
     Returns:
@@ -188,10 +191,11 @@ def prefill_attention(
 
 
 def chunk_rows(query_start: Tensor, context_lens: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, its tokens), as slices, of each row that has tokens and a context; see `prefill_attention`.
+    """Yield (row, its tokens), both as slices, for each row that has tokens and is not padding; see
+    `prefill_attention`.
 
     Args:
-        count: tokens of all rows.
+        count: number of tokens of all rows together.
     """
     bounds = (query_start - query_start[0]).tolist()
     assert bounds[-1] == count, f"rows end at token {bounds[-1]} of {count}"

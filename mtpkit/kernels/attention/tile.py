@@ -1,4 +1,4 @@
-"""What the attention kernels share: the running softmax, and loads and stores of rows of a strided tensor."""
+"""Parts shared by the attention kernels: the running softmax, and loads and stores of rows of a strided tensor."""
 
 import math
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class Tiles:
 
 
 def score_scale(width: int, scale: float | None = None) -> float:
-    """The factor that turns dot products of `width` channels into exponents of two.
+    """The factor that turns dot products of `width` channels into exponents of base 2.
 
     Args:
         scale: factor of the scores; None: 1 / sqrt(width).
@@ -36,16 +36,16 @@ def score_scale(width: int, scale: float | None = None) -> float:
 
 @triton.jit
 def empty_state(M, D):
-    """The state of a running softmax before any key, in fp32: acc [M, D], the sum of values of D channels weighted by
-    2 ** (score - best); best [M]; total [M], the sum of the weights."""
+    """The fp32 state of a running softmax of M queries before any key: acc [M, D], the sum of values weighted by 2 **
+    (score - best); best [M], the largest score; total [M], the sum of the weights."""
     none = tl.full([M], float("-inf"), tl.float32)
     return tl.full([M, D], 0.0, tl.float32), none, tl.full([M], 0.0, tl.float32)
 
 
 @triton.jit
 def fold(state, scores, values, scale, MASKED):
-    """Fold values [N, D] with scores [M, N] into a running softmax. `scale` is the scores' scale times log2(e); MASKED:
-    scores may be -inf."""
+    """Fold values [N, D] with scores [M, N] into a running softmax. `scale` is the factor of the scores times log2(e);
+    MASKED: scores may be -inf."""
     acc, best, total = state
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     shift = higher
@@ -60,7 +60,7 @@ def fold(state, scores, values, scale, MASKED):
 
 
 class Rows(NamedTuple):
-    """A tensor [b, s, heads, d] with contiguous channels in the form that kernels take: pointer and strides."""
+    """A tensor [b, s, heads, d] with contiguous channels, in the form that kernels take it: data and strides."""
 
     data: Tensor
     batch: int
@@ -76,7 +76,7 @@ def rows_of(t: Tensor) -> Rows:
 
 
 class Inputs(NamedTuple):
-    """Rows of the queries of a depth, of depth 1's keys and values, and of those of later depths."""
+    """Rows of the queries of a depth, of depth 1's keys and values, and of the later depths' keys and values."""
 
     q: Rows
     k: Rows
@@ -86,14 +86,15 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> "Inputs":
-        """The rows of q, k, v, the keys of all later depths, and their values."""
+        """The rows of q, k, v, the keys of all later depths and the values of all later depths, given in this order."""
         q, k, v, *later = map(rows_of, tensors)
         count = len(later) // 2
         return cls(q, k, v, tuple(later[:count]), tuple(later[count:]))
 
 
 class Bounds(NamedTuple):
-    """First token of each token's document, and the token after its last: int32 [b, s], indices into the row."""
+    """Bounds of each token's document, int32 [b, s] each: its first token, and the token after its last one, as indices
+    into the row."""
 
     start: Tensor
     end: Tensor
@@ -122,25 +123,26 @@ def _inside(first, length, WIDTH, ROWS, D):
 
 @triton.jit
 def load_rows(rows, batch, head, first, length, WIDTH, ROWS, D):
-    """Load [ROWS, D] of a head from token `first` on; zero from token `length` and from channel WIDTH on."""
+    """Load ROWS tokens of a head from token `first` on, [ROWS, D]; zero from token `length` and from channel WIDTH
+    on."""
     place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
     return tl.load(place, mask=_inside(first, length, WIDTH, ROWS, D), other=0.0)
 
 
 @triton.jit
 def store_rows(rows, values, batch, head, first, length, WIDTH, ROWS, D):
-    """Store what `load_rows` loads."""
+    """Store values [ROWS, D] to the elements that `load_rows` loads."""
     place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
     tl.store(place, values.to(rows.data.dtype.element_ty), mask=_inside(first, length, WIDTH, ROWS, D))
 
 
 @triton.jit
 def load_numbers(ptr, line, token, length):
-    """Load one number per token of `token` from a line of `length` numbers; 0 past its end."""
+    """Load the numbers of the tokens `token` from row `line` of a tensor [lines, length]; 0 from token `length` on."""
     return tl.load(ptr + line.to(tl.int64) * length + token, mask=token < length, other=0)
 
 
 @triton.jit
 def row_dot(left, right):
-    """[ROWS] fp32 dot products of the rows of two tiles."""
+    """Dot products of the rows of two tiles, [ROWS] fp32."""
     return tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)

@@ -3,8 +3,8 @@
 
 All queries of a row that read the same keys are stacked in one dimension: T tokens times the REP = heads / kv_heads
 heads of a group. Query m belongs to token m // REP and to head m % REP of the group. A decode step thus fills a tensor
-core tile and reads each key once. Its context is split over programs (flash-decoding), and a second kernel combines
-their results.
+core tile and reads each key once. The context of a decode row is split over programs (flash-decoding), and a second
+kernel combines the results of the splits.
 """
 
 import torch
@@ -21,16 +21,18 @@ __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_
 UNSPECIALIZED = ["tokens", "span", "fill", "longest", "width", "rows"]
 """Numbers that change from step to step and must not trigger a recompilation."""
 UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr", "ancestors_ptr"]
-"""Tensors that may be slices, whose alignment must not trigger a recompilation."""
+"""Tensors that may be slices: a change of their alignment must not trigger a recompilation."""
 _MAX_PROGRAMS = 4096
-"""Limit on programs that are added to split long rows: empty programs are not free."""
+"""Limit on the number of programs when long rows are split: empty programs are not free."""
 _LONG = 1024
-"""Most positions that a program reads, as far as `_MAX_PROGRAMS` allow: other programs must not wait for a long row's.
-On an H200, with contexts of a mixed load, 64 rows take 63 us so, and 102 us where no row is split."""
+"""Most positions that one program should read, as far as `_MAX_PROGRAMS` allows, so that the programs of a long row do
+not finish long after all other programs. On an H200, with the context lengths of a mixed load, 64 rows take 63 us with
+this limit, and 102 us if no row is split."""
 _FINE = 2
-"""Rows that fill the GPU only in more splits than this are not split further."""
+"""If filling the GPU takes more splits per row than this, rows are not split further."""
 _FEW_LINES = 2048
-"""Up to this many lines of output, each is combined by a program of its own, so that a batch of one fills the GPU."""
+"""Up to this many lines of output (one per token and head), one program combines each line, so that a batch of one
+fills the GPU."""
 
 
 def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
@@ -42,16 +44,17 @@ def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
 
 
 def split_plan(programs: int, span: int, n: int, resident: int = 2, longest: int | None = None) -> tuple[int, int, int]:
-    """Plan the splits of rows of up to `span` positions, where one split per row makes `programs` programs.
+    """Plan the splits of rows of up to `span` positions, where one split per row would need `programs` programs.
 
-    Null rows count: how many rows of a captured step are real changes from replay to replay, while the grid does not.
+    Null rows count as rows: the number of real rows in a captured step changes from replay to replay, but the grid does
+    not.
 
     Args:
-        resident: programs that a multiprocessor holds at once.
-        longest: positions that a split should have at most; None: what suits keys and values of a few heads.
+        resident: number of programs that run on a multiprocessor at once.
+        longest: positions that a split should have at most; None: a number that suits keys and values of a few heads.
 
     Returns:
-        (splits launched per row, splits that a row should use at least, positions that a split should have at most)
+        (splits launched per row, splits that each row should use at least, positions that a split should have at most)
     """
     longest = longest or _LONG
     most = triton.cdiv(span, n)
@@ -63,8 +66,8 @@ def split_plan(programs: int, span: int, n: int, resident: int = 2, longest: int
 def prefill_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
     """Tiles for `queries` queries per group in all rows, of `width` channels each.
 
-    How they are shared out among rows is not known. On an H200 these are the best or within 8% of it for rows of 128 to
-    4,096 tokens.
+    The number of queries of each row is not known here. On an H200 these tiles are the fastest or within 8% of the
+    fastest for rows of 128 to 4,096 tokens.
     """
     if dtype.itemsize > 2 or width > 256:
         return Tiles(32, 16, num_warps=8, num_stages=2)
@@ -95,13 +98,14 @@ def load_queries(q_ptr, m, count, q_token, q_head, REP, WIDTH, D):
 
 @triton.jit
 def line_of(group, m, GROUPS, REP):
-    """Place of query m [M] of a group among the heads of all tokens of its row."""
+    """Index of query m [M] of a group among all (token, head) pairs of its row."""
     return m // REP * (GROUPS * REP) + group * REP + m % REP
 
 
 @triton.jit
 def store_lines(out_ptr, values, token, group, m, count, GROUPS, REP, WIDTH):
-    """Store values [M, D] of the queries m [M] below `count` of the row that begins at a token of out [.., WIDTH]."""
+    """Store values [M, D] of the queries m [M] below `count`, for the row that begins at token `token` of out [tokens,
+    heads, WIDTH]."""
     channel = tl.arange(0, values.shape[1])[None, :]
     place = (token * (GROUPS * REP) + line_of(group, m, GROUPS, REP)) * WIDTH
     mask = (m < count)[:, None] & (channel < WIDTH)
@@ -116,15 +120,16 @@ def load_blocks(table_ptr, place, last, BLOCK_SIZE):
 
 @triton.jit
 def slots_of(block, place, BLOCK_SIZE):
-    """Slots [N] of the cache that hold the positions `place` [N], of the blocks `block` [N]. Triton 3.6 believes that
-    this sum is aligned at every position as it is at the first one, unless told that any slot may come."""
+    """Cache slots [N] of the positions `place` [N], which lie in the blocks `block` [N]. The hint says that a slot may
+    be any number: without it, Triton 3.6 assumes that all slots are as aligned as the first one."""
     return tl.multiple_of(block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE, [1])
 
 
 @triton.jit
 def sees(place, newest, tree):
-    """[M, N] whether each query sees the positions `place` [N]: up to `newest` [M]; or, where `tree` has the position
-    of the tree's first entry and the queries' masks [M], all before it and the entries of the mask."""
+    """[M, N] bool, whether each query sees the positions `place` [N]. Without `tree`, a query sees the positions up to
+    `newest` [M]. `tree` is the position of the tree's first entry and the queries' masks [M]; with it, a query sees all
+    positions before the tree and the entries in its mask."""
     if tree is None:
         return place[None, :] <= newest[:, None]
     else:
@@ -139,13 +144,13 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
 
     Args:
         q: [M, D].
-        newest: [M], the last position that each query sees, used if MASKED. If not, all queries see all positions, and
-            last is a multiple of N.
+        newest: [M], the last position that each query sees, used only if MASKED. If not MASKED, all queries see all
+            positions, and last is a multiple of N.
         tree: see `sees`.
         state: as from `empty_state`.
-        cache: pointers to the head's keys and values in slot 0, whose slots are SLOT elements apart, and to the row's
-            block table.
-        scale: scale of the scores times log2(e).
+        cache: pointers to the head's keys and values in slot 0, and to the row's block table. Slots are SLOT elements
+            apart.
+        scale: factor of the scores times log2(e).
 
     Returns:
         The new state.
@@ -154,14 +159,14 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
     D: tl.constexpr = q.shape[1]
     channel = tl.arange(0, D)[None, :]
     place = first + tl.arange(0, N)
-    # Loaded one round ahead, so that the addresses of keys and values are ready in time.
+    # Block numbers are loaded one iteration ahead, so that the addresses of keys and values are ready in time.
     block = load_blocks(table_ptr, place, last, BLOCK_SIZE)
     for start in range(first, last, N):
         place = start + tl.arange(0, N)
         slot = slots_of(block, place, BLOCK_SIZE)
         offset = (slot * SLOT)[:, None] + channel
         if MASKED:
-            # Entries beyond may be NaN, and NaN times a weight of zero is NaN.
+            # Entries from `last` on may be NaN, and NaN times a weight of zero is NaN.
             inside = (place < last)[:, None] & (channel < WIDTH)
             keys = tl.load(key_ptr + offset, mask=inside, other=0.0)
             values = tl.load(value_ptr + offset, mask=inside, other=0.0)
@@ -181,8 +186,8 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
 
 @triton.jit
 def row_range(lens_ptr, row, plan, splits, N):
-    """Context length of a row, its number of positions with the new tokens, and positions per split, of which there are
-    at most `splits`; no positions if the context is -1."""
+    """Context length of a row, its number of positions including the new tokens (0 if the context is -1), and its
+    positions per split, such that it needs at most `splits` splits."""
     tokens, span, fill, longest = plan
     context = tl.load(lens_ptr + row).to(tl.int32)
     end = tl.where(context < 0, 0, tl.minimum(context + tokens, span))
@@ -221,8 +226,8 @@ def _decode_kernel(
     """Compute one split of a row for M queries of one kv group per program.
 
     A row that needs only one split gets its output here, and a row with context -1 gets zeros. For other rows, split s
-    stores its part of the output in part [R, splits, tokens * heads, WIDTH] and the log2 of its weight in lse [R,
-    splits, tokens * heads]. Where the row is a tree, whole tiles of the context need no mask.
+    stores its part of the output in part [R, splits, tokens * heads, WIDTH] and the log2 of its sum of exponentials in
+    lse [R, splits, tokens * heads]. If the row is a tree, tiles that lie wholly in the context need no mask.
     """
     wait_for_previous(EARLY)
     q_ptr, q_row, q_token, q_group, q_head = q_rows
@@ -283,7 +288,7 @@ def _combine_kernel(
     D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Combine the splits of L of the row's `lines` = tokens * heads per program, S splits at a time."""
+    """Combine the splits of L of the row's `lines` = tokens * heads output lines per program, S splits at a time."""
     wait_for_previous(EARLY)
     row = tl.program_id(0)
     _, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), splits, N)
@@ -303,7 +308,8 @@ def _combine_kernel(
         mask = inside[:, :, None] & (channel < WIDTH)
         part = tl.load(part_ptr + place[:, :, None] * WIDTH + channel, mask=mask, other=0.0)
         higher = tl.maximum(best, tl.max(lse, 0))
-        # Finite from the first round on, since split 0 holds position 0; -inf only for lines past the last.
+        # `higher` is finite from the first iteration on, since split 0 holds position 0; it is -inf only for lines past
+        # the last one.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(lse - shift[None, :])
         fade = tl.exp2(best - shift)
@@ -319,10 +325,10 @@ def _combine_kernel(
 def combine(
     context_lens: Tensor, out: Tensor, part: Tensor, lse: Tensor, plan: tuple[int, ...], splits: int, n: int
 ) -> None:
-    """Combine the results of split rows into out [R, T, heads, d]; see `_decode_kernel` for the arguments.
+    """Combine the results of the splits of rows into out [R, T, heads, d]; see `_decode_kernel` for part and lse.
 
     Args:
-        plan: tokens, span, and the rest of `split_plan`.
+        plan: tokens, span, and the last two results of `split_plan`.
         n: positions that the kernel reads at a time.
     """
     rows, tokens, heads, width = out.shape
@@ -449,7 +455,7 @@ def prefill_attention(
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """See the reference. A single short row runs as a decode row, whose context is split."""
+    """See the reference. A single short row is computed like a decode row, so that its context is split."""
     q = _grouped(q, 4, key_cache, value_cache)
     (count, groups, rep, width), rows = q.shape, len(context_lens)
     if count == 0:

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with silu, as Mamba2 uses it before its scan."""
+"""Depthwise causal convolution followed by silu, as Mamba2 uses it before its scan."""
 
 from itertools import pairwise
 
@@ -34,9 +34,10 @@ def causal_conv1d(
 def _restart(
     out: Tensor, padded: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor, continued: bool
 ) -> Tensor:
-    """Recompute out [b, c, s] at the few positions whose taps on padded [b, c, w - 1 + s] reach another document."""
+    """Recompute out [b, c, s] in place at the few positions whose taps on padded [b, c, w - 1 + s] reach another
+    document."""
     taps = weight.shape[-1]
-    # Positions before the row belong to its first document if it is continued, else to none: an unused index.
+    # The inputs before the row belong to its first document if it is continued, otherwise to none of its documents.
     before = documents[:, :1] if continued else documents[:, :1] - 1
     around = torch.cat([before.expand(-1, taps - 1), documents], 1).unfold(1, taps, 1)  # [b, s, w]
     same = around == documents[..., None]
@@ -59,26 +60,28 @@ def causal_conv1d_varlen(
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
 ) -> Tensor:
-    """Convolve R concatenated rows, each after the window of inputs before it, and leave the next window in its place.
+    """Convolve R concatenated rows, each after a window of its earlier inputs, and replace that window by the row's
+    next one.
 
-    With w the kernel width, a row continues windows[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros,
-    and its slot may hold anything before. The slot then holds the last w - 1 inputs of the row, which for a short row
-    include some from before it. No size depends on what `starts` holds, so that a CUDA graph can be captured.
+    With w the kernel width, row r continues windows[slots[r]] if context_lens[r] > 0. Otherwise it starts from zeros,
+    and the old contents of its slot are ignored. Afterwards the slot holds the row's last w - 1 inputs; for a row of
+    fewer tokens, these include inputs from before the row. No size depends on the contents of `starts`, so a CUDA graph
+    can be captured.
 
     Args:
         x: [T, c]; may be a view of a larger tensor.
         weight: [c, 1, w]; bias: [c] or None.
-        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at token starts[0]. Rows
-            may be empty: such a row leaves its window as it is, or makes it zero if it has no context.
-        windows: [slots, w - 1, c], may be a view, updated in place at `slots`. None: every row starts from zeros, and
+        starts: [R + 1] int64, first token of each row and the end of the last row; x begins at token starts[0]. Rows
+            may be empty: an empty row leaves its window unchanged, or sets it to zero if the row has no context.
+        windows: [slots, w - 1, c], updated in place at `slots`; may be a view. None: every row starts from zeros, and
             no window is kept.
-        slots, context_lens: [R] int64, needed with `windows`. The tokens of a row at slot -1 are padding: they touch no
-            window, and their outputs are zero.
+        slots, context_lens: [R] int64, needed with `windows`. A row at slot -1 is padding: it touches no window, and
+            its outputs are zero.
 
     Returns:
         silu of the convolution [T, c], in the dtype of x.
 
-    Example, w = 4, starts [7, 9, 12], context_lens [5, 0]: row 0 has the inputs d e after the window a b c, and row 1
+    Example, w = 4, starts [7, 9, 12], context_lens [5, 0]: row 0 has the inputs d e after the window a b c; row 1 has
     the inputs x y z after zeros. The windows become c d e and x y z.
     """
     bounds = (starts - starts[0]).tolist()
@@ -114,19 +117,20 @@ def causal_conv1d_update(
     committed: Tensor,
     parents: Tensor | None = None,
 ) -> Tensor:
-    """Convolve the next tokens of R rows and slide their windows.
+    """Convolve the next T tokens of R rows and advance the rows' windows.
 
-    With w the kernel width and T new tokens, `state` holds the inputs of the rows' last step. The window of row r is
-    its columns committed[r] .. committed[r] + w - 2. The state is replaced by the window and the new inputs without the
-    oldest column: whichever new token is accepted last, its window is then again a range of columns of `state`. Where
-    the new tokens are a tree, each is convolved with its ancestors, and what a path skips must be moved together first.
+    With w the kernel width, `state` holds the inputs that each row's last step left. The window of row r consists of
+    the state's columns committed[r] .. committed[r] + w - 2. The state is replaced by the window and the new inputs,
+    without the oldest column: whichever new token is the last one accepted, the window that ends with it is then again
+    a range of columns of `state`. If the new tokens are a tree, each is convolved with its ancestors; before the next
+    step, the accepted path's inputs must be moved to adjacent columns.
 
     Args:
         x: [R, T, c]; may be a view of a larger tensor.
         state: [slots, at least w - 2 + T, c], updated in place at `slots`.
         weight: [c, 1, w]; bias: [c] or None.
-        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its output is zero.
-        parents: [R, T] int64, the token that each one follows, see `kernels.ancestors`; None: a chain.
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its outputs are zero.
+        parents: [R, T] int64, the token that each new token follows, see `kernels.ancestors`; None: a chain.
 
     Returns:
         silu of the convolution, [R, T, c], in the dtype of x.
@@ -151,7 +155,8 @@ def causal_conv1d_update(
 
 
 def _windows_of_paths(inputs: Tensor, parents: Tensor, width: int) -> Tensor:
-    """[R, T, c, width] the inputs along the path to each of T tokens, of inputs [R, width - 1 + T, c]."""
+    """Gather from inputs [R, width - 1 + T, c] the last `width` inputs along the path to each of T tokens: [R, T, c,
+    width]."""
     at = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     columns: list[Tensor] = []
     for _ in range(width):

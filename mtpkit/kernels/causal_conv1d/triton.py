@@ -14,7 +14,8 @@ _TILE, _BLOCK = 16, 512
 
 @triton.jit
 def _load_tap(weight_ptr, channel, inside, j, WIDTH, PACKED):
-    """Tap j of each channel in fp32. PACKED: the four bf16 taps of a channel are read as one int64, in one load."""
+    """Load tap j of each channel, in fp32. PACKED: the four bf16 taps of a channel are loaded together, as one
+    int64."""
     if PACKED:
         four = tl.load(weight_ptr + channel, mask=inside, other=0)
         return ((four >> (16 * j)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -30,7 +31,7 @@ def _taps(weight: Tensor) -> tuple[Tensor, bool]:
 
 @triton.jit
 def _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED):
-    """The taps of each channel and its bias, in fp32."""
+    """Load the taps and the bias of each channel, in fp32."""
     taps = ()
     for j in tl.static_range(WIDTH):
         taps = taps + (_load_tap(weight_ptr, channel, inside, j, WIDTH, PACKED),)  # noqa: RUF005
@@ -51,10 +52,11 @@ def _convolve(inputs, taps, bias, t, WIDTH):
 
 @triton.jit
 def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
-    """The inputs along the path to token t, the oldest first: those that the taps read, in fp32.
+    """The WIDTH inputs that the taps of token t read along its path, the oldest first, in fp32.
 
     Args:
-        sources: pointers to the row's first token, and its stride; to its window; to the row's parents.
+        sources: pointers to the row's first token, the stride of tokens, pointers to the row's window, and the pointer
+            to the row's parents.
         newest: the token's own input.
     """
     x_ptrs, x_token, window_ptrs, parents_ptr = sources
@@ -161,12 +163,12 @@ def causal_conv1d_update(
 
 @triton.jit
 def _load_input(x_ptrs, window, place, inside, continued, x_token, WIDTH):
-    """Load the input at `place` of a row, in the window's dtype if there is one. Places -1, -2, .. are the window's,
-    which is zero if not `continued`.
+    """Load the input at `place` of a row, in the dtype of the window if there is one. Places -1, -2, .. lie in the
+    window, which counts as zero if the row is not `continued`.
 
     Args:
         x_ptrs: pointers to the row's first token.
-        window: pointers to the window's first input, and its stride; or None.
+        window: pointers to the window's first input, and the stride of its inputs; or None.
     """
     value = tl.load(x_ptrs + place * x_token, mask=inside & (place >= 0), other=0.0)
     if window is not None:
@@ -196,7 +198,7 @@ def _varlen_kernel(
 ):
     """Compute BLOCK channels of one tile of up to TILE tokens per program, see `row_of_tile`.
 
-    The programs of a row run in any order, so that only that of its first tile reads and writes the window.
+    The programs of a row run in any order, so only the program of its first tile reads and writes the window.
     """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -215,7 +217,7 @@ def _varlen_kernel(
             return
         continued = tl.load(contexts_ptr + row) > 0
         window = windows[0] + slot * windows[1] + channel, windows[2]
-    inputs = ()  # those before the first token, then the tile's tokens
+    inputs = ()  # the inputs before the tile, then the tile's tokens
     for i in tl.static_range(WIDTH - 1):
         before = _load_input(x_ptrs, window, first + (i - WIDTH + 1), inside, continued, x_token, WIDTH)
         inputs = inputs + (before,)  # noqa: RUF005
@@ -232,7 +234,7 @@ def _varlen_kernel(
 
 @triton.jit
 def _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH):
-    """Make the window the last inputs of a row of `count` tokens."""
+    """Store the last WIDTH - 1 inputs of a row of `count` tokens as its window."""
     inputs = ()
     for i in tl.static_range(WIDTH - 1):
         value = _load_input(x_ptrs, window, count + (i - WIDTH + 1), inside, continued, x_token, WIDTH)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""Copies of units in Triton: one launch for many pairs of tensors of one form."""
+"""Copies of units in Triton: one launch for many pairs of tensors with the same strides and dtypes."""
 
 from itertools import batched
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 _AT_ONCE = 16
-"""Pairs of one launch: the kernel is compiled for their number."""
+"""Most pairs per launch; the kernel is compiled for each number of pairs."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _copy_kernel(
 
 
 def _width(tensor: Tensor) -> int:
-    """Elements of a unit, which must be dense."""
+    """Number of elements of a unit, which must be dense."""
     width = 1
     for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
         assert size == 1 or stride == width
@@ -45,7 +45,7 @@ def _width(tensor: Tensor) -> int:
 
 
 def _form(read: Tensor, written: Tensor) -> tuple[int, int, int, torch.dtype, torch.dtype]:
-    """Elements of a unit, those from one unit to the next, and the dtypes."""
+    """Elements of a unit, strides from one unit to the next in both tensors, and both dtypes."""
     width = _width(read)
     assert width == _width(written)
     return width, read.stride(0), written.stride(0), read.dtype, written.dtype

@@ -1,4 +1,4 @@
-"""Best token of logits, and of a head's hidden states."""
+"""Best tokens by logits, or by the hidden states of a draft head."""
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +8,8 @@ from mtpkit.kernels import NO_TOKEN
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[M] int64, the first token with the largest of logits [M, V]; `NO_TOKEN` in an invalid row: one with NaN or +inf,
-    or with -inf alone."""
+    """[M] int64, the first token with the largest of logits [M, V]. An invalid row, which has NaN or +inf or only -inf,
+    gets `NO_TOKEN`."""
     best, index = logits.max(-1)
     return torch.where(best.abs() < torch.inf, index, NO_TOKEN)
 
@@ -18,15 +18,15 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of logits [M, V] and its token, for one part of a vocabulary.
 
     Returns:
-        [M] float32, +inf in a row with NaN or +inf; and [M] int64, what `argmax` gives.
+        [M] float32, +inf in a row with NaN or +inf; and [M] int64, the result of `argmax`.
     """
     top = logits.amax(-1).float()
     return torch.where(top.isnan(), torch.inf, top), argmax(logits)
 
 
 def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What `linear_argmax` chooses from, as `best` gives it: [M] float32 and [M] int64. A `weight`
-    without rows has -inf and `NO_TOKEN`."""
+    """The largest of hidden @ weight.T and the token of `linear_argmax`, in the form of `best`: [M] float32 and [M]
+    int64. A `weight` without rows gives -inf and `NO_TOKEN`."""
     if not len(weight):
         values = torch.full((len(hidden),), -torch.inf, device=hidden.device)
         return values, torch.full_like(values, NO_TOKEN, dtype=torch.int64)
@@ -35,11 +35,11 @@ def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None)
 
 
 def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The token with the largest of hidden @ weight.T; among equals that of the first row of `weight`.
+    """The token with the largest of hidden @ weight.T; among equals, the token of the first row of `weight`.
 
     The Triton twin may compare fp32 sums instead of logits rounded to the model's dtype. It then tells apart two tokens
-    whose rounded logits are equal, where `argmax` takes the first. Drafts may differ so, since verification checks
-    them; the base's own greedy choice is always `argmax` of its rounded logits.
+    whose rounded logits are equal, where `argmax` takes the first one. Drafts may differ in this way, since they are
+    verified; the base model's own greedy choice is always `argmax` of its rounded logits.
 
     Args:
         hidden: [M, h] of any row stride.
@@ -47,17 +47,17 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
         token_ids: [V] int64, the token of each row of `weight`; None: the row's index.
 
     Returns:
-        [M] int64; `NO_TOKEN` in the rows where `argmax` gives it.
+        [M] int64; `NO_TOKEN` in the rows where `argmax` of the logits gives `NO_TOKEN`.
     """
     return to_token_ids(argmax(F.linear(hidden, weight)), token_ids)
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` tokens with the largest of logits [M, V], the best first, among equals the first.
+    """The `count` tokens with the largest of logits [M, V], the best first; among equals, the smaller token first.
 
     Returns:
-        [M, count] int64 and [M, count] float32 log-probabilities; `NO_TOKEN` and NaN in an invalid row, see `argmax`,
-        and at logits of -inf.
+        [M, count] int64 tokens and [M, count] float32 log-probabilities; `NO_TOKEN` and NaN in an invalid row, see
+        `argmax`, and for logits of -inf.
     """
     values, tokens = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
     values, tokens, total = values[:, :count], tokens[:, :count], logits.float().logsumexp(-1, keepdim=True)
@@ -66,5 +66,5 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def to_token_ids(best: Tensor, token_ids: Tensor | None) -> Tensor:
-    """The tokens of `best` [M], which holds rows of a weight or `NO_TOKEN`."""
+    """Map `best` [M], which holds row indices of a weight or `NO_TOKEN`, to token ids."""
     return best if token_ids is None else torch.where(best < 0, best, token_ids[best])

@@ -1,5 +1,8 @@
-"""`top_tokens` in Triton: each program finds the best tokens of one part of the vocabulary, and a second kernel the
-best of these. NaN is treated as +inf, as in `argmax`."""
+"""`top_tokens` in Triton.
+
+Each program finds the best tokens of one part of the vocabulary, and a second kernel finds the best of all parts. NaN
+is treated as +inf, as in `argmax`.
+"""
 
 import torch
 import triton
@@ -9,20 +12,20 @@ from torch import Tensor
 from mtpkit.kernels.device import NO_TOKEN, with_rows
 
 _BLOCK = 4096
-"""Logits of a part."""
+"""Most logits per part."""
 _LAST = tl.constexpr(2147483647)
 
 
 @triton.jit
 def _best(values, tokens):
-    """The largest of values [N] and, among equals, the smallest of its tokens."""
+    """The largest of values [N] and its token; among equals, the smallest token."""
     top = tl.max(values, 0)
     return top, tl.min(tl.where(values == top, tokens, _LAST), 0)
 
 
 @triton.jit
 def _part_kernel(logits, values, tokens, sums, width, stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the COUNT best of BLOCK logits of a row, and the sum of exp(logit - best)."""
+    """Store the COUNT best of BLOCK logits of a row, and the sum of exp(logit - largest logit) over the block."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)

@@ -1,6 +1,6 @@
-"""Best token in Triton: each program finds the best of one part of the vocabulary, and a second kernel the best part.
+"""Best token in Triton: each program finds the best token of a part of the vocabulary, a second kernel the best part.
 
-NaN is treated as +inf, so that the largest logit tells without another pass whether the row is valid.
+NaN is treated as +inf, so the largest logit shows without another pass whether the row is valid.
 """
 
 import torch
@@ -26,16 +26,16 @@ from mtpkit.kernels.draft_head.top import top_tokens
 __all__ = ["argmax", "linear_argmax", "stream", "top_tokens"]
 
 BLOCK = 4096
-"""Logits that a program of `argmax` reads at a time."""
+"""Number of logits that a program of `argmax` reads at a time."""
 PROGRAMS = 8 * MULTIPROCESSORS
-"""Programs of `argmax` that fill the GPU."""
+"""Number of programs of `argmax` that fill the GPU."""
 STREAM_ROWS = 64
-"""For up to this many rows of hidden states the weight is streamed once, and no logits are written."""
+"""Up to this many rows of hidden states, the weight is streamed once, and no logits are written."""
 CHUNK_ROWS = 1024
-"""With more rows, the number of rows whose logits are in memory at a time."""
+"""With more than STREAM_ROWS rows, logits are computed for chunks of this many rows."""
 TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4)}
-"""Tiles by padded number of rows of hidden states: two programs per multiprocessor with three tiles in flight each. The
-tile of the weight grows with the rows, since every program reads all hidden states from the cache."""
+"""Tiles by padded number of rows of hidden states: two programs run on a multiprocessor, with three tiles in flight
+each. The weight's tile grows with the number of rows, since every program reads all hidden states from the cache."""
 
 
 @Early
@@ -83,12 +83,12 @@ def _linear_part_kernel(
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_K)
-    # Loads need no mask: indices past the end read the last row again, and are left out below.
+    # Loads need no mask for rows: indices past the end read the last row again, and their results are discarded below.
     token_start = tl.minimum(token, vocabulary - 1).to(tl.int64) * weight_stride
     row_start = tl.minimum(row, rows - 1).to(tl.int64) * hidden_stride
     weights = weight + token_start[:, None] + column[None, :]
     states = hidden + row_start[None, :] + column[:, None]
-    # The weight is the left operand: its many rows fill the tensor core, whose other side may be as narrow as 16.
+    # The weight is the left operand: its many rows fill the tensor core, and the other operand may be as narrow as 16.
     logits = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     for start in range(0, width, BLOCK_K):
         if EVEN:
@@ -133,8 +133,8 @@ def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, 
 
 
 def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None, tops: Tensor | None) -> Tensor:
-    """[M] int64, the token of the largest of values [M, parts], among equals of the smallest index; `NO_TOKEN` where
-    that value is not finite. `tops` [M] float32 gets the value."""
+    """[M] int64, the token of the largest of values [M, parts], among equals that of the smallest index; `NO_TOKEN` if
+    the largest value is not finite. The largest value is written to `tops` [M] float32, if given."""
     rows, parts = values.shape
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     block = triton.next_power_of_2(parts)
@@ -202,7 +202,8 @@ def _linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None, top
 
 
 def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None, tops: Tensor | None = None) -> Tensor:
-    """Compute `linear_argmax` of up to STREAM_ROWS rows without writing logits; `tops` [M] gets the best logits."""
+    """Compute `linear_argmax` of up to STREAM_ROWS rows without writing logits; write the largest logits to `tops` [M],
+    if given."""
     hidden = with_rows(hidden)
     rows, width = hidden.shape
     if not rows:

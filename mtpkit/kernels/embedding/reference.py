@@ -1,12 +1,12 @@
-"""Rows of an embedding of which this rank holds a part."""
+"""Rows of an embedding table of which this rank holds one part."""
 
 import torch
 from torch import Tensor
 
 
 def embedding_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """Rows of a table that begins at token `first`; zeros for tokens that it does not hold. The sum over the ranks that
-    hold the parts of a vocabulary has the rows of all tokens.
+    """Rows of `table`, which begins at token `first`; zeros for tokens outside the table. Summed over the ranks that
+    hold the parts of a vocabulary, this gives the rows of all tokens.
 
     Args:
         token_ids: [T] int64.

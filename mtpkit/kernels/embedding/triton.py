@@ -1,4 +1,4 @@
-"""Rows of a part of an embedding in Triton: one launch, a program for each token."""
+"""Rows of a part of an embedding table in Triton: one launch, with one program per token."""
 
 import torch
 import triton

@@ -1,6 +1,6 @@
-"""What ranks exchange through windows of memory that all of them read: the plain-PyTorch twin.
+"""Exchanges between ranks through windows of memory that all ranks read, in plain PyTorch.
 
-All ranks call each function with tensors of one shape and dtype, in one order.
+All ranks must call these functions in the same order, with tensors of the same shape and dtype.
 """
 
 import time
@@ -15,8 +15,8 @@ from mtpkit.kernels.exchange.window import BEST_ROWS, BUFFERS_AT, CHANNELS, MOST
 def sum_over_ranks(values: Tensor, windows: Windows) -> Tensor:
     """Sum a tensor over the ranks, in place.
 
-    Ranks are added up in their order, so that all have the same bits: float32 and bfloat16 in float32, float64 and
-    int64 as they are.
+    Every rank adds up the ranks' values in rank order, so all ranks get the same bits. float32 and bfloat16 are summed
+    in float32, float64 and int64 in their own dtype.
 
     Args:
         values: contiguous, one that the windows `fit`.
@@ -33,7 +33,7 @@ def sum_over_ranks(values: Tensor, windows: Windows) -> Tensor:
 
 
 def gather_ranks(values: Tensor, windows: Windows) -> Tensor:
-    """[ranks, ...], the `values` [...] of each rank.
+    """Gather the `values` [...] of each rank: [ranks, ...].
 
     Args:
         values: contiguous, one that the windows `fit`.
@@ -47,12 +47,12 @@ def gather_ranks(values: Tensor, windows: Windows) -> Tensor:
 
 
 def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) -> tuple[Tensor, Tensor]:
-    """The largest value of all ranks and its token, of each row; among equals the smallest token.
+    """The largest value of all ranks and its token, for each row; among equals, the smallest token.
 
     Args:
-        values: [M] float32, no NaN; M is at most `windows.most_rows`.
-        tokens: [M] int64, of those values.
-        first: added to the tokens that are not negative.
+        values: [M] float32, without NaN; M is at most `windows.most_rows`.
+        tokens: [M] int64, the tokens of those values.
+        first: number added to this rank's tokens that are not negative.
 
     Returns:
         [M] float32 and [M] int64.
@@ -79,7 +79,8 @@ def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) 
 
 
 def _parts(values: Tensor, windows: Windows) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Each channel's part of this rank's values, and that of each rank, once all have written theirs."""
+    """Yield, for each channel, this rank's part of the values, and the list of all ranks' parts once all ranks have
+    written them."""
     assert values.is_contiguous() and windows.fit(values)
     flat, (_, channels, share) = values.view(-1), windows.shares(values)
     for channel in range(channels):
@@ -91,12 +92,12 @@ def _parts(values: Tensor, windows: Windows) -> Iterator[tuple[Tensor, list[Tens
 
 
 def _meet(windows: Windows, channel: int) -> None:
-    """Say that this rank has written its buffer of a channel, and wait until all ranks have."""
+    """Signal that this rank has written its buffer of a channel, and wait until all ranks have written theirs."""
     epoch = windows.epochs[channel] + 1
     for window in windows.windows:
         _flags(window)[channel, windows.rank] = epoch
     while bool((_flags(windows.windows[windows.rank])[channel, : len(windows.windows)] < epoch).any()):
-        time.sleep(0)  # on the host: other processes may need the core
+        time.sleep(0)  # on the host: other processes may need this core
     windows.epochs[channel] = epoch
 
 
@@ -106,6 +107,6 @@ def _flags(window: Tensor) -> Tensor:
 
 
 def _buffers(windows: Windows, channel: int) -> list[Tensor]:
-    """[capacity] uint8, each rank's buffer of a channel in the epoch that comes next."""
+    """Each rank's buffer of a channel in the coming epoch, [capacity] uint8."""
     parity = int(windows.epochs[channel] + 1) % 2
     return [window[BUFFERS_AT:].view(2, CHANNELS, -1)[parity, channel] for window in windows.windows]

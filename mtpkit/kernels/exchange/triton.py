@@ -1,4 +1,4 @@
-"""What ranks exchange, in Triton: one launch each, in which each program uses one channel of the windows."""
+"""Exchanges between ranks in Triton: one launch per exchange, in which each program uses one channel of the windows."""
 
 import torch
 import triton
@@ -9,27 +9,28 @@ from mtpkit.kernels.device import early_launch, wait_for_previous
 from mtpkit.kernels.exchange.window import BEST_ROWS, BUFFERS_AT, CHANNELS, MOST_RANKS, Windows
 
 _MOST_POLLS = 1 << 30
-"""Looks at the flags, each about a microsecond, after which a rank that waits for another one fails: ten minutes and
-more, since the other may have kernels to compile. A rank that dies ends the others long before."""
+"""Number of polls of the flags, about a microsecond each, after which a waiting rank fails. They take more than ten
+minutes, since another rank may still be compiling kernels. When a rank dies, the other ranks are ended long before
+that."""
 _WARPS = 16
 _NO_NUMBER = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
 def _set_flags(windows, channel, epoch, RANK: tl.constexpr, RANKS: tl.constexpr, MOST_RANKS: tl.constexpr):
-    """Set the flag of this rank in the windows of all, once what this program wrote is visible to them."""
+    """Set the flag of this rank in the windows of all ranks, once this program's writes are visible to them."""
     rank = tl.arange(0, MOST_RANKS)
     window = windows[0] + rank * 0
     for other in tl.static_range(1, RANKS):
         window = tl.where(rank == other, windows[other], window)
     flags = window.to(tl.pointer_type(tl.int64)) + channel * MOST_RANKS + RANK
-    tl.debug_barrier()  # a release of one thread counts for what the others wrote before the barrier
+    tl.debug_barrier()  # a release by one thread covers the other threads' writes before the barrier
     tl.atomic_xchg(flags, epoch + rank * 0, mask=rank < RANKS, sem="release", scope="sys")
 
 
 @triton.jit
 def _await_flags(window, channel, epoch, RANKS: tl.constexpr, MOST_RANKS: tl.constexpr, MOST_POLLS: tl.constexpr):
-    """Wait until all ranks have set their flags in the window of this one."""
+    """Wait until all ranks have set their flags in the window of this rank."""
     rank = tl.arange(0, MOST_RANKS)
     flags = window.to(tl.pointer_type(tl.int64)) + channel * MOST_RANKS + rank
     missing, polls = RANKS, 0
@@ -43,7 +44,7 @@ def _await_flags(window, channel, epoch, RANKS: tl.constexpr, MOST_RANKS: tl.con
 
 @triton.jit
 def _buffer(epoch, channel, CHANNELS: tl.constexpr, BUFFERS_AT: tl.constexpr, CAPACITY: tl.constexpr):
-    """Byte of a window at which the channel's buffer of an epoch begins."""
+    """Byte offset in a window of the channel's buffer for an epoch."""
     return BUFFERS_AT + (epoch % 2 * CHANNELS + channel) * CAPACITY
 
 
@@ -65,7 +66,8 @@ def _values_kernel(
     MOST_POLLS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Gather `share` values of all ranks in `gathered` [ranks, count], or without that sum them in place."""
+    """Exchange `share` values per program: gather those of all ranks in `gathered` [ranks, count]; without `gathered`,
+    sum them in place."""
     wait_for_previous(EARLY)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     summed_in: tl.constexpr = tl.float32 if dtype.primitive_bitwidth <= 32 else dtype
@@ -114,7 +116,8 @@ def _best_kernel(
     MOST_POLLS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Find the best of ROWS rows. A buffer holds their values, then their tokens."""
+    """Find the best values and tokens of ROWS rows per program. A buffer holds the rows' values, then the rows'
+    tokens."""
     wait_for_previous(EARLY)
     channel, row = tl.program_id(0), tl.arange(0, ROWS)
     index = channel * ROWS + row
@@ -190,7 +193,7 @@ def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) 
 
 
 def _constants(windows: Windows, device: torch.device) -> dict[str, object]:
-    """Keyword arguments that all kernels here have."""
+    """Keyword arguments that both kernels take."""
     return dict(
         RANK=windows.rank,
         RANKS=len(windows.windows),

@@ -1,17 +1,17 @@
-"""Memory through which ranks exchange tensors: each rank has a window, which all ranks read and in which all set flags.
+"""Memory through which ranks exchange tensors: every rank reads, and sets flags in, the window of each rank.
 
-A window consists of channels, each with a flag for every rank and two buffers. Program p of a kernel uses channel p and
-no other, so that programs wait only for those of the same number on other ranks. The uses of a channel are numbered
-from 1 on; such a number is an epoch. In an epoch each rank
+A window consists of channels, each with one flag per rank and two buffers. Program p of a kernel uses only channel p,
+so it waits only for the programs with number p on other ranks. The uses of a channel are numbered from 1 on; the number
+of a use is called its epoch. In an epoch each rank
 
 1. writes its values to its own buffer `epoch % 2`,
 2. sets its flag in the windows of all ranks to the epoch,
 3. waits until all flags in its own window have reached the epoch,
 4. reads the buffers of all ranks.
 
-No second barrier has to keep a buffer from being written again, two epochs later: this rank has then seen the flags of
-the epoch between, which every rank sets after it has read all buffers of the epoch before, since each runs its kernels
-one after the other.
+No second barrier is needed before a buffer is written again, in epoch e + 2. By then this rank has seen all flags of
+epoch e + 1, and each rank sets its flag of e + 1 only after it has read all buffers of epoch e, since a rank runs its
+kernels one after the other.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from torch import Tensor
 
 CHANNELS = 128
 """Most programs of a kernel: enough to hide the latency of loads, and few enough to run at once on large GPUs. On
-others some wait, for no longer than those of the same number on other ranks."""
+smaller GPUs some programs start late; only the programs with the same number on other ranks wait for them."""
 MOST_RANKS = 8
-"""Most ranks: flags of a channel."""
+"""Most ranks that can share windows; each channel has this many flags."""
 BUFFERS_AT = CHANNELS * MOST_RANKS * 8
-"""Byte of a window at which the buffers begin, behind the flags."""
+"""Byte offset of the buffers in a window; the flags lie before them."""
 _BLOCK_BYTES = 8192
-"""Bytes that a program reads at a time from each rank: 16 for each of its threads."""
+"""Bytes that a program reads from each rank at a time: 16 per thread."""
 BEST_ROWS = 256
-"""Rows of a program of `best_of_ranks`."""
+"""Rows per program of `best_of_ranks`."""
 _SUMMED_IN = {
     torch.bfloat16: torch.float32,
     torch.float32: torch.float32,
@@ -44,11 +44,11 @@ class Windows:
 
     Args:
         rank: number of this rank.
-        windows: a window of each rank, [`Windows.nbytes(limit)`] uint8, zero before the first use; all ranks have the
-            same memory, each in its own address space.
-        epochs: [CHANNELS] int64, the last epoch of each channel on this rank, zero at first. It lies on the device, so
-            that a kernel in a CUDA graph advances it.
-        limit: most bytes of a tensor.
+        windows: one window per rank, each [`Windows.nbytes(limit)`] uint8, zero before the first use. All ranks map the
+            same memory, each into its own address space.
+        epochs: [CHANNELS] int64, the last epoch of each channel on this rank, initially zero. It lies on the device, so
+            that a kernel in a CUDA graph can advance it.
+        limit: largest size of a tensor in bytes.
     """
 
     rank: int
@@ -58,12 +58,12 @@ class Windows:
 
     @staticmethod
     def nbytes(limit: int) -> int:
-        """Bytes of a window for tensors of up to `limit` bytes."""
+        """Size in bytes of a window for tensors of up to `limit` bytes."""
         return BUFFERS_AT + 2 * CHANNELS * _capacity(limit)
 
     @property
     def capacity(self) -> int:
-        """Bytes of each of a channel's two buffers."""
+        """Size in bytes of each of a channel's two buffers."""
         return _capacity(self.limit)
 
     def fit(self, values: Tensor) -> bool:
@@ -72,11 +72,11 @@ class Windows:
 
     @property
     def most_rows(self) -> int:
-        """Most rows of which the best of all ranks can be found at once."""
+        """Most rows that one call of `best_of_ranks` takes."""
         return CHANNELS * BEST_ROWS
 
     def shares(self, values: Tensor) -> tuple[int, int, int]:
-        """Values of a block, channels that a tensor takes, and values of each channel, whole blocks of them."""
+        """Values per block, number of channels that a tensor uses, and values per channel, a multiple of the block."""
         block = _BLOCK_BYTES // values.element_size()
         blocks = -(-values.numel() // block)
         channels = min(blocks, CHANNELS)

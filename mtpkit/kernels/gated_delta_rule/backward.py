@@ -1,10 +1,11 @@
 # mypy: disable-error-code="assignment"
-"""Backward of the gated delta rule in Triton: everything but inputs is made again, chunk by chunk.
+"""Backward of the gated delta rule in Triton: everything but the inputs is recomputed, chunk by chunk.
 
-With S the state before a chunk, c sums of log decays, U corrections and P = tril(Q K^T exp(c_i - c_j)), the forward is
-(I + A) U = beta (V - exp(c) K S), O = exp(c) Q S + P U. A first kernel walks over each row's chunks from the last one
-to the first and carries the gradient of the state; it leaves that of every chunk's end, and Y, the gradient of the
-system's right-hand side. All else then follows for all chunks at once, in a second kernel.
+With S the state before a chunk, c the sums of log decays, U the corrections and P = tril(Q K^T exp(c_i - c_j)), the
+forward is (I + A) U = beta (V - exp(c) K S), O = exp(c) Q S + P U. A first kernel walks over each row's chunks from the
+last one to the first and carries the gradient of the state along. It stores the gradient of the state at every chunk's
+end, and Y, the gradient of the right-hand side of the system for U. A second kernel computes everything else, for all
+chunks at once.
 
 Sizes: L tokens of a chunk, P channels of a head at a time, N key width, M readouts per token.
 """
@@ -42,7 +43,7 @@ def _back_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Walk back over the chunks of BLOCK_P channels of one value head of one row per program."""
+    """Walk back over the chunks of one row per program, for BLOCK_P channels of one value head."""
     q_ptr, q_token, q_read, q_head = q_in
     k_ptr, k_token, k_head = k_in
     PARTS: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
@@ -111,7 +112,8 @@ def _finish_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """The gradients of one chunk of one value head per program. Longer than 70 lines because its parts share tiles."""
+    """Compute the gradients of one chunk of one value head per program. Longer than 70 lines because its parts share
+    tiles."""
     q_ptr, q_token, q_read, q_head = q_in
     k_ptr, k_token, k_head = k_in
     v_ptr, v_token, v_head = v_in
@@ -136,7 +138,7 @@ def _finish_kernel(
     to_end = tl.exp((whole - since).to(tl.float32))[:, None]
     decay = tl.exp(tl.minimum((since[:, None] - since[None, :]).to(tl.float32), 0.0))
 
-    # What goes through states and channels of values, some of them at a time.
+    # Contributions through states and values, BLOCK_P channels of values at a time.
     read_k = tl.zeros([SIZE, BLOCK_N], tl.float32)  # exp(c) Y S^T
     dk = tl.zeros([SIZE, BLOCK_N], tl.float32)
     dA, dbeta, dwhole = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE], tl.float32), 0.0
@@ -175,7 +177,7 @@ def _finish_kernel(
     dbeta -= read
     dk -= read_k * beta[:, None]
 
-    # What goes through pairs of tokens.
+    # Contributions through pairs of tokens.
     products = dot_in(k, tl.trans(k), NARROW)
     dpairs = tl.where(l[:, None] > l[None, :], dA * decay, 0.0)
     dbeta += tl.sum(dpairs * products, 1)
@@ -204,7 +206,7 @@ def _finish_kernel(
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k, v, g and beta of `delta_rule`, given that of its result."""
+    """Gradients of `delta_rule` with respect to q, k, v, g and beta, given the gradient `dout` of its result."""
     (tokens, heads, width), (reads, groups, state_dim), rows = v.shape, q.shape[1:], len(starts) - 1
     chunks, dout = prepare(k, g, beta, starts), dout.contiguous()
     tiles = tokens // chunks.size + 2 * rows
@@ -243,7 +245,7 @@ def gradients(
 
 
 class DeltaRule(torch.autograd.Function):
-    """`delta_rule` with its gradients; keeps inputs alone for the backward."""
+    """`delta_rule` with its gradients; only the inputs are kept for the backward."""
 
     @staticmethod
     def forward(

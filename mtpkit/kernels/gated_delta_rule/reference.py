@@ -1,15 +1,15 @@
 """The gated delta rule (Yang et al. 2024, arXiv:2412.06464) in plain PyTorch: whole sequences and decode steps.
 
-A head has a state S [v, k]. A token decays it, corrects what it holds under the key, and reads it:
+A head has a state S [v, k]. A token decays the state, corrects the value stored under its key, and reads the state:
 
     S_t = exp(g_t) S_{t-1} + u_t k_t^T,   u_t = beta_t (v_t - exp(g_t) S_{t-1} k_t),   o_t = S_t q_t
 
-Queries and keys have unit length, queries are then scaled by 1 / sqrt(k); g = -exp(A_log) softplus(a + dt_bias) and
+Queries and keys have unit length, and queries are then scaled by 1 / sqrt(k); g = -exp(A_log) softplus(a + dt_bias) and
 beta = sigmoid(b), see `delta_inputs`. Given the corrections u, which never change once their tokens are committed, the
-state is a decayed sum of outer products: so that a ring keeps u, not v and beta.
+state is a decayed sum of outer products u k^T. A ring therefore keeps u instead of v and beta.
 
-Shape legend: R rows, T tokens (of a row, in decode steps), h value heads, j key heads, each of h / j value heads, v and
-k the widths of values and keys, m readouts per token, L ring length.
+Shape legend: R rows, T tokens (in decode steps: per row), h value heads, j key heads, each shared by h / j value heads,
+v and k the widths of values and keys, m readouts per token, L ring length.
 """
 
 from collections.abc import Iterator
@@ -23,29 +23,29 @@ from mtpkit.kernels.ancestors import parents_of
 from mtpkit.kernels.ring import ring_capacity
 
 EPSILON = 1e-6
-"""Added to the squared length of queries and keys."""
+"""Number added to the squared length of queries and keys."""
 CHUNK = 64
-"""Tokens that are computed at once; changes rounding only."""
+"""Number of tokens that are computed at once; it affects only rounding."""
 
 
 def delta_inputs(
     q: Tensor, k: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Make what the recurrence takes from what a layer projects.
+    """Compute the inputs of the recurrence from the projections of a layer.
 
     Args:
-        q, k: [..., j, k] after the convolution; a, b: [..., h]; all may be views. A_log, dt_bias: [h].
+        q, k: [..., j, k], after the convolution; a, b: [..., h]; all four may be views. A_log, dt_bias: [h].
 
     Returns:
-        Queries and keys of unit length, queries scaled, in their own dtype; log decays g [..., h], negative, and beta
-        [..., h], both fp32.
+        Queries and keys of unit length, with the queries scaled by 1 / sqrt(k), in their own dtypes; log decays g [...,
+        h], negative, and beta [..., h], both fp32.
     """
     g = -torch.exp(A_log.float()) * F.softplus(a.float() + dt_bias.float())
     return unit(q, q.shape[-1] ** -0.5), unit(k), g, torch.sigmoid(b.float())
 
 
 def unit(x: Tensor, scale: float = 1.0) -> Tensor:
-    """x [..., k] with length `scale`, in its dtype."""
+    """Vectors x [..., k] scaled to length `scale`, in the dtype of x."""
     wide = x.float()
     return (wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON) * scale)).to(x.dtype)
 
@@ -54,13 +54,13 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts:
     """Compute the recurrence over R concatenated rows, each from a zero state. Differentiable in all but `starts`.
 
     Args:
-        q: [T, m, j, k], several readouts of each token's state; k: [T, j, k]; v: [T, h, v]; g, beta: [T, h]. See
-            `delta_inputs`.
-        starts: [R + 1] int64, first token of each row and the end of the last one.
-        wide: whether o is fp32 whatever v is.
+        q: [T, m, j, k], queries of m readouts of the state after each token; k: [T, j, k]; v: [T, h, v]; g, beta: [T,
+            h]. See `delta_inputs`.
+        starts: [R + 1] int64, first token of each row and the end of the last row.
+        wide: whether o is fp32 whatever the dtype of v.
 
     Returns:
-        o [T, m, h, v] in the dtype of v, computed in fp32.
+        o [T, m, h, v] in the dtype of v, or fp32 with `wide`; computed in fp32.
     """
     outputs, v = [], v.float() if wide else v
     for begin, end in pairwise(starts.tolist()):
@@ -83,22 +83,23 @@ def delta_varlen(
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
 ) -> Tensor:
-    """Compute the recurrence over R concatenated rows, each from the state before it, and leave the state after it in
-    its place. No gradient.
+    """Compute the recurrence over R concatenated rows, each from the state before the row, which the state after the
+    row replaces. Not differentiable.
 
-    A row continues states[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros, and its slot may hold
-    anything before. Chunks end at positions (context_lens[r] plus the index in the row) that are multiples of `CHUNK`:
-    with fp32 states, a prompt that is cut there has the same bits in fp32 however it is cut. No size depends on what
-    `starts` holds, so that a CUDA graph can be captured.
+    Row r continues states[slots[r]] if context_lens[r] > 0. Otherwise it starts from zeros, and the old contents of its
+    slot are ignored. Chunks end at positions (context_lens[r] plus the index in the row) that are multiples of `CHUNK`:
+    with fp32 states, a prompt that is split at such positions gives the same bits in fp32 wherever it is split. No size
+    depends on the contents of `starts`, so a CUDA graph can be captured.
 
     Args:
         q, k: [T, j, k]; v: [T, h, v]; g, beta: [T, h]; see `delta_inputs`.
-        starts: [R + 1] int64, first token of each row and the end of the last one; tokens begin at starts[0]. Rows may
-            be empty: such a row leaves its state as it is, or makes it zero if it has no context.
-        states: [slots, h, v, k] of any float dtype, may be a view, updated in place at `slots`. None: every row starts
+        starts: [R + 1] int64, first token of each row and the end of the last row; the tensors begin at token
+            starts[0]. Rows may be empty: an empty row leaves its state unchanged, or sets it to zero if the row has no
+            context.
+        states: [slots, h, v, k] of any float dtype, updated in place at `slots`; may be a view. None: every row starts
             from zeros, and no state is kept.
-        slots, context_lens: [R] int64, needed with `states`. The tokens of a row at slot -1 are padding: they touch no
-            state, and their outputs are zero.
+        slots, context_lens: [R] int64, needed with `states`. A row at slot -1 is padding: it touches no state, and its
+            outputs are zero.
 
     Returns:
         o [T, h, v] in the dtype of v, computed in fp32.
@@ -131,15 +132,16 @@ def _zeros(v: Tensor, k: Tensor) -> Tensor:
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """o [L, m, h, v] of a chunk after `state` [h, v, k], and the next state.
+    """o [L, m, h, v] of a chunk of L tokens that follows `state` [h, v, k], and the state after the chunk.
 
-    The corrections of a chunk depend on each other by a unit triangular system, see section 3.3 of the paper: with c
-    the sums of log decays, u_i = beta_i (v_i - exp(c_i) S k_i - sum_{j < i} exp(c_i - c_j) (k_i . k_j) u_j).
+    The corrections u of a chunk solve a unit triangular system, see section 3.3 of the paper: with c the sums of log
+    decays, u_i = beta_i (v_i - exp(c_i) S k_i - sum_{j < i} exp(c_i - c_j) (k_i . k_j) u_j).
     """
     rep = v.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(rep, 1).transpose(0, 1)  # [h, L, k]
     queries = q.float().repeat_interleave(rep, 2).permute(1, 2, 0, 3)  # [m, h, L, k]
-    # In fp64: after a token that forgets nearly everything, small decays are differences of two large sums.
+    # In fp64, since after a token that forgets nearly everything, the small log decays of later tokens are differences
+    # of two large sums.
     since = torch.cumsum(g.double(), 0).t()  # [h, L]
     after = torch.ones(len(v), len(v), dtype=torch.bool, device=v.device).tril()
     log_pair = (since[:, :, None] - since[:, None]).float()
@@ -185,16 +187,16 @@ def delta_snapshot_update(
     dt_bias: Tensor,
     parents: Tensor | None = None,
 ) -> Tensor:
-    """Step token by token from the committed snapshot and keep the state after every token.
+    """Step token by token from the committed snapshot of the state, and keep the state after every token.
 
     Args:
         state: [slots, at least T, h, v, k]; row r starts from state[slots[r], committed[r]], and entry t becomes the
             state after its token t. Updated in place.
-        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its output is zero.
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its outputs are zero.
         q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
             A_log, dt_bias: [h].
-        parents: [R, T] int64, the token that each one follows, see `kernels.ancestors`; that of token 0 alone is -1.
-            None: a chain.
+        parents: [R, T] int64, the token that each new token follows, see `kernels.ancestors`; only token 0 has the
+            parent -1. None: a chain.
 
     Returns:
         o [R, T, h, v] in the dtype of v.
@@ -230,28 +232,30 @@ def delta_replay_update(
     dt_bias: Tensor,
     ancestors: Tensor | None = None,
 ) -> Tensor:
-    """Compute the step's outputs from a stored state and a ring of what came after that state.
+    """Compute the outputs of a step from a stored state and a ring of the updates that came after that state.
 
-    The committed state of row r is state[slots[r]] advanced by the keys, corrections and decays at the last
-    ring_lens[r] positions before context_lens[r]. Those of the new tokens have the positions from context_lens[r] on;
-    position i has place i % L of the ring. If they no longer fit, the committed entries are folded into the state,
-    which is written at no other time. To roll back is to drop the ring entries of rejected tokens.
+    The committed state of row r is state[slots[r]] advanced by the ring's entries (key, correction and log decay) at
+    the last ring_lens[r] positions before context_lens[r]. The entries of the new tokens have the positions from
+    context_lens[r] on; the entry of position i lies at place i % L of the ring. If the new entries no longer fit, the
+    committed entries are folded into the state, which is written at no other time. Rejected tokens are rolled back by
+    dropping their ring entries.
 
-    Where the new tokens are a tree, token t follows the committed entries and the tokens of its mask, with the decays
-    of its own path. Token t's entry goes where that of a chain's token t would; what a path skips must be moved
-    together before the next step.
+    If the new tokens are a tree, token t follows the committed entries and the tokens in its mask, with the decays of
+    its own path. The entry of token t goes to the same place as in a chain; before the next step, the entries of the
+    accepted path must be moved to adjacent places.
 
     Args:
         state: [slots, h, v, k]; ring_k: [slots, L, j, k], of unit length; ring_u: [slots, L, h, v]; ring_g: [slots, L,
             h], log decays. L - `ring_capacity(L)` is at least T. Updated in place.
-        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, and its output is
+        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, and its outputs are
             zero.
         q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
             A_log, dt_bias: [h].
         ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
 
     Returns:
-        o [R, T, h, v] in the dtype of v. `ring_base(ring_lens, T, L)` of the old entries are still needed.
+        o [R, T, h, v] in the dtype of v. After the call, `ring_base(ring_lens, T, L)` old entries of each row are still
+        needed.
     """
     if bool((slots < 0).any()):
         live, out = slots >= 0, v.new_zeros(v.shape)

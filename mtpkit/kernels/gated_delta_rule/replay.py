@@ -1,19 +1,19 @@
 # mypy: disable-error-code="assignment,misc"
-"""`delta_replay_update` in Triton: the state is streamed once, and everything else is small.
+"""`delta_replay_update` in Triton: the state is streamed from memory once, and everything else is small.
 
-Keys and queries of the step are the columns of one matrix C, so that one product of the state with C, and one of the
-ring's corrections with their scores, give what all of them read of the past. Products with C run over a part of the
-key's channels at a time, so that few registers hold what is under way and many programs fit a multiprocessor; the
-columns get their length after that. (New keys are rounded when they enter the ring, after the step has read them.) The
-new tokens then follow one another: each takes its correction from its key's
-column and adds it to the columns of later keys and of its own and later queries. What is left in a query's column is
-the output.
+The step's keys and queries are the columns of one matrix C. One product of the state with C, and one of the ring's
+corrections with the scores of C against the ring's keys, give what all columns read from the past. Products with C run
+over CHUNK channels of the key at a time, so that a program needs few registers and many programs fit on a
+multiprocessor; the columns are scaled to unit length after that. (New keys are rounded when they enter the ring, after
+the step has used them.) Then the new tokens are processed in order: each computes its correction from the column of its
+key and adds it to the columns of later keys and of its own and later queries. In the end, a query's column is its
+output.
 
 The state is written in place without a barrier, since each element is computed from its own old value. Old and new ring
-entries never share a place, so that the programs of a row may run in any order.
+entries never share a place, so the programs of a row may run in any order.
 
 Sizes: E old entries of the ring, T new tokens, O columns (the keys in the first half, the queries in the second), P
-channels of a value head per program, N channels of the key. Entries and tokens that do not exist have zeros.
+channels of a value head per program, N channels of the key. Entries and tokens that do not exist are zero.
 """
 
 import torch
@@ -27,25 +27,25 @@ from mtpkit.kernels.ring import ring_capacity
 from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
 
 _FORGOTTEN = -100.0
-"""Log decay at which nothing is left in fp32."""
+"""Log decay at which nothing is left of a state in fp32."""
 _CHANNELS = 32
 """Channels of a value head per program."""
 _MANY = 7
-"""Below this multiple of PROGRAMS a program takes half as many channels."""
+"""If there would be fewer programs than this multiple of PROGRAMS, a program takes half as many channels."""
 _SMALLEST_HALF = 4
-"""Half of the smallest number of columns of a product of tiles."""
+"""Half of the smallest number of columns of C, which is the smallest that a product of tiles can have."""
 
 
 @triton.jit
 def log_decay(a, A_log, bias, FORGOTTEN):
-    """Compute g = -exp(A_log) softplus(a + bias) in fp32, bounded from below: so that a token that forgets nearly
-    everything does not swamp the small decays of later tokens in sums."""
+    """Compute g = -exp(A_log) softplus(a + bias) in fp32, but at least FORGOTTEN: otherwise the log decay of a token
+    that forgets nearly everything would swamp the small log decays of later tokens in sums."""
     return tl.maximum(-tl.exp(A_log) * step_size(a, bias, 0.0, float("inf")), FORGOTTEN)
 
 
 @triton.jit
 def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE):
-    """The channels n [N] of keys and queries, as they are: [N, O]."""
+    """Load the channels n [N] of keys and queries as columns [N, O], not yet scaled."""
     q_ptr, q_row, q_token, q_head = q_in
     k_ptr, k_row, k_token, k_head = k_in
     in_n = (n < STATE)[:, None]
@@ -58,7 +58,7 @@ def _columns(q_in, k_in, row, group, o, n, TOKENS, HALF, STATE):
 
 @triton.jit
 def _keys(k_in, row, group, t, n, TOKENS, STATE):
-    """The channels n [N] of keys, as they are: [T, N]."""
+    """Load the channels n [N] of the new keys as rows [T, N], not yet scaled."""
     k_ptr, k_row, k_token, k_head = k_in
     k_ptrs = k_ptr + row * k_row + group * k_head + t[:, None] * k_token + n[None, :]
     return tl.load(k_ptrs, mask=(t < TOKENS)[:, None] & (n < STATE)[None, :], other=0.0)
@@ -98,8 +98,8 @@ def _replay_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute BLOCK_P channels of one value head of one row per program, with STAGES parts of CHUNK channels of the key
-    in flight. WHOLE: every block is full. Longer than 70 lines because its parts share nearly all tiles."""
+    """Compute BLOCK_P channels of one value head of one row per program, with STAGES parts of CHUNK key channels in
+    flight. WHOLE: all blocks of the state are full. Longer than 70 lines because its parts share nearly all tiles."""
     wait_for_previous(EARLY)
     ring_k_ptr, ring_u_ptr, ring_g_ptr = rings
     v_ptr, v_row, v_token, v_head = v_in
@@ -121,7 +121,7 @@ def _replay_kernel(
     state_ptr += (slot * HEADS + head) * (WIDTH * STATE)
     is_old = e < count
 
-    # Asked for before the loop, so that one wait for memory is enough.
+    # Loaded before the loop, so that the kernel waits for memory only once.
     old_u_ptrs = ring_u_ptr + old_place[None, :] * (HEADS * WIDTH) + head * WIDTH + p[:, None]
     old_u = tl.load(old_u_ptrs, mask=in_p[:, None] & is_old[None, :], other=0.0)  # [P, E]
     v_ptrs = v_ptr + row * v_row + t[None, :] * v_token + head * v_head + p[:, None]
@@ -131,7 +131,7 @@ def _replay_kernel(
     A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + t * b_token + head, mask=is_new, other=0.0)
 
-    # Products of the state, the ring's keys and the new keys with the columns, a part of the key's channels at a time.
+    # Products of the state, the ring's keys and the new keys with the columns, CHUNK channels of the key at a time.
     state_ptrs = state_ptr + p[:, None] * STATE
     ring_k_ptrs = ring_k_ptr + old_place[:, None] * (GROUPS * STATE) + group * STATE
     held = tl.zeros([BLOCK_P, 2 * HALF], tl.float32)
@@ -160,7 +160,7 @@ def _replay_kernel(
             new_k_ptrs = ring_k_ptr + new_place[:, None] * (GROUPS * STATE) + group * STATE + n[None, :]
             tl.store(new_k_ptrs, keys.to(ring_k_ptr.dtype.element_ty), mask=is_new[:, None] & (n < STATE)[None, :])
 
-    reads = tl.where(o < HALF, token - 1, token)[None, :] >= t[:, None]  # [T, O]: keys read what came before them
+    reads = tl.where(o < HALF, token - 1, token)[None, :] >= t[:, None]  # [T, O]: keys read only earlier tokens
     if ancestors_ptr is not None:
         seen = load_masks(ancestors_ptr, row, t, t, TOKENS)
         reads = load_masks(ancestors_ptr, row, t, token, TOKENS) & ((o >= HALF)[None, :] | ~of_token)
@@ -218,9 +218,10 @@ def delta_replay_update(
     chunk: int = 32,
     num_stages: int = 3,
 ) -> Tensor:
-    """See the reference. A program computes `block_p` channels of a value head, `chunk` channels of the key at a time,
-    of which `num_stages` are in flight. block_p: None: fewer where there are few states, for more programs. One warp
-    each, since warps of a program wait for each other many times."""
+    """See the reference. A program computes `block_p` channels of a value head. It loops over the key's channels in
+    parts of `chunk` channels, of which `num_stages` are in flight. If `block_p` is None, it is halved where there are
+    few states, to get more programs. A program has one warp by default, since several warps would wait for each other
+    many times."""
     (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
     capacity = ring_capacity(length := ring_k.shape[1])
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"

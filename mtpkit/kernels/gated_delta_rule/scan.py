@@ -2,10 +2,11 @@
 """The gated delta rule over concatenated rows in Triton, chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
 
 The corrections of a chunk solve a unit triangular system, whose inverse does not depend on the state. A first kernel
-computes the inverses of all chunks at once, and the sums of log decays. In the second one, a program owns some channels
-of one value head of one row, whose state stays in registers while it walks over the row's chunks in order. Per chunk
-it computes six products on tensor cores: keys and queries times the state, the inverse times what the keys miss, the
-queries times the keys and these scores times the corrections, and what the chunk adds to the state.
+computes the inverses of all chunks at once, and the sums of log decays. In the second kernel, a program owns some
+channels of one value head of one row, and their state stays in registers while the program walks over the row's chunks
+in order. Per chunk it computes six products on tensor cores: keys times state, queries times state, the inverse times
+the right-hand side of the system, queries times keys, the resulting scores times the corrections, and the chunk's
+addition to the state.
 
 Sizes: L tokens of a chunk, P channels of a head per program, N key width, M readouts per token.
 """
@@ -21,13 +22,13 @@ from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, padded,
 from mtpkit.kernels.gated_delta_rule.reference import CHUNK
 
 _FORGOTTEN = -100.0
-"""Log decay at which nothing is left in fp32."""
+"""Log decay at which nothing is left of a state in fp32."""
 BLOCK = tl.constexpr(16)
-"""Rows of a diagonal block that is inverted row by row."""
+"""Number of rows of a diagonal block, which is inverted row by row."""
 
 
 class Places(NamedTuple):
-    """Where the rows' states are: see `delta_varlen`."""
+    """Location of the rows' states, see `delta_varlen`."""
 
     states: Tensor | None = None
     slots: Tensor | None = None
@@ -39,7 +40,8 @@ NOWHERE = Places()
 
 
 class Chunks(NamedTuple):
-    """What the first kernel computes: inverses [T, h, L] and sums of log decays [h, T] of tokens in chunks of L."""
+    """Results of the first kernel: inverses [T, h, L] and sums of log decays [h, T] of tokens in chunks of `size` =
+    L."""
 
     inverses: Tensor
     since: Tensor
@@ -48,7 +50,8 @@ class Chunks(NamedTuple):
 
 @triton.jit
 def dot32(a, b, NARROW):
-    """Compute a @ b in fp32 for fp32 tiles: with NARROW in tf32, else in full precision."""
+    """Compute a @ b of fp32 tiles, accumulated in fp32: with tf32 products if NARROW is given, else in full
+    precision."""
     if NARROW is None:
         return tl.dot(a, b, input_precision="ieee")
     else:
@@ -66,9 +69,9 @@ def dot_in(a, b, NARROW):
 
 @triton.jit
 def _inverse(A, BLOCK_L: tl.constexpr, NARROW):
-    """(I + A)^-1 for A [L, L] below the diagonal: diagonal blocks by forward substitution, which stays exact where keys
-    repeat; with X their inverses and M = X (A off these blocks), of which few powers are not zero, the rest is
-    (I + M)^-1 X."""
+    """Compute (I + A)^-1 for A [L, L], which is zero on and above the diagonal. The diagonal blocks are inverted by
+    forward substitution, which stays exact where keys repeat. With X the inverses of these blocks and M = X (A outside
+    these blocks), the result is (I + M)^-1 X; only few powers of M are not zero."""
     COUNT: tl.constexpr = BLOCK_L // BLOCK
     blocks, inner = tl.arange(0, COUNT), tl.arange(0, BLOCK)
     on_diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]
@@ -111,7 +114,7 @@ def _prepare_kernel(
     NARROW: tl.constexpr,
     FORGOTTEN: tl.constexpr,
 ):
-    """The inverse and the sums of log decays of one chunk of one value head per program."""
+    """Compute the inverse and the sums of log decays of one chunk of one value head per program."""
     k_ptr, k_token, k_head = k_in
     head = tl.program_id(0)
     row, begin, count, first = row_of_tile(starts_ptr, rows, tl.program_id(1), 1, SIZE, 2)
@@ -138,7 +141,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _store_zeros(out_ptr, count, p, t, STRIDE, WIDTH):
-    """Store zeros as the outputs of `count` tokens, channels p [P]."""
+    """Store zeros as the channels p [P] of the outputs of `count` tokens."""
     for start in range(0, count, t.shape[0]):
         token = start + t
         ptrs = out_ptr + token.to(tl.int64)[:, None] * STRIDE + p[None, :]
@@ -173,8 +176,9 @@ def _walk_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Walk over the chunks of BLOCK_P channels of one value head of one row per program. With `kept_ptr`, states at the
-    starts of chunks and corrections are stored for the backward. Longer than 70 lines because its parts share tiles."""
+    """Walk over the chunks of one row per program, for BLOCK_P channels of one value head. With `kept_ptr`, the
+    corrections and the states at the starts of chunks are stored for the backward. Longer than 70 lines because its
+    parts share tiles."""
     q_ptr, q_token, q_read, q_head = q_in
     k_ptr, k_token, k_head = k_in
     v_ptr, v_token, v_head = v_in
@@ -201,7 +205,7 @@ def _walk_kernel(
         state = tl.load(states_ptr + place, mask=inside & (context > 0), other=0.0).to(tl.float32)
     since_ptr += head.to(tl.int64) * tokens
     later = l[:, None] >= l[None, :]
-    # Chunks end at multiples of SIZE: the first one has lost the tokens before the row's.
+    # Chunks end at positions that are multiples of SIZE: the first one is shorter if the context ends within a chunk.
     for start in range(-(context % SIZE).to(tl.int32), count, SIZE):
         left = tl.minimum(count - start, SIZE)
         live = (l >= -start) & (l < left)
@@ -241,12 +245,12 @@ def _walk_kernel(
 
 
 def narrow(*tensors: Tensor) -> tl.dtype | None:
-    """What products are rounded to: bf16 with bf16 inputs, else nothing."""
+    """The dtype to which operands of products are rounded: bf16 with bf16 inputs, else None."""
     return NARROW if all(t.dtype == torch.bfloat16 for t in tensors) else None
 
 
 def value_block(q: Tensor, v: Tensor) -> int:
-    """Most channels of a value head that a program computes at a time."""
+    """Largest number of channels of a value head that a program computes at a time."""
     return min(64 if narrow(q, v) is not None and q.shape[-1] <= 128 else SMALLEST_DOT, padded(v.shape[-1]))
 
 
@@ -263,7 +267,7 @@ def prepare(k: Tensor, g: Tensor, beta: Tensor, starts: Tensor, context_lens: Te
     (tokens, groups, state_dim), heads, rows = k.shape, g.shape[1], len(starts) - 1
     low = narrow(k)
     size = SMALLEST_DOT if low is None or state_dim > 256 else CHUNK
-    # In full precision sums of logarithms are in fp64, since small decays are differences of large sums.
+    # In full precision, the sums of log decays are fp64, since small log decays are differences of large sums.
     since = torch.empty(heads, tokens, dtype=torch.float64 if low is None else torch.float32, device=k.device)
     inverses = torch.empty(tokens, heads, size, dtype=k.dtype, device=k.device)
     _prepare_kernel[(heads, tokens // size + 2 * rows)](
@@ -300,9 +304,9 @@ def walk(
     out: Tensor | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the second kernel: q [T, m, j, k], v [T, h, v], contiguous `out` [T, m, h, v] to be written; with `kept`
-    also states [tiles, h, v, k] at the starts of chunks, where chunk c of row r is tile starts[r] // L + 2 r + c, and
-    corrections [T, h, v]."""
+    """Launch the second kernel for q [T, m, j, k] and v [T, h, v]. It writes contiguous `out` [T, m, h, v], if given;
+    and `kept`, if given: the states [tiles, h, v, k] at the starts of chunks, where chunk c of row r is tile starts[r]
+    // L + 2 r + c, and the corrections [T, h, v]."""
     (tokens, heads, width), (groups, state_dim), rows = v.shape, k.shape[1:], len(starts) - 1
     low, states = narrow(q, k, v), places.states
     block = walk_block(q, v, rows)

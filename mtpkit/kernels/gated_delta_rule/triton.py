@@ -1,5 +1,7 @@
-"""The gated delta rule in Triton; `delta_replay_update` is in `replay.py`, whole sequences in `scan.py`,
-their gradients in `backward.py`."""
+"""The gated delta rule in Triton: inputs of the recurrence and the snapshot update.
+
+`delta_replay_update` is in `replay.py`, concatenated rows are in `scan.py`, their gradients in `backward.py`.
+"""
 
 import torch
 import triton
@@ -15,12 +17,12 @@ from mtpkit.kernels.gated_delta_rule.scan import delta_varlen
 __all__ = ["delta_inputs", "delta_replay_update", "delta_rule", "delta_snapshot_update", "delta_varlen"]
 
 _NEVER = float("-inf")
-"""Bound of log decays that nothing adds up."""
+"""Lower bound of log decays that are not summed: they need none."""
 
 
 @triton.jit
 def _unit_scale(x, axis: tl.constexpr, EPSILON):
-    """The factor that gives fp32 vectors along an axis unit length; that axis stays, with size 1."""
+    """The factor that scales the fp32 vectors along an axis to unit length; the axis is kept, with size 1."""
     return tl.rsqrt(tl.sum(x * x, axis, keep_dims=True) + EPSILON)
 
 
@@ -40,7 +42,8 @@ def _inputs_kernel(
     EPSILON: tl.constexpr,
     NEVER: tl.constexpr,
 ):
-    """The queries and keys of one token and key head per program; the first head's program has the token's rates."""
+    """Compute queries and keys of one token and key head per program; the first head's program also computes g and
+    beta."""
     q_ptr, q_token, q_head = q_in
     k_ptr, k_token, k_head = k_in
     a_ptr, a_token = a_in
@@ -142,11 +145,11 @@ def _snapshot_kernel(
         if parents_ptr is not None:
             parent = tl.load(parents_ptr + row * tokens + t)
             if parent != t - 1:
-                tl.debug_barrier()  # another thread may have written what this one reads
+                tl.debug_barrier()  # another thread may have written what this thread reads
                 state = tl.load(state_ptrs + parent * entry, mask=state_mask, other=0.0).to(tl.float32)
         q = tl.load(q_ptr + row * q_row + t * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + row * k_row + t * k_token + group * k_head + n, mask=in_n, other=0.0).to(tl.float32)
-        # Rounded as the other ways to compute the layer round them.
+        # Rounded as in the other ways to compute the layer.
         q *= _unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
         q = q.to(q_ptr.dtype.element_ty).to(tl.float32)
         k = (k * _unit_scale(k, 0, EPSILON)).to(k_ptr.dtype.element_ty).to(tl.float32)

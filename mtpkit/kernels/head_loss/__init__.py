@@ -1,4 +1,4 @@
-"""Losses of draft heads from a chunk of logits, and the gradient with respect to the logits, in place."""
+"""Losses of draft heads for a chunk of logits, and the gradient with respect to the logits, computed in place."""
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.head_loss import reference

@@ -1,4 +1,4 @@
-"""Passes over a chunk of logits that give the losses of draft heads and the gradient with respect to the logits."""
+"""Passes over a chunk of logits that compute the losses of draft heads and the gradient with respect to the logits."""
 
 from collections.abc import Iterator
 
@@ -18,28 +18,28 @@ from mtpkit.kernels.head_loss.slices import (
 )
 
 GROUP = 64
-"""Neighbouring logits that `best` first reduces to their maximum."""
+"""Number of neighbouring logits that `best` first reduces to their maximum."""
 
 
 class HeadLoss:
     """Loss of one chunk: C target positions, at each of which the teacher and up to K depths predict the same token.
 
-    The logits are overwritten: both twins work in place, and each keeps what it likes in the buffers between calls. The
-    reference keeps exponentials, so that each is computed once.
+    The logits are overwritten: both twins work in place, and what their buffers hold between calls is up to each twin.
+    The reference keeps exponentials there, so that each exponential is computed once.
 
     Args:
         teacher: [C, V].
         students: [S, V], one row for each True of `mask`, in the order of `mask.nonzero()`.
         mask: [K, C] bool, the depths that predict at each position.
-        targets: [C] int64, for `ce` the column of the token at each position. A column outside 0 .. V - 1 belongs to
-            the slice of another rank.
+        targets: [C] int64, for `ce` the column of the target token at each position. A column outside 0 .. V - 1
+            belongs to the slice of another rank.
         kind: `kl` is KL(teacher || student) at a temperature, times the temperature squared; `tv` is total variation
             distance; `ce` is cross-entropy against the targets.
-        temperature: temperature of `kl`; 1 for the others.
-        floor: [C] for `kl`: the teacher's distribution leaves out tokens whose teacher logit is below the floor, and is
-            renormalised over the others. None: all tokens count.
+        temperature: temperature of `kl`; 1 for the other kinds.
+        floor: [C], for `kl`: the teacher's distribution leaves out tokens whose teacher logit is below the floor, and
+            is renormalised over the remaining tokens. None: all tokens count.
 
-    Sums are in fp32 whatever the dtype of the logits (fp64 for fp64 logits).
+    Sums are fp32 whatever the dtype of the logits; in the reference they are fp64 for fp64 logits.
 
     Shape legend: C positions, V vocabulary (one rank's slice of it), K depths, S student rows, P slices.
     """
@@ -81,7 +81,7 @@ class HeadLoss:
         """Loss and gradient pull of `tv`, [P, 2, S], to be summed over P; call `statistics` first.
 
         With p the teacher's probability of a token, q the student's and d = sign(q - p) / 2, the loss is the sum of
-        d (q - p), and the pull is the sum of d q. After the statistics of `kl` at temperature 1 the result is the same,
+        d (q - p), and the pull is the sum of d q. After `statistics` of `kl` at temperature 1 the result is the same,
         but `gradient_` can no longer be called.
 
         Args:
@@ -101,7 +101,7 @@ class HeadLoss:
 
         Args:
             whole: [7, S], the folded statistics.
-            pull: [S] for `tv`, the summed second part of `overlap`.
+            pull: [S], for `tv`: the second result of `overlap`, summed over P.
         """
         scale, base_scale = self._scales(whole)
         for span, rows in self._depths():
@@ -120,7 +120,7 @@ class HeadLoss:
             self.out.copy_(self.students)
 
     def _weigh_teacher(self) -> Tensor:
-        """Set `weights` and return the teacher's statistics [7, C], with its share of CROSS."""
+        """Set `weights` and return the teacher's statistics [7, C], including the teacher's term of CROSS."""
         base = self.parts.new_zeros(NUM_STATISTICS, len(self.teacher))
         base[BASE_PEAK], base[BASE_TOKEN] = best(self.teacher)
         if self.kind == "ce":
@@ -139,7 +139,8 @@ class HeadLoss:
         return base
 
     def _scales(self, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors that turn weights relative to this slice's peak into probabilities (times T for `kl`)."""
+        """Factors for student and teacher that turn weights relative to this slice's peaks into probabilities, times T
+        for `kl`."""
         own, factor = self.parts[0], self.temperature
         scale = ((own[PEAK] - whole[PEAK]) / self.temperature).exp() * (factor / whole[TOTAL])
         base_scale = ((own[BASE_PEAK] - whole[BASE_PEAK]) / self.temperature).exp() * (factor / whole[BASE_TOTAL])
@@ -158,7 +159,7 @@ class HeadLoss:
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit [n] of each row [n, V], and its column [n], the first among equals.
 
-    torch's maximum is many times faster than its argmax, so that the argmax is taken within one block only.
+    torch's maximum is many times faster than its argmax, so only one block of each row gets an argmax.
     """
     width = logits.shape[1]
     whole = width // GROUP * GROUP

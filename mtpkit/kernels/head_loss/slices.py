@@ -1,7 +1,8 @@
-"""Statistics of a slice of the vocabulary from one pass over logits, their reduction to the whole, and the losses.
+"""Statistics of slices of the vocabulary from one pass over logits, their reduction to the whole, and the losses.
 
-A slice is the part that one program of a kernel reads, or that one tensor-parallel rank holds; both are reduced alike.
-All statistics have one column per student row; student rows with the same teacher row repeat the teacher's numbers.
+A slice is the part that one program of a kernel reads, or that one tensor-parallel rank holds; both kinds of slices are
+reduced in the same way. All statistics have one column per student row; student rows with the same teacher row repeat
+the teacher's numbers.
 
 Shape legend: S student rows, P slices, t and s the logits of teacher and student, T the temperature.
 """
@@ -13,17 +14,18 @@ from mtpkit.config import LossKind
 
 PEAK, TOKEN, TOTAL, BASE_PEAK, BASE_TOKEN, BASE_TOTAL, CROSS = range(7)
 """Statistics of a slice. PEAK is the student's largest logit; TOKEN is its column, the first among equals; TOTAL is the
-sum of the weights exp((s - PEAK) / T). BASE_* are the same for the teacher. BASE_TOTAL leaves out tokens below the
-floor; for `ce` it is 0, or NaN if a teacher logit is NaN or +inf. CROSS is for `kl` the sum of the teacher's weights
-times ((t - BASE_PEAK) - (s - PEAK)) / T, for `ce` the target's logit, or 0 if another slice has the target.
+sum of the weights exp((s - PEAK) / T). BASE_* are the same statistics of the teacher. BASE_TOTAL leaves out tokens
+below the floor; for `ce` it is 0, or NaN if a teacher logit is NaN or +inf. CROSS is, for `kl`, the sum of the
+teacher's weights times ((t - BASE_PEAK) - (s - PEAK)) / T; for `ce`, the student's logit of the target, or 0 if the
+target lies in another slice.
 
-A logit of NaN or +inf makes one of these numbers, and so the row's loss, NaN or infinite, whatever the kind. A logit of
--inf is a probability of 0."""
+A logit of NaN or +inf makes one of these statistics, and so the row's loss, NaN or infinite, whatever the kind of loss.
+A logit of -inf is a probability of 0."""
 NUM_STATISTICS = 7
 
 
 def fold(parts: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
-    """Reduce the statistics [P, 7, S] of slices to those of their union [7, S], which may be reduced again."""
+    """Reduce the statistics [P, 7, S] of slices to the statistics [7, S] of their union, which may be reduced again."""
     if len(parts) == 1:
         return parts[0]
     whole = torch.zeros_like(parts[0])
@@ -43,14 +45,15 @@ def fold(parts: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
 
 
 def number_tokens(whole: Tensor, first: int) -> Tensor:
-    """Replace columns by tokens in the statistics [7, S] of a slice that begins at token `first`. Exact below 2^24."""
+    """Replace columns by tokens in the statistics [7, S] of a slice that begins at token `first`; exact for tokens
+    below 2^24."""
     offset = whole.new_zeros(NUM_STATISTICS, 1)
     offset[TOKEN] = offset[BASE_TOKEN] = first
     return whole + offset
 
 
 def row_losses(whole: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
-    """[S], losses of `kl` and `ce`; `HeadLoss.overlap` gives those of `tv`."""
+    """[S], losses of `kl` or `ce`; the losses of `tv` come from `HeadLoss.overlap`."""
     if kind == "ce":
         return whole[PEAK] + whole[TOTAL].log() - whole[CROSS] + whole[BASE_TOTAL]
     assert kind == "kl", kind
@@ -74,7 +77,7 @@ def draft_tokens(whole: Tensor) -> Tensor:
 
 
 def log_probs(whole: Tensor, logits: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn the student's and the teacher's logits [S] of a token into log-probabilities, [S] each; for `kl` at
-    temperature 1."""
+    """Turn the student's and the teacher's logits [S] of one token per row into log-probabilities, [S] each. `whole`
+    must be statistics of `kl` at temperature 1."""
     own = logits - whole[PEAK] - whole[TOTAL].log()
     return own, base_logits - whole[BASE_PEAK] - whole[BASE_TOTAL].log()

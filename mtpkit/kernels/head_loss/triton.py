@@ -1,8 +1,8 @@
 """Losses of draft heads in Triton: each logit is read twice (for `tv` three times), and its gradient is written once.
 
-A program holds one block of a teacher row in registers and loops over the students' rows of that position, so that the
-teacher's numbers are computed once for all depths. Rows that the mask leaves out take no memory. Each pass recomputes
-the exponentials, which is cheaper than to store them.
+A program holds one block of a teacher row in registers and loops over the student rows of that position, so that the
+teacher's statistics are computed once for all depths. Rows that the mask leaves out take no memory. Each pass
+recomputes the exponentials, which is cheaper than storing them.
 """
 
 import torch
@@ -14,7 +14,7 @@ from mtpkit.kernels.device import with_rows
 from mtpkit.kernels.head_loss.slices import NUM_STATISTICS, LossKind
 
 BLOCK = 4096
-"""Logits of a row per program."""
+"""Number of logits of a row per program."""
 NUM_WARPS = 8
 
 _LOG2_E = 1.4426950408889634
@@ -24,7 +24,8 @@ _BASE = tl.constexpr(3)  # index of the teacher's first statistic, BASE_PEAK
 
 @triton.jit
 def _place(width, BLOCK):
-    """The position of this program, its slice of the vocabulary, its columns, and which of these exist."""
+    """The position of this program, its slice of the vocabulary, the slice's columns, and a mask of the columns that
+    exist."""
     parts = tl.cdiv(width, BLOCK)
     part = tl.program_id(0) % parts
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +39,7 @@ def _load(logits, row, stride, column, inside):
 
 @triton.jit
 def _first(x, peak, column):
-    """The first column with the peak."""
+    """The first column whose logit is the peak."""
     return tl.min(tl.where(x == peak, column, 2147483647), axis=0).to(tl.float32)
 
 
@@ -49,8 +50,8 @@ def _slot(slots, depth, positions, row):
 
 @triton.jit
 def _probabilities(x, whole, rows, slot, scale):
-    """Probabilities of x by the student's statistics in `whole`, or by the teacher's if `whole` is moved by _BASE
-    rows."""
+    """Probabilities of the student's logits x, given its statistics in `whole`; those of the teacher if `whole` is
+    advanced by _BASE rows."""
     peak, total = tl.load(whole + slot), tl.load(whole + 2 * rows + slot)
     return tl.exp2((x - peak) * scale) * (1 / total)
 
@@ -111,7 +112,8 @@ def _second_pass_kernel(
     DEPTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite the students' logits with their gradient, or store loss and pull of `tv` in out [P, 2, S]."""
+    """With GRADIENT, overwrite the students' logits with their gradient; otherwise store loss and pull of `tv` in out
+    [P, 2, S]."""
     teacher, teacher_stride, students, student_stride, slots, targets, floor = chunk
     positions, depths, rows, width, temperature, scale = sizes
     row, part, column, inside = _place(width, BLOCK)
@@ -145,7 +147,7 @@ def _second_pass_kernel(
 
 
 class HeadLoss:
-    """See the reference. Logits may have any row stride; strides that are multiples of 16 bytes load fastest."""
+    """See the reference. Logits may have any row stride; loads are fastest if the stride is a multiple of 16 bytes."""
 
     def __init__(
         self,

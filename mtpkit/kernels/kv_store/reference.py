@@ -7,9 +7,9 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """Write token t to slot slots[t] = block * block_size + offset; skip it if the slot is -1.
 
     Args:
-        key: [T, kv_heads, d], value: [T, kv_heads, e], of any strides; views of a fused projection, for example.
+        key: [T, kv_heads, d], value: [T, kv_heads, e], of any strides, for example views of a fused projection.
         key_cache: [num_blocks, block_size, kv_heads, d], value_cache: [num_blocks, block_size, kv_heads, e], updated in
-            place; dense, or side by side in rows of one tensor with one kv head.
+            place. Both are dense; with one kv head, they may instead lie side by side in the rows of one tensor.
         slots: [T] int64, the slot mapping; distinct except for -1.
     """
     written = slots >= 0

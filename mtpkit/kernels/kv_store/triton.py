@@ -24,7 +24,8 @@ def _store_kernel(
     WIDTH_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT and VALUE_SLOT elements apart."""
+    """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT elements apart for keys and VALUE_SLOT for
+    values."""
     wait_for_previous(EARLY)
     key_ptr, key_token, key_head = key_rows
     value_ptr, value_token, value_head = value_rows
@@ -45,7 +46,8 @@ def _store_kernel(
 
 
 def slot_stride(cache: Tensor) -> int:
-    """Elements from one slot of a cache [num_blocks, block_size, kv_heads, d] to the next, in the same block or not."""
+    """Elements from one slot of a cache [num_blocks, block_size, kv_heads, d] to the next, within a block and across
+    blocks."""
     blocks, size, heads, width = cache.shape
     stride = cache.stride(1) if size > 1 else cache.stride(0)
     assert cache.stride(-1) == 1 and (heads == 1 or cache.stride(2) == width)
@@ -56,7 +58,7 @@ def slot_stride(cache: Tensor) -> int:
 def store_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, *, program_elements: int = 1024
 ) -> None:
-    """See the reference. A program copies about `program_elements` elements of the keys and as many of the values."""
+    """See the reference. A program copies about `program_elements` elements of keys and the same number of values."""
     tokens, kv_heads, width = key.shape
     if tokens == 0:
         return

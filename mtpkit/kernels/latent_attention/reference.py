@@ -1,10 +1,12 @@
 """Multi-head latent attention over a paged cache of latents, with the projections of keys and values absorbed.
 
-DeepSeek-V2 (arXiv:2405.04434, section 2.1.2). Of a token the cache holds one row for all heads, [latent c; rotary key].
-A head with keys Wk c and values Wv c has the scores q (Wk c) = (q Wk) c and the output sum p Wv c = Wv sum p c: its
-queries are multiplied by Wk before, its outputs by Wv after, and in between all heads attend to the rows themselves.
+The method is that of DeepSeek-V2 (arXiv:2405.04434, section 2.1.2). The cache holds one row per token for all heads,
+[latent c; rotary key]. A head with keys Wk c and values Wv c has the scores q (Wk c) = (q Wk) c and the output sum p Wv
+c = Wv sum p c. Its queries are therefore multiplied by Wk before attention and its outputs by Wv after it, and in
+between all heads attend to the cached rows themselves.
 
-Prompts attend to what was cached before their chunk in this way, too, and to their own chunk per head.
+Prefill chunks attend in this way to the tokens that were cached before the chunk. Inside the chunk they use each head's
+own keys and values.
 
 Shape legend: R rows (requests), T tokens per row, C width of the latent, P width of the rotary key.
 """
@@ -25,18 +27,20 @@ def latent_attention(
     ancestors: Tensor | None = None,
     earlier: int = 0,
 ) -> Tensor:
-    """Causal attention of the newest T tokens of R rows over their paged rows, the new tokens' included.
+    """Causal attention of the newest T tokens of R rows over the paged cache, including the new tokens' own entries.
 
-    Query t of row r has position context_lens[r] + t and sees positions up to its own. How the Triton twin splits a
-    context depends on the batch and on the length of the block table, and so do the last bits of a row's output.
+    Query t of row r has position context_lens[r] + t and sees positions up to its own. The Triton twin splits a context
+    in a way that depends on the batch and on the length of the block table, so the last bits of a row's output depend
+    on both.
 
     Args:
-        q_latent: [R, T, heads, C], queries times Wk; q_rotary: [R, T, heads, P], rotated. Of any strides but the last.
+        q_latent: [R, T, heads, C], queries times Wk; q_rotary: [R, T, heads, P], rotated. All strides but the last may
+            be arbitrary.
         cache: [num_blocks, block_size, C + P].
         block_tables: [R, B] int64; only blocks with positions below context_lens[r] + T are read.
         context_lens: [R] int64, number of tokens before the T new ones; -1: the row's output is zero.
         scale: factor of the scores.
-        ancestors, earlier: rows that are trees, see `paged_attention`.
+        ancestors, earlier: for rows that are trees, see `paged_attention`.
 
     Returns:
         [R, T, heads, C], latents weighted by softmax(scale * (q_latent c + q_rotary k)).
@@ -63,20 +67,21 @@ def latent_context_attention(
     query_start: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of R rows of any number of new tokens each, concatenated, over what the cache held before them.
+    """Attention of R concatenated rows, with any number of new tokens each, over the tokens cached before the new ones.
 
-    No size depends on what `query_start` holds, so that a CUDA graph can be captured. `chunk_attention` adds what the
-    new tokens see of each other, for which a head's own keys and values take fewer FLOPs than latents.
+    No size depends on the contents of `query_start`, so a CUDA graph can be captured. `chunk_attention` adds the
+    attention among the new tokens, for which each head's own keys and values need fewer FLOPs than latents.
 
     Args:
         q_latent: [T, heads, C], q_rotary: [T, heads, P], cache, block_tables: as for `latent_attention`.
-        context_lens: [R] int64, tokens before the new ones; 0, or -1 for rows that are padding: nothing is read.
-        query_start: [R + 1] int64, first token of each row and the end of the last one; the queries begin at token
+        context_lens: [R] int64, number of tokens before the new ones; -1 for rows that are padding. For a row with 0 or
+            -1 nothing is read.
+        query_start: [R + 1] int64, first token of each row and the end of the last row; the queries begin at token
             query_start[0].
 
     Returns:
-        Latents weighted by softmax, [T, heads, C], zero where there is no context; the logarithm of the sum of the
-        exponentials of the scores, [T, heads] fp32, -inf where there is none.
+        Latents weighted by softmax, [T, heads, C], zero where there is no context; and the logarithm of the sum of the
+        exponentials of the scores, [T, heads] fp32, -inf where there is no context.
     """
     out, lse = torch.zeros_like(q_latent), q_latent.new_full(q_latent.shape[:2], -torch.inf, dtype=torch.float32)
     queries = torch.cat([q_latent, q_rotary], -1).float()
@@ -100,12 +105,14 @@ def chunk_attention(
     query_start: Tensor,
     scale: float,
 ) -> Tensor:
-    """Causal attention inside each of R rows, concatenated, in one softmax with what came before.
+    """Causal attention inside each of R concatenated rows, in one softmax with the attention to the tokens before the
+    row.
 
     Args:
-        q, k: [T, heads, d], v: [T, heads, e], of any strides but the last.
-        earlier: [T, heads, e], values before the row weighted by their own softmax; earlier_lse: [T, heads] fp32, the
-            logarithm of the sum of the exponentials of their scores, -inf where there are none.
+        q, k: [T, heads, d], v: [T, heads, e]. All strides but the last may be arbitrary.
+        earlier: [T, heads, e], the values before the row, weighted by a softmax over those values alone; earlier_lse:
+            [T, heads] fp32, the logarithm of the sum of the exponentials of their scores, -inf where nothing comes
+            before.
         context_lens, query_start: as for `latent_context_attention`; a row with context -1 gets zeros.
         scale: factor of the scores.
 

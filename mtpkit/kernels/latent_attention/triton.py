@@ -2,9 +2,9 @@
 """Multi-head latent attention over a paged cache in Triton, for decode steps and prefill chunks.
 
 As in `kernels.attention.triton`, all queries of a row are stacked in one dimension: query m belongs to token m // HEADS
-and head m % HEADS. All of them read the same rows, so that the heads of one token alone fill tensor core tiles. A row
-is both key and value: one load of its latent serves the scores and the output. With 512 channels a program's
-accumulator takes half a multiprocessor's registers, and one program runs on each.
+and head m % HEADS. All queries read the same cached rows, so the heads of a single token already fill tensor core
+tiles. A cached row is both key and value: one load of its latent serves the scores and the output. With 512 channels, a
+program's accumulator takes half of a multiprocessor's registers, so one program runs on each multiprocessor.
 """
 
 import torch
@@ -30,14 +30,15 @@ from mtpkit.kernels.device import padded, row_of_tile, strided
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _RESIDENT = 1
-"""Programs that a multiprocessor holds at once."""
+"""Number of programs that run on a multiprocessor at once."""
 _LONG = 8192
-"""Most positions that a program reads, as far as programs allow; what a split leaves to join is wide."""
+"""Most positions that one program should read, as far as the limit on programs allows. The limit is high because the
+partial results that splits leave to be combined are wide."""
 
 
 def latent_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `queries` queries per row whose latents have `width` channels. Queries and two or three tiles of rows
-    lie in an H200's 227 KB of shared memory."""
+    """Tiles for `queries` queries per row and latents of `width` channels. The queries and two or three tiles of cached
+    rows fit into the 227 KB of shared memory of an H200's multiprocessor."""
     if dtype.itemsize > 2:
         return Tiles(16, 16, num_warps=8, num_stages=2)
     if width > 512:
@@ -52,12 +53,12 @@ def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTH
 
     Args:
         queries: [M, C] and [M, P].
-        newest: [M], the last position that each query sees, used if MASKED. If not, all queries see all positions, and
-            last is a multiple of N.
+        newest: [M], the last position that each query sees, used only if MASKED. If not MASKED, all queries see all
+            positions, and last is a multiple of N.
         tree: see `sees`.
         state: as from `empty_state`.
-        cache: pointers to the rows, and to the row's block table.
-        scale: scale of the scores times log2(e).
+        cache: pointers to the cached rows and to the block table of the row (request).
+        scale: factor of the scores times log2(e).
         WIDTHS: channels of the latent and of the rotary key.
     """
     q_latent, q_rotary = queries
@@ -69,7 +70,7 @@ def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTH
         place = start + tl.arange(0, N)
         slot = slots_of(block, place, BLOCK_SIZE)
         row = rows_ptr + (slot * (WIDTHS[0] + WIDTHS[1]))[:, None]
-        # Entries beyond may be NaN, and NaN times a weight of zero is NaN.
+        # Entries from `last` on may be NaN, and NaN times a weight of zero is NaN.
         inside = (place < last)[:, None]
         latents = tl.load(row + channel, mask=inside & (channel < WIDTHS[0]), other=0.0).to(q_latent.dtype)
         keys = tl.load(row + WIDTHS[0] + turned, mask=inside & (turned < WIDTHS[1]), other=0.0).to(q_latent.dtype)
@@ -108,7 +109,7 @@ def _decode_kernel(
     P: tl.constexpr,
     EARLIER: tl.constexpr,
 ):
-    """Compute one split of a row for M queries per program; results as those of `kernels.attention.triton`."""
+    """Compute one split of a row for M queries per program; results are stored as by `kernels.attention.triton`."""
     q_ptr, q_row, q_token, q_head = latent_rows
     p_ptr, p_row, p_token, p_head = rotary_rows
     row, split = tl.program_id(1), tl.program_id(2)
@@ -217,7 +218,7 @@ def _context_kernel(
     C: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Compute M queries of one row per program, see `row_of_tile`."""
+    """Compute M queries of one row per program; `row_of_tile` maps programs to rows."""
     q_ptr, q_token, q_head = latent_rows
     p_ptr, p_token, p_head = rotary_rows
     row, begin, tokens, first = row_of_tile(start_ptr, rows, tl.program_id(0), HEADS, M, 1)
@@ -280,8 +281,8 @@ def latent_context_attention(
 
 @triton.jit
 def _fold_own(q, newest, state, k_rows, v_rows, first, last, count, scale, WIDTHS, N, MASKED):
-    """Fold the row's own keys first .. last - 1 into a running softmax; `k_rows` and `v_rows` are the pointer to the
-    row's first token and the elements from one token to the next."""
+    """Fold the row's own keys first .. last - 1 into a running softmax; `k_rows` and `v_rows` are each a pointer to the
+    row's first token and the number of elements from one token to the next."""
     k_ptr, k_token = k_rows
     v_ptr, v_token = v_rows
     D: tl.constexpr = q.shape[1]
@@ -316,7 +317,7 @@ def _chunk_kernel(
     E: tl.constexpr,
 ):
     """Compute M queries of one row and head per program. A row's tiles with the most keys run first. The running
-    softmax of a query starts with what came before the row."""
+    softmax of a query starts with the result for the tokens before the row."""
     q_ptr, q_token, q_head = q_rows
     k_ptr, k_token, k_head = k_rows
     v_ptr, v_token, v_head = v_rows

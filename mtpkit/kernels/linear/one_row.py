@@ -1,7 +1,7 @@
-"""Linear of a single row in Triton, without tensor cores, which one row would leave idle.
+"""Linear layer of a single row in Triton, without tensor cores, since one row would leave them idle.
 
-Each program multiplies a few outputs and loads the next part of their weights while it multiplies one, the first part
-before the kernel before it has ended.
+Each program computes a few outputs. It loads the next block of their weights while it multiplies the current one, and
+the first block before the previous kernel has ended.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from mtpkit.kernels.device import Early, wait_for_previous
 _OUTPUTS = 4
 """Outputs per program."""
 _BLOCKS = (512, 256)
-"""Input channels at a time, the largest that divides them."""
+"""Choices of input channels per block, of which the largest that divides the number of channels is taken."""
 
 
 @partial(Early, most=None)
@@ -82,7 +82,7 @@ def one_row_linear(
     relu2: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """`linear` of x [1, K] whose norm is not gated; all rows are contiguous, and `fits(K)`."""
+    """Compute `linear` of x [1, K] without a gated norm; all rows must be contiguous, and `fits(K)` must hold."""
     outputs, width = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(outputs, _OUTPUTS),)](

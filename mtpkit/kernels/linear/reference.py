@@ -1,4 +1,4 @@
-"""Linears: with the ops around them in a layer (norm, activation, residual), and in fp8."""
+"""Linear layers with the ops around them (norm, activation, residual), and linear layers in fp8."""
 
 from types import ModuleType
 from typing import Literal
@@ -35,19 +35,19 @@ def linear(
         x: [M, K], rows of any stride.
         weight: [N, K].
         norm_weight: [K], weight of the RMS norm of x; None: no norm.
-        zero_centered: the norm, which then is not the gated one, multiplies by 1 + norm_weight.
+        zero_centered: the norm multiplies by 1 + norm_weight; not for the gated norm.
         group_size, gate: arguments of Mamba2's gated norm, which normalises x * silu(gate) in groups of `group_size`
             channels. gate [M, K] may be a slice of a wider projection.
-        bias: [N]; with a residual, there is none.
+        bias: [N]; must be None if there is a residual.
         activation: `relu2` is max(y, 0)^2.
         residual: [M, N]; the result may overwrite it.
-        early: allow the kernel for several rows to be launched before the previous one has ended, and to prefetch its
-            weight into the L2 cache meanwhile. Results are the same. It pays after an exchange with other GPUs. That
-            for one row always starts early where the GPU can.
+        early: let the kernel for several rows start before the previous kernel has ended, and prefetch its weight into
+            the L2 cache meanwhile. Results are the same. This pays off after an exchange with other GPUs. The kernel
+            for one row always starts early where the GPU supports it.
 
     Returns:
-        [M, N] in the dtype of x. The reference rounds after every op, but adds a residual directly after the product
-        before it rounds.
+        [M, N] in the dtype of x. The reference rounds after every op, but if a residual directly follows the product,
+        it adds the residual before it rounds.
     """
     return compose(
         norms, activations, x, weight, norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual
@@ -68,7 +68,7 @@ def compose(
     activation: Literal["relu2"] | None,
     residual: Tensor | None,
 ) -> Tensor:
-    """Compute `linear` as separate ops, with the twins of norms and activations that the two modules hold."""
+    """Compute `linear` as separate ops, with the norms and activations of the two given modules."""
     assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
     assert gate is None or not zero_centered, "a gated norm multiplies by its weight"
     assert bias is None or residual is None

@@ -1,12 +1,12 @@
-"""Linear of a few rows in Triton: one pass over the weight, fused with activation and residual, and up to NORMED_ROWS
-rows with the norm.
+"""Linear layers of a few rows in Triton: one pass over the weight, fused with activation and residual, and for up to
+NORMED_ROWS rows with the norm.
 
 The norm's factor 1 / rms is one number per row and is applied after the product; the same loop over K sums the squares.
 (A gated norm has its own kernel: fused, its silu would be recomputed for every tile of outputs, which costs more than
 it saves.) If one program per tile of outputs would leave the GPU idle, several programs share the input channels; the
 last to finish adds up the parts, always in the same order.
 
-In fp8, a kernel quantises with one program per row, and torch picks cuBLAS or CUTLASS for the product.
+In fp8, a kernel with one program per row quantises x, and torch picks cuBLAS or CUTLASS for the product.
 """
 
 from typing import Literal
@@ -37,9 +37,10 @@ from mtpkit.kernels.linear.reference import FP8, FP8_MAX, compose
 MAX_ROWS = 32
 """Most rows that the kernel takes; with more, cuBLAS makes better use of tensor cores."""
 NORMED_ROWS = 16
-"""Most rows whose norm it takes in; of more, the work that each program would repeat costs more than a kernel."""
+"""Most rows for which the kernel computes the norm too; with more, repeating the norm in every program costs more than
+a separate kernel."""
 _AHEAD = 4
-"""Tiles of its weight that a program prefetches while the kernel before is still running."""
+"""Tiles of its weight that a program prefetches while the previous kernel is still running."""
 _MAX_SPLITS = 8
 """Most splits of the input channels; more would leave a program too few tiles to overlap."""
 
@@ -53,18 +54,19 @@ TILES: dict[tuple[int, int], Tile] = {
     (4096, 8192): Tile(64, 128, 4, 4, splits=4),
     (4096, 21504): Tile(64, 128, 4, 4, splits=4),
 }
-"""Tiles by (N, K) of the weight. All programs are resident at once, except with the vocabulary's weight, so that they
+"""Tiles by (N, K) of the weight. Except with the vocabulary's weight, all programs are resident at once, so that they
 share the bandwidth evenly and end together. 64 outputs are the fewest that Hopper's tensor cores take from shared
 memory as their left operand."""
 _OTHER = {16: (Tile(64, 128, 3, 4), 3), 32: (Tile(64, 128, 4, 4), 1)}
-"""By padded rows: the tile of weights outside of `TILES`, before `splits` is chosen, and how many programs per
-multiprocessor `splits` aims at."""
+"""Padded number of rows -> the tile for weights that are not in `TILES`, before `splits` is chosen, and the number of
+programs per multiprocessor that `splits` aims at."""
 
 
 def choose_tile(outputs: int, width: int, rows: int = 1) -> Tile | None:
-    """The table's tile; for other weights and more rows one that fills the GPU with programs that are resident at once.
+    """Take the tile from `TILES`; for other weights or more than NORMED_ROWS rows, fit a tile to the GPU.
 
-    None if `width` channels do not divide into whole tiles.
+    The programs of a fitted tile fill the GPU and are resident at once. Return None if `width` channels do not divide
+    into whole tiles.
     """
     if rows <= NORMED_ROWS and (outputs, width) in TILES:
         return TILES[outputs, width]
@@ -79,7 +81,7 @@ def choose_tile(outputs: int, width: int, rows: int = 1) -> Tile | None:
 
 @triton.jit
 def _store_part(products, squares, product, square, live, NORMED):
-    """Store one program's sums for the last program of its tile."""
+    """Store one program's sums, which the last program of its tile adds up."""
     tl.store(products, product, mask=live)
     if NORMED:
         tl.store(squares, square)
@@ -127,8 +129,8 @@ def _linear_kernel(
     EARLY: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of all rows per program, summed over SPAN of the WIDTH input channels. The weight is the
-    left operand of the product, whose other side may be as narrow as 16. Longer than 70 lines because its parts share
-    nearly all pointers."""
+    left operand of the product; the right operand, x, may have as few as 16 rows. Longer than 70 lines because its
+    parts share nearly all pointers."""
     SPLITS: tl.constexpr = WIDTH // SPAN
     NORMED: tl.constexpr = norm_ptr is not None
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -145,7 +147,7 @@ def _linear_kernel(
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
     if NORMED:
-        # Loaded one tile ahead, in the layout of x, so that threads exchange nothing; the L1 cache serves the repeats.
+        # Loaded one tile ahead and in the layout of x, so that threads exchange no data; the L1 cache serves repeats.
         scale_ptrs = norm_ptr + k[:, None] + tl.zeros([1, ROWS], tl.int32)
         scale = tl.load(scale_ptrs)
     for start in range(0, SPAN, BLOCK_K):
@@ -186,7 +188,7 @@ def _linear_kernel(
 
 
 def _room(device: torch.device, tiles: int, tile: Tile, rows: int) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the sums of programs that share the input channels, and their counters."""
+    """Allocate room for the partial sums of programs that split the input channels, and get their counters."""
     if tile.splits == 1:
         return None, None
     return torch.empty(tiles, tile.splits, rows, tile.block_n + 1, device=device), counters_of(device, tiles)
@@ -207,9 +209,9 @@ def linear(
     early: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once, after a kernel for a gated norm,
-    and for any norm of more than NORMED_ROWS; other inputs run as separate ops. `tile` overrides `choose_tile`, and the
-    kernel for one row.
+    """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once; a gated norm, and any norm of
+    more than NORMED_ROWS rows, runs in a kernel before it. Other inputs run as separate ops. `tile` overrides
+    `choose_tile` and rules out the kernel for one row.
     """
     assert (
         activation in (None, "relu2") and (bias is None or residual is None) and (gate is None) == (group_size is None)

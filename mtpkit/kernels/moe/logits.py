@@ -1,7 +1,7 @@
-"""The norm before a mixture of experts and the router's product in Triton: for a few tokens one kernel.
+"""Norm before a mixture of experts and logits of the router in Triton, in a single kernel for a few tokens.
 
-Weights of these products are small (2 MB for 512 experts of 2,048 channels), so that a launch takes longer than reading
-them: each program normalises a token by itself.
+Router weights are small (2 MB for 512 experts of 2,048 channels), so that a launch takes longer than reading them. Each
+program therefore normalises its token itself.
 """
 
 import torch
@@ -14,11 +14,11 @@ from mtpkit.kernels.moe.reference import logits_of
 from mtpkit.kernels.norm.triton import normalise, rms_norm
 
 _MOST_READ = 9 * 2**20
-"""Most weights that the kernel reads, once for each token; beyond it, launches cost less than reading them again."""
+"""Most numbers that the kernel reads, the whole weight once per token; beyond that, separate launches cost less."""
 _MOST_EXPERTS = 8
-"""Most experts of a program."""
+"""Most experts per program."""
 _WARP_ITEMS = 512
-"""Channels for each warp of a program."""
+"""Channels per warp of a program."""
 
 
 @Early
@@ -57,7 +57,7 @@ def _router_logits_kernel(
 def router_logits(
     x: Tensor, norm_weight: Tensor | None, eps: float, zero_centered: bool, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. A few tokens in bf16 take one kernel, others the norm's and a product."""
+    """See the reference. A few tokens in bf16 take one kernel, other inputs a norm kernel and a matrix product."""
     (tokens, width), experts = x.shape, len(weight)
     few = 0 < tokens * weight.numel() <= _MOST_READ and x.dtype == weight.dtype == torch.bfloat16
     if norm_weight is None or not few:

@@ -1,7 +1,7 @@
-"""The experts of a single token in Triton, without tensor cores, which one token would leave idle.
+"""Experts of a single token in Triton, without tensor cores, since one token would leave them idle.
 
-Each program multiplies one row of a weight at a time, so that thousands of small programs share the bandwidth evenly;
-one of the second product adds up its channel of all experts.
+Each program multiplies one row of a weight at a time, so that thousands of small programs share the bandwidth evenly. A
+program of the second product adds up one output channel over all experts.
 """
 
 from functools import partial
@@ -72,7 +72,7 @@ def _outer_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add up one channel of all experts of the token, and of the residual, per program."""
+    """Compute one output channel per program: the sum over the token's experts, plus the residual."""
     WHOLE: tl.constexpr = WIDTH % BLOCK == 0
     wait_for_previous(EARLY)
     channel, k = tl.program_id(0), tl.arange(0, BLOCK)
@@ -101,7 +101,7 @@ def one_token_mlp(
     activation: Activation,
     residual: Tensor | None,
 ) -> Tensor:
-    """`expert_mlp` of one token, all tensors with contiguous rows; experts past the last one add nothing."""
+    """Compute `expert_mlp` of one token; all rows must be contiguous, and ids past the last expert add nothing."""
     top_k, (experts, width, inner) = expert_ids.shape[1], fc2.shape
     hidden = torch.empty(top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(1, width, dtype=x.dtype, device=x.device)

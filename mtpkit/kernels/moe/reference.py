@@ -15,29 +15,30 @@ from mtpkit.kernels.norm.reference import rms_norm
 
 Activation = Literal["relu2", "swiglu"]
 Shared = Literal["apart", "whole", "gated"]
-"""What `route` says of the shared expert: nothing, or that all choose it, with weight 1 or with that of its gate."""
+"""Treatment of the shared expert by `route`: left out (`apart`), or chosen by every token, with weight 1 (`whole`) or
+with the weight of its gate (`gated`)."""
 
 
 def router_logits(
     x: Tensor, norm_weight: Tensor | None, eps: float, zero_centered: bool, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normalise tokens and compute what the router makes of them.
+    """Normalise tokens and compute their router logits.
 
     Args:
         x: [T, h].
-        norm_weight: [h], weight of the RMS norm; None: there is none.
+        norm_weight: [h], weight of the RMS norm; None: no norm.
         eps, zero_centered: as for `mtpkit.kernels.norm.rms_norm`.
-        weight: [E, h], the router's.
+        weight: [E, h], weight of the router.
 
     Returns:
-        The norm of x, [T, h] in its dtype, and logits [T, E] float32.
+        The normalised x, [T, h] in the dtype of x, and logits [T, E] float32.
     """
     normed = x if norm_weight is None else rms_norm(x, norm_weight, eps, zero_centered)
     return normed, logits_of(normed, weight)
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, h] times the transpose of weight [E, h], summed and kept in float32."""
+    """Multiply x [T, h] by the transpose of weight [E, h], with sums and result in float32."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return x.float() @ weight.float().t()
@@ -58,17 +59,18 @@ def route(
     """Choose the experts of each token (DeepSeek-V3, arXiv:2412.19437).
 
     Args:
-        logits: [T, E] float32; [T, E + 1] with a `gated` shared expert, whose weight is the sigmoid of the last one.
+        logits: [T, E] float32; [T, E + 1] with a `gated` shared expert, whose weight is the sigmoid of the last logit.
         bias: [E] float32, added to the scores for the choice of experts, not for their weights.
         scale: factor of the weights.
-        num_groups, top_groups: experts come only from the best `top_groups` of `num_groups` groups of neighbours.
-        group_best: the score of a group is the sum of its best so many experts.
+        num_groups, top_groups: choose experts only from the best `top_groups` of `num_groups` groups of neighbours.
+        group_best: number of best experts of a group whose scores add up to the score of the group.
         score: `sigmoid` of each logit, or `softmax` over all experts.
         normalize: divide the scores of the chosen experts by their sum.
-        shared: if not `apart`, all tokens choose expert E, too: the last of k + 1.
+        shared: if not `apart`, every token also chooses expert E, as the last of its k + 1 experts.
 
     Returns:
-        Distinct experts [T, k] int64, in any order, and their weights [T, k] float32.
+        Distinct experts [T, k] int64, in any order, and their weights [T, k] float32; k + 1 of each unless `shared` is
+        `apart`.
     """
     gate = None
     if shared == "gated":
@@ -102,7 +104,7 @@ def expert_mlp(
     residual: Tensor | None = None,
     some_elsewhere: bool = False,
 ) -> Tensor:
-    """Compute residual + the sum over the k experts e of a token of weight * fc2[e] @ activation(fc1[e] @ x).
+    """Compute for each token residual + the sum over its k experts e of weight * fc2[e] @ activation(fc1[e] @ x).
 
     Args:
         x: [T, h].
@@ -111,10 +113,10 @@ def expert_mlp(
         expert_ids: [T, k] int64.
         weights: [T, k] float32.
         residual: [T, h].
-        some_elsewhere: `expert_ids` may be E, for experts of other ranks, which add nothing here.
+        some_elsewhere: `expert_ids` may hold E, which stands for experts of other ranks and adds nothing here.
 
     Returns:
-        [T, h] in the dtype of x, summed in float32 and rounded once. The reference waits for the device.
+        [T, h] in the dtype of x, summed in float32 and rounded once. The reference needs a host-device sync.
     """
     outputs = x.new_zeros(*expert_ids.shape, fc2.shape[1])
     act = relu2 if activation == "relu2" else swiglu

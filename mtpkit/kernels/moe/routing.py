@@ -1,4 +1,4 @@
-"""The choice of experts in Triton, one program per token, which searches for the best expert k times."""
+"""Choice of experts in Triton: one program per token, which searches k times for the best expert that is left."""
 
 import torch
 import triton
@@ -25,8 +25,8 @@ def _best(values, taken, index):
 
 @triton.jit
 def _order(values, taken):
-    """int32 keys in the order of values, NaN the smallest of those that are not taken; a warp finds the largest integer
-    in one instruction. No value is -0."""
+    """int32 keys that sort as the values do, with NaN as the smallest value that is not taken; a warp finds the largest
+    integer in one instruction. No value may be -0."""
     bits = tl.where(values == values, values, -1e30).to(tl.int32, bitcast=True)
     return tl.where(taken, LEAST, tl.where(bits < 0, bits ^ LAST, bits))
 
@@ -74,7 +74,7 @@ def _route_kernel(
         ranked += tl.load(bias_ptr + index, mask=real, other=0.0)
     taken = ~real
     if NUM_GROUPS > 1:
-        # The score of a group is the sum of its best GROUP_BEST experts.
+        # The score of a group is the sum of the scores of its best GROUP_BEST experts.
         left = tl.where(taken | (ranked != ranked), float("-inf"), ranked)
         value = tl.zeros([ROWS], tl.float32)
         for _ in tl.static_range(GROUP_BEST):
@@ -117,9 +117,9 @@ def route(
     normalize: bool = True,
     shared: Shared = "apart",
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. Padding tokens may be NaN and go to some experts too.
+    """See the reference. Padding tokens may hold NaN; they are routed to some experts too.
 
-    Group sizes that are no power of two run the reference, which does not wait for the device either.
+    If the group size is not a power of two, the reference runs, which needs no host-device sync either.
     """
     tokens, experts = len(logits), logits.shape[1] - (shared == "gated")
     group = experts // num_groups

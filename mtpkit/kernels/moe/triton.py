@@ -22,9 +22,9 @@ from mtpkit.kernels.moe.routing import route
 __all__ = ["expert_mlp", "route", "router_logits"]
 
 _SORT_CHUNK = 2048
-"""Pairs that a program of the sort reads at a time."""
+"""Pairs that a sort program reads at a time."""
 _FEW_PAIRS = 128
-"""Up to this many pairs one program sorts all of them, comparing each with each."""
+"""Most pairs that a single program sorts, by comparing every pair with every other."""
 _COMBINE_BLOCK = 1024
 """Channels of a token per program of the final sum."""
 
@@ -36,8 +36,8 @@ TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 
 def _sort_kernel(
     ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the pairs of one expert in order, and the expert of each block that they fill; `blocks`: see `_Blocks`.
-    Pairs of expert EXPERTS are left out."""
+    """Store the pairs of one expert per program in order, and the expert of each block that they fill; `blocks`: see
+    `_Blocks`. Pairs of expert EXPERTS are left out."""
     expert = tl.program_id(0)
     bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -67,14 +67,14 @@ def _sort_kernel(
 def _sort_few_kernel(
     ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    """Store what `_sort_kernel` stores, of at most PAIRS pairs, in one program."""
+    """Do the work of `_sort_kernel` for at most PAIRS pairs in one program."""
     wait_for_previous(EARLY)
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     live = ids < EXPERTS
     same = (ids[:, None] == ids[None, :]) & live[:, None] & live[None, :]
     rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)  # among the pairs of its expert
-    earlier = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)  # the same, along the other dimension
+    earlier = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)  # equals rank, along the other dimension
     opens = live & (earlier % BLOCK == 0)
     before = tl.sum((opens[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
     used = tl.sum(opens.to(tl.int32))
@@ -116,7 +116,7 @@ def _expert_kernel(
     EARLY: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
-    The weight is the left operand of the product, whose other side may be as narrow as 16."""
+    The weight is the left operand of the product; the right operand may have as few as 16 pairs."""
     wait_for_previous(EARLY)
     block = tl.program_id(1)
     if block >= tl.load(blocks.used):
@@ -166,7 +166,8 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add up the pairs of a token; with `ids_ptr` without those of no expert here, which nobody wrote."""
+    """Add up the outputs of a token's pairs. With `ids_ptr`, skip pairs of experts that are not here, whose outputs
+    were never written."""
     wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -190,13 +191,13 @@ class _Blocks(NamedTuple):
     experts: Tensor
     """[blocks] int32, the expert of each block."""
     used: Tensor
-    """[1] int32, the number of blocks in use; later entries of the other two are undefined."""
+    """[1] int32, the number of blocks in use; later entries of `order` and `experts` are undefined."""
 
 
 def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
     """Sort the pairs of expert_ids [T, k] into blocks of `size`."""
     pairs = expert_ids.numel()
-    most = min(experts, pairs)  # most experts with pairs; each has one block that may be padded
+    most = min(experts, pairs)  # largest number of experts with pairs; the last block of each may be padded
     blocks = most + (pairs - most) // size
 
     def ints(*shape: int) -> Tensor:
@@ -222,7 +223,7 @@ def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
 
 
 def block_size(pairs: int, experts: int) -> int:
-    """Pairs per block: about as many as an expert has."""
+    """Pairs per block: about the mean number of pairs per expert."""
     return min(max(TILES), padded(triton.cdiv(pairs, experts)))
 
 
@@ -247,8 +248,8 @@ def expert_mlp(
     some_elsewhere: bool = False,
     size: int | None = None,
 ) -> Tensor:
-    """See the reference. With several tokens each expert's output is rounded before the sum. `size` overrides
-    `block_size`, and the kernels for one token."""
+    """See the reference. With several tokens, each expert's output is rounded before the sum. `size` overrides
+    `block_size` and rules out the kernels for one token."""
     assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
     (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Moves of the entries that a step left in caches, so that those of an accepted path lie behind one another."""
+"""Move the entries that a step wrote to caches, so that those of an accepted path lie one after another."""
 
 from torch import Tensor
 
@@ -7,8 +7,8 @@ def move_entries(sources: Tensor, targets: Tensor, *tensors: Tensor) -> None:
     """Copy entries to other places of the same tensors; a row reads all of its entries before it writes any.
 
     Args:
-        sources, targets: [R, P] int64, indices of entries; no two rows share one. Where a source is negative, nothing
-            is moved.
+        sources, targets: [R, P] int64, indices of entries; no two rows share an index. Nothing is moved where a source
+            is negative.
         tensors: [entries, ...] each, dense, updated in place.
     """
     moved = (sources >= 0) & (sources != targets)

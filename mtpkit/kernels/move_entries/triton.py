@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""Moves of entries in Triton: one launch for many tensors whose entries have one shape."""
+"""Move cache entries in Triton: one launch for many tensors whose entries have the same size and dtype."""
 
 from itertools import batched, groupby
 from math import prod
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 _AT_ONCE = 16
-"""Tensors of one launch: the kernel is compiled for their number."""
+"""Most tensors per launch; the kernel is compiled for each number of tensors."""
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _move_kernel(
 
 
 def _form(tensor: Tensor) -> tuple[int, str]:
-    """Elements of an entry, and their type."""
+    """Number of elements per entry, and their dtype."""
     return prod(tensor.shape[1:]), str(tensor.dtype)
 
 

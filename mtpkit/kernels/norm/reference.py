@@ -59,16 +59,16 @@ def mtp_input(
     zero_centered: bool = False,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Make the input of an MTP depth's `eh_proj`: enorm(embedding of the token) beside hnorm(hidden) (DeepSeek-V3,
+    """Concatenate enorm(embedding of the token) and hnorm(hidden), the input of an MTP depth's `eh_proj` (DeepSeek-V3,
     arXiv:2412.19437, section 2.2).
 
     Args:
         token_ids: [T] int64, the token `depth` places after each position.
-        hidden: [T, h] of any row stride, hidden states of the depth before.
+        hidden: [T, h] of any row stride, hidden states of the previous depth.
         embedding: [V, h], or a table of integers.
         enorm_weight, hnorm_weight: [h], weights of the two RMS norms.
         zero_centered: as for `rms_norm`.
-        positions: [T] int64; at position 0 zeros take the embedding's place. None: nowhere.
+        positions: [T] int64; zeros replace the embedding at position 0. None: no embedding is replaced.
 
     Returns:
         [T, 2h] in the dtype of `hidden`, embedding first.

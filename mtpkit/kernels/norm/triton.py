@@ -11,13 +11,13 @@ from mtpkit.kernels.integer_rows import OFFSET, IntegerRows
 
 _OFFSET = tl.constexpr(OFFSET)
 TILE = 2048
-"""Elements per program where it takes several narrow rows."""
+"""Elements per program if it takes several narrow rows."""
 
 
 @triton.jit
 def normalise(value, weight, column, width, eps, ZERO_CENTERED):
-    """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column], or by 1 more
-    where it is ZERO_CENTERED."""
+    """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column], or by
+    1 + weight[column] with ZERO_CENTERED."""
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / width + eps)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -81,7 +81,7 @@ def _norm_gate_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS heads of one token per program."""
+    """Compute ROWS heads of one token per program."""
     wait_for_previous(EARLY)
     x, x_stride = x_rows
     z, z_stride = z_rows
@@ -104,9 +104,9 @@ def _norm_row(value, weight, out, column, width, eps, ZERO_CENTERED):
 
 @triton.jit
 def _embedding_row(rows, scales, row, column, known, BITS):
-    """[1, block] fp32, the row of a table of which the first `known` values are read and the others are zero.
+    """Load a row of a table as [1, block] fp32: its first `known` values, and zeros after them.
 
-    BITS: those of `IntegerRows`, or 0: the table has plain numbers.
+    BITS: the bits of `IntegerRows`; 0: the table has plain numbers.
     """
     table, stride = rows
     values, mask = table + row * stride, column < known

@@ -1,4 +1,4 @@
-"""What stands between the projection of attention and the scores: norms, rotation, and the caches."""
+"""Ops between the input projection of attention and its scores: norms, rotation, and writes to the caches."""
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def place_qkv(
         key_cache, value_cache, slots: as for `store_kv`.
         positions: [T] int64.
         frequencies: [w] fp32, as for `rotate`; None: positions are not embedded.
-        q_norm, k_norm: [d], weights of RMS norms over the channels of a head; None: there is none.
+        q_norm, k_norm: [d], weights of RMS norms over the channels of a head; None: no norm.
         eps, zero_centered: as for `rms_norm`.
         keep: [N] int64, the tokens whose queries are wanted; None: all.
 

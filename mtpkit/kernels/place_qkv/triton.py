@@ -1,4 +1,4 @@
-"""Norms, rotation and the caches in Triton: one launch in place of five."""
+"""Norms, rotation and writes to the caches in Triton: one launch in place of five."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from mtpkit.kernels.kv_store.triton import slot_stride, store_kv
 
 @triton.jit
 def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED):
-    """Normalise and rotate heads: pointers [H, 1] to their first channels, `heads` [H, 1] masks those that exist.
+    """Normalise and rotate heads. Pointers [H, 1] are to their first channels; `heads` [H, 1] masks those that exist.
 
     Args:
         turns: cos, sin [1, BLOCK_W] of the angles.
@@ -79,7 +79,7 @@ def _place_kernel(
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Place one group's key and value of token i, and its queries of kept token i, per program."""
+    """Write one group's key and value of token i to the caches, and make its queries of kept token i, per program."""
     wait_for_previous(EARLY)
     q_ptr, q_token, q_group, q_head = q_rows
     k_ptr, k_token, k_group = k_rows
@@ -110,7 +110,7 @@ def _place_kernel(
 
 
 def warps(items: int) -> int:
-    """Warps of a program whose queries have so many items: some 16 a thread."""
+    """Warps of a program with `items` query items: about 16 items per thread."""
     return min(8, triton.next_power_of_2(max(1, items // 512)))
 
 
@@ -129,7 +129,7 @@ def place_qkv(
     zero_centered: bool = False,
     keep: Tensor | None = None,
 ) -> Tensor:
-    """See the reference. One program per group of a token."""
+    """See the reference. One program per token and group."""
     if frequencies is None and q_norm is None and k_norm is None:
         store_kv(k, v, key_cache, value_cache, slots)
         return q if keep is None else q[keep]

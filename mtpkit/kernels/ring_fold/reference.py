@@ -19,16 +19,16 @@ def fold_ring(
     ring_lens: Tensor,
     A_log: Tensor | None = None,
 ) -> None:
-    """Advance states by the committed entries of their rings, so that a chunk of a prompt may continue them.
+    """Advance states by the committed entries of their rings, so that a prefill chunk can continue from them.
 
-    Entry e adds the outer product of its value and its key, once all older content has decayed by exp(log decay). The
-    entries of row r are those of the last ring_lens[r] positions before context_lens[r]; position i has place i % L.
+    Each entry first decays the state by exp(its log decay), then adds the outer product of its value and its key. The
+    entries of row r are those of the last ring_lens[r] positions before context_lens[r]; position i is at place i % L.
 
     Args:
         state: [slots, h, p, n], updated in place; ring_values: [slots, L, h, p]; ring_keys: [slots, L, g, n].
-        ring_rates: [slots, L, h], log decays; with `A_log` step sizes dt: the log decay is -exp(A_log) dt, and the
-            value counts dt times.
-        slots, context_lens, ring_lens: [R] int64, each slot once. A row at slot -1 is padding.
+        ring_rates: [slots, L, h], log decays; with `A_log`, step sizes dt: then the log decay is -exp(A_log) dt, and
+            the value is multiplied by dt.
+        slots, context_lens, ring_lens: [R] int64, no slot twice. A row at slot -1 is padding.
         A_log: [h].
     """
     live = slots >= 0

@@ -34,7 +34,7 @@ def _fold_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Advance BLOCK_P rows of the state of one head and row. STEPS: the rates are step sizes."""
+    """Advance BLOCK_P rows of the state of one head of one row per program. STEPS: the rates are step sizes."""
     row = tl.program_id(2).to(tl.int64)
     head, part = tl.program_id(1), tl.program_id(0)
     slot = tl.load(slots_ptr + row)

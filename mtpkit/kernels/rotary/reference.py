@@ -5,13 +5,15 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float = 1.0, paired: bool = False) -> Tensor:
-    """Rotate the first 2 w channels of each head, channel i against channel w + i, times `factor`; the others stay.
+    """Rotate the first 2 w channels of each head, channel i with channel w + i, and scale them by `factor`.
+
+    The other channels stay as they are.
 
     Args:
-        x: [s, b, heads, d] of any strides. Of one sequence, b may be another dimension of heads.
+        x: [s, b, heads, d] of any strides. With a single sequence, b may be another dimension of heads.
         positions: [b, s] or [1, s] int64.
         frequencies: [w] fp32, radians per position.
-        paired: x has channels 2 i and 2 i + 1 in place of i and w + i; the result has not.
+        paired: channels 2 i and 2 i + 1 of x form a pair instead of i and w + i; the result pairs i and w + i anyway.
 
     Returns:
         [s, b, heads, d] in the dtype of x, computed in fp32.

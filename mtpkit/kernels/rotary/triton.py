@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpkit.kernels.device import Early, strided, wait_for_previous, with_rows
 
 _PROGRAM_ELEMENTS = 1024
-"""About as many elements of x as a program rotates."""
+"""Approximate number of elements of x that a program rotates."""
 
 
 @Early

@@ -42,7 +42,7 @@ class Tuning(NamedTuple):
     tile: int = 4096
     """Tokens that a pass over a row reads at a time."""
     pivot_tile: int = 2048
-    """The same for a pass with pivots, which keeps eight sums per token in registers."""
+    """Tokens that a pass with pivots reads at a time; it keeps eight sums per token in registers."""
     stages: int = 4
     """Pipeline stages of a pass: tiles in flight, the current one included."""
     num_warps: int = 16
@@ -66,7 +66,7 @@ FEW, MANY = Tuning(), Tuning(tile=2048, pivot_tile=1024, num_warps=8)
 
 @triton.jit
 def _bound(row, heads, inside, k, p, floor, total, num_groups):
-    """A lower bound of the cut from the largest logits of the groups, heads [HEADS]."""
+    """Lower bound of the cut's t, from the largest logits of the groups, heads [HEADS]."""
     vocab_size, m, scale = row[1], row[2], row[3]
     low, high = key_of(floor), key_of(m) + 1
     one = tl.where(inside, 1.0, 0.0)
@@ -100,8 +100,8 @@ def _filters(top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K, TOP_P, MIN
 
 @triton.jit
 def _cut_groups(row, buffer, found, num_found, bound, floor, k, p, total, uniform, DRAW, ROOM):
-    """(t, last, weight of the kept tokens, token drawn) of a row whose tokens >= bound are in the groups `found`
-    [HEADS]."""
+    """Return (t, last, weight of the kept tokens, token drawn) for a row whose tokens >= bound are all in the groups
+    `found` [HEADS]."""
     line, vocab_size, m, scale = row
     groups = found.to(tl.int32)
     tl.store(buffer + tl.cumsum(groups, 0) - 1, tl.arange(0, groups.shape[0]).to(tl.int64), mask=found)
@@ -141,7 +141,7 @@ def _cut_groups(row, buffer, found, num_found, bound, floor, k, p, total, unifor
 
 @triton.jit
 def _cut_row(row, buffer, bound, floor, k, p, total, TOP_K, TOP_P, MIN_P, ROOM, TILE, PIVOT_TILE, STAGES):
-    """(t, last, weight of the kept tokens) of any row."""
+    """Return (t, last, weight of the kept tokens) for any row, however many tokens are >= bound."""
     vocab_size = row[1]
     t = floor
     kept = total
@@ -185,8 +185,8 @@ def cut_kernel(
 ):
     """Store the cut of each row.
 
-    With DRAW, also store the token of each row that `_cut_groups` cuts, and -1 for other rows. Rows of temperature 0
-    and invalid rows have no cut.
+    With DRAW, also store the drawn token of each row that `_cut_groups` cuts, and -1 for other rows. Rows of
+    temperature 0 and invalid rows have no cut.
     """
     place = tl.program_id(0).to(tl.int64)
     if DRAW:

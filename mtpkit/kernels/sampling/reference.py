@@ -77,17 +77,17 @@ def apply_penalties(
     Args:
         logits: [N, V]; the first D * (1 + K) belong to D rows with K drafts each.
         prompt_mask: [slots, V] bool, tokens that are in the prompt of the request at a slot.
-        output_counts: [slots, V] int, how often each is in its output.
-        repetition, frequency, presence: [slots] float; 1, 0 and 0 leave its logits as they are.
-        slots: [N] int64, the slot of each logit; a negative one counts from the last.
-        drafts: [D, K] int64; of a row's 1 + K logits the one at index j counts drafts 0 .. j - 1 as output. -1: a
-            token that is not among these V.
-        ancestors: [D, 1 + K] int64 masks of rows whose drafts are trees, see `kernels.ancestors`, whose token 1 + j is
-            draft j: a logit counts the drafts of its mask. None: chains.
+        output_counts: [slots, V] int, how often each token is in the output of the request at a slot.
+        repetition, frequency, presence: [slots] float; 1, 0 and 0 leave the request's logits as they are.
+        slots: [N] int64, the slot of each row of logits; a negative slot counts from the last one.
+        drafts: [D, K] int64; of a row's 1 + K rows of logits, the one at index j counts drafts 0 .. j - 1 as output.
+            -1: a token that is not among these V.
+        ancestors: [D, 1 + K] int64 masks of rows whose drafts are trees, see `kernels.ancestors`; token 1 + j of a tree
+            is draft j, and each row of logits counts the drafts in its mask. None: chains.
 
     Returns:
-        [N, V] float32. Finite logits stay finite whatever the penalties; others are unchanged, so that an invalid row
-        stays invalid.
+        [N, V] float32. Finite logits stay finite whatever the penalties; other logits are unchanged, so that an invalid
+        row stays invalid.
     """
     logits, counts = logits.float(), output_counts[slots].float()
     rows, depths = drafts.shape
@@ -109,7 +109,7 @@ def probabilities(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> Tensor:
-    """The distribution to sample from: temperature, then min-p, top-k and top-p, then softmax.
+    """Compute the distribution to sample from: temperature, then min-p, top-k and top-p, then softmax.
 
     Args:
         logits: [N, V].
@@ -119,12 +119,12 @@ def probabilities(
         min_p: [N] float in [0, 1] (0: off), or None.
 
     Returns:
-        [N, V] float32; NaN in an invalid row: one with NaN or +inf, or with -inf alone.
+        [N, V] float32; NaN in an invalid row, which has NaN or +inf, or nothing but -inf.
     """
     greedy = temperature == 0
     best = argmax(logits)
     valid = (best != NO_TOKEN)[:, None]
-    # Relative to the largest, so that no temperature is small enough for an overflow.
+    # Logits relative to the largest one cannot overflow to +inf, however small the temperature is.
     scaled = logits.float() - logits.float().amax(-1, keepdim=True)
     scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
     if min_p is not None:

@@ -1,7 +1,7 @@
 """Find the cut of any row, even a flat one: passes over the row narrow an interval until its tokens fit into a buffer.
 
-A `row` is the tuple of its pointer, V, its largest logit m and its scale. Scalars named low and high are keys. Tokens
-`reach` a number: their count for top-k, their weight for top-p.
+A `row` is the tuple of its pointer, V, its largest logit m and its scale. Scalars named low and high are keys. The
+number that tokens `reach` is their count for top-k and their weight for top-p.
 """
 
 import triton
@@ -33,9 +33,9 @@ def weight_from(row, floor, TILE, STAGES):
 
 @triton.jit
 def _guess(row, low, high, floor, target, most, BY_WEIGHT, ROOM):
-    """An interval that contains t except for a few cases in a thousand, from a sample of ROOM tokens across the row.
+    """Guess an interval from a sample of ROOM tokens across the row; it misses t in a few cases in a thousand.
 
-    The sample estimates the weight below t, which it does well because many tokens of little weight make it up.
+    The sample estimates the weight below t. The estimate is good because many tokens of little weight add up to it.
     """
     line, vocab_size, m, scale = row
     distance = tl.maximum(vocab_size // ROOM, 1)
@@ -85,10 +85,11 @@ def _narrow(row, target, low, high, below, above, keys, BY_WEIGHT, TILE, STAGES)
 def _gather(row, low, high, buffer, ROOM, TILE, STAGES):
     """Copy the logits in [low, high) and their indices to the buffer until it is full.
 
-    Each lane of a thread has a column of the buffer to itself, so that threads exchange nothing.
+    Each lane of a thread has a column of the buffer to itself, so that threads exchange no data.
 
     Returns:
-        The number that each lane found, those that did not fit included, and the weight of the logits >= high.
+        The number of logits that each lane found, including those that did not fit, and the weight of the logits >=
+        high.
     """
     line, vocab_size, m, scale = row
     LANES: tl.constexpr = TILE // _RUN
@@ -113,7 +114,7 @@ def _gather(row, low, high, buffer, ROOM, TILE, STAGES):
 
 @triton.jit
 def _read_buffer(buffer, held, ROOM, TILE):
-    """For each of [ROOM] slots: whether it holds a token, the logit, and the token's index."""
+    """Read [ROOM] slots of the buffer: whether each holds a token, the token's logit, and its index."""
     LANES: tl.constexpr = TILE // _RUN
     place = tl.arange(0, ROOM // LANES)[:, None]
     inside = place < held[None, :]
@@ -152,9 +153,9 @@ def _nth_in_row(row, t, nth, TILE, STAGES):
 
 @triton.jit
 def settle(t, m, scale, target, heavier, equal):
-    """The number of the `equal` tokens at t that are kept, where the tokens > t weigh `heavier`, and the kept weight.
+    """Return how many of the `equal` tokens at t are kept, and the kept weight; the tokens > t weigh `heavier`.
 
-    They are kept in the order of their indices while the weight before them is below the target.
+    Tokens at t are kept in the order of their indices while the weight before them is below the target.
     """
     w = weight_of(t, m, scale)
     stay = tl.minimum(tl.maximum(tl.ceil((target - heavier) / w), 1.0), equal.to(tl.float32))
@@ -163,12 +164,12 @@ def settle(t, m, scale, target, heavier, equal):
 
 @triton.jit
 def search(row, buffer, bound, floor, target, most, BY_WEIGHT, ROOM, TILE, PIVOT_TILE, STAGES):
-    """Cut at the largest t >= bound such that the tokens >= t reach the target; at the bound if there is none.
+    """Cut at the largest t >= bound such that the tokens >= t reach the target; at the bound if there is no such t.
 
     Args:
         buffer: [ROOM] int64, private to the program.
         floor: tokens below it do not count; at most the bound.
-        most: what the tokens >= floor reach.
+        most: the number that the tokens >= floor reach.
 
     Returns:
         t, the last index kept among the tokens at t (all are kept unless BY_WEIGHT), the weight of the kept tokens.
@@ -191,7 +192,7 @@ def search(row, buffer, bound, floor, target, most, BY_WEIGHT, ROOM, TILE, PIVOT
             keys = [_pivot(bottom, top, first + i * step, by_value) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
             low, high, below, above = _narrow(row, target, low, high, below, above, keys, BY_WEIGHT, PIVOT_TILE, STAGES)
             size = below - above
-            if BY_WEIGHT:  # no token in it weighs less than the lower end
+            if BY_WEIGHT:  # no token in the interval weighs less than its lower end
                 size = size / weight_of(value_of(low), m, scale)
             bottom, top = low, high
             passes += 1

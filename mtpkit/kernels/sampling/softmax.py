@@ -25,10 +25,10 @@ def _load(logits, row, index):
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
 def statistics_kernel(logits, temperature, heads, HEADS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """Store each chunk's largest logit, and the sum of its weights relative to that, or in a greedy row its best token.
+    """Store each chunk's largest logit, and the sum of its weights relative to that logit.
 
-    With HEADS, also store the largest logit of each group. NaN is replaced by +inf, so that a row's largest logit tells
-    without another pass whether the row is valid.
+    In a greedy row, store the chunk's best token in place of the sum. With HEADS, also store the largest logit of each
+    group. NaN is replaced by +inf, so that a row's largest logit tells without another pass whether the row is valid.
     """
     row, chunk = _row_and_chunk(logits.num_chunks)
     place = tl.program_id(0).to(tl.int64)

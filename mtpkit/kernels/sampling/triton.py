@@ -86,7 +86,7 @@ def _penalties_kernel(
     if (factor != 1) | (a_count != 0) | (a_token != 0):
         count = tl.load(output_counts + slot * counts_stride + index, mask=inside, other=0).to(tl.float32)
         prompt = tl.load(prompt_mask + slot * mask_stride + index, mask=inside, other=0) != 0
-        # Of a row's 1 + K logits each sees the drafts before its own index.
+        # Each of a row's 1 + K rows of logits sees the drafts before its own index.
         seen = tl.where(row < num_drafted, row % (1 + DEPTHS), 0)
         for depth in tl.static_range(DEPTHS):
             place = drafts + row // (1 + DEPTHS) * draft_row + depth * draft_depth
@@ -133,7 +133,7 @@ def apply_penalties(
     drafts: Tensor,
     ancestors: Tensor | None = None,
 ) -> Tensor:
-    """See the reference. For a row without penalties only the logits are read."""
+    """See the reference. For a row without penalties, only the logits are read."""
     logits, prompt_mask, output_counts = map(with_rows, (logits, prompt_mask, output_counts))
     repetition, frequency, presence, slots = (v.contiguous() for v in (repetition, frequency, presence, slots))
     rows, depths = drafts.shape

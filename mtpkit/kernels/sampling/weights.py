@@ -1,4 +1,4 @@
-"""What samplers and the acceptance of drafts share: weights of logits, their integer keys, and draws by inverse CDF.
+"""Helpers for sampling and for the acceptance of drafts: weights of logits, integer keys, and draws by inverse CDF.
 
 A row is cut into chunks. One kernel sums the weights of each chunk; a second picks the chunk that a uniform number
 falls into and then the token inside it, so that only that chunk is read twice.
@@ -50,7 +50,7 @@ def scale_of(temperature):
 
 @triton.jit
 def has_token(m):
-    """Whether a row with largest logit m is valid, where NaN was replaced by +inf."""
+    """Whether a row with largest logit m is valid; NaN must have been replaced by +inf."""
     return tl.abs(m) < float("inf")
 
 
@@ -58,8 +58,8 @@ def has_token(m):
 def row_statistics(logits, row, scale, CHUNKS):
     """The row's largest logit m, and each chunk's sum of weights [CHUNKS].
 
-    The sums are products. If the compiler fuses such a product with the first addition of a sum over threads, the
-    threads of a program get totals that differ in the last bits. A kernel that branches on a total is therefore
+    The chunks' sums are products. If the compiler fuses such a product with the first addition of a sum over threads,
+    the threads of a program get totals that differ in the last bits. A kernel that branches on a total is therefore
     compiled without fusion, so that all its threads take the same branch.
     """
     chunk = tl.arange(0, CHUNKS)

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="assignment"
-"""Backward of the scan in Triton: everything but inputs is made again, chunk by chunk.
+"""Backward of the scan in Triton: everything except the inputs is recomputed, chunk by chunk.
 
 With S the state before a chunk, G the gradient of the state after it, c sums of log decays, w the last of them, d step
 sizes and M = tril(exp(c_i - c_j)) d_j, the forward is Y = exp(c) C S + (C B^T * M) X + D X, and the next state is
 exp(w) S + B^T (exp(w - c) d X). A first kernel walks over each row's chunks, from the first one to the last for S, and
-from the last one to the first for G, whose recurrence is the same with C and dY in the places of B and X. All else then
-follows for all chunks at once: the gradients of x and of the rates head by head, and those of B and C in a kernel whose
-programs compute the heads of a group in turn and sum in registers.
+from the last one to the first for G, whose recurrence is the same with C and dY in the places of B and X. The other
+gradients are then computed for all chunks at once: those of x and of the rates head by head, and those of B and C in a
+kernel whose programs compute the heads of a group in turn and sum in registers.
 
 Sizes: L tokens of a chunk, P channels of a head at a time, N state width.
 """
@@ -23,8 +23,8 @@ from mtpkit.kernels.ssd.scan import decays, dot, is_narrow
 from mtpkit.kernels.ssm_update.replay import step_size
 
 _FADED = tl.constexpr(-40.0)
-"""Logarithm to base 2 of a decay through which no gradient passes: the gradient of such a decay, a small difference of
-large sums, would be nothing but their rounding."""
+"""Decays whose base-2 logarithm is at most this get no gradient: it would be a small difference of large sums, and thus
+nothing but rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class BackTiles:
 
 
 def back_tiles(rows: int, heads: int, width: int, state_dim: int, narrow: bool) -> BackTiles:
-    """Tiles for `rows` rows of `heads` heads with states of `width` times `state_dim`: heads are split so that the
-    programs that walk fill the GPU."""
+    """Choose tiles for `rows` rows of `heads` heads with states of `width` times `state_dim`: heads are split so that
+    the programs that walk over chunks fill the GPU."""
     if not narrow:
         return BackTiles(SMALLEST_DOT, SMALLEST_DOT, SMALLEST_DOT)
     most = 64 if state_dim <= 128 else 32 if state_dim <= 256 else SMALLEST_DOT
@@ -71,7 +71,7 @@ def _walk(
     NARROW,
     BACK: tl.constexpr,
 ):
-    """Walk from `state` [N, P] over a row's chunks: store the state before each of them, return that after the last.
+    """Walk from `state` [N, P] over a row's chunks: store the state before each chunk, return that after the last one.
 
     BACK: go from the last chunk to the first; a token is then weighed by its decay since the chunk's start instead of
     its step size and its decay until the chunk's end.
@@ -120,12 +120,12 @@ def _states_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """The states before all chunks, or the gradients of those after them, of BLOCK_P channels of a head of a row.
+    """Compute the states before all chunks, or the gradients of those after them, of BLOCK_P channels of a row's head.
 
     Args:
-        ends: [R, h, p, n], the states before the rows and their gradients, which are written; None: zeros.
-        made: [tiles, h, p, n], the states before chunks and the gradients of those after them, which are written. Chunk
-            i of row r is tile starts[r] // L + 2 r + i.
+        ends: [R, h, p, n] each, the states before the rows, and their gradients, which are written; None: zeros.
+        made: [tiles, h, p, n] each, the states before chunks and the gradients of those after them, which are written.
+            Chunk i of row r is tile starts[r] // L + 2 r + i.
     """
     PARTS: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
     row, head = tl.program_id(1), tl.program_id(0) // PARTS
@@ -152,11 +152,11 @@ def _states_kernel(
 
 @triton.jit
 def _finish_rates(dt_in, parameters, rates_ptr, rates, head, tokens, token, live, HEADS):
-    """Store what a chunk's tokens [L] give for dt, A_log and D of a head, in [3, h, T].
+    """Store what a chunk's tokens [L] add to the gradients of a head's dt, A_log and D, in [3, h, T].
 
     Args:
-        rates: gradients of the log decays; of the step sizes, except those through log decays, times the step sizes;
-            and of D.
+        rates: gradients of the log decays; gradients of the step sizes, except those through log decays, times the step
+            sizes; and gradients of D.
     """
     dlog, dgain, skipped = rates
     dt_ptr, dt_token = dt_in
@@ -166,7 +166,7 @@ def _finish_rates(dt_in, parameters, rates_ptr, rates, head, tokens, token, live
     step = step_size(raw, bias, 0.0, float("inf"))
     log = tl.minimum(tl.maximum(step, low), high) * -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     dlog = tl.where(log * 1.4426950408889634 > _FADED, dlog, 0.0).to(tl.float32) * log
-    # Of a step size, softplus(v): sigmoid(v) by softplus(v), which are nearly equal where both are small.
+    # Derivative of log(softplus(v)): sigmoid(v) / softplus(v), two numbers that are nearly equal where both are small.
     slope = 1.0 / ((1.0 + tl.exp(-(raw + bias))) * tl.maximum(step, 1e-37))
     draw = tl.where((step >= low) & (step <= high), (dgain + dlog) * slope, 0.0)
     rates_ptr += head.to(tl.int64) * tokens + token
@@ -177,8 +177,8 @@ def _finish_rates(dt_in, parameters, rates_ptr, rates, head, tokens, token, live
 
 @triton.jit
 def _decays(decay_ptr, tokens, head, at, left, t):
-    """Load a head's logarithms to base 2, see `decays`, of the chunk of `left` tokens from token `at` on: `since` and
-    `gain` [L], -inf where there is no token, and `since` of the last token."""
+    """Load a head's base-2 logarithms, see `decays`, for the chunk of `left` tokens that starts at token `at`: `since`
+    and `gain` [L], -inf where there is no token, and `since` of the last token."""
     decay_ptrs = decay_ptr + (head.to(tl.int64) * tokens + at) * 2
     places, live = t[:, None] * 2 + tl.arange(0, 2)[None, :], (t < left)[:, None]
     since, gain = tl.split(tl.load(decay_ptrs + places, mask=live, other=float("-inf")))
@@ -188,14 +188,14 @@ def _decays(decay_ptr, tokens, head, at, left, t):
 @triton.jit
 def _weights(since, gain, t):
     """Weights [L, L] of token j in the output of token i."""
-    # Earlier tokens must go before the exponent is taken, which could overflow.
+    # Pairs with j after i are masked before the exponential is taken, since theirs could overflow.
     logs = tl.where(t[:, None] >= t[None, :], (since[:, None] + gain[None, :]).to(tl.float32), float("-inf"))
     return tl.exp2(logs)
 
 
 @triton.jit
 def _channels(x_in, dy_ptr, made, tile, head, at, left, t, p, n, HEADS, WIDTH, STATE):
-    """Load x and dY [L, P] of channels p of a head, and the state before a chunk and the gradient of the one after it
+    """Load x and dY [L, P] of channels p of a head, and the state before a chunk and the gradient of the state after it
     [P, N]."""
     x_ptr, x_token, x_head = x_in
     mask = (t < left)[:, None] & (p < WIDTH)[None, :]
@@ -232,7 +232,7 @@ def _tokens_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """The gradients of x and of the rates of one chunk of one head per program."""
+    """Compute the gradients of x and of the rates for one chunk of one head per program."""
     head, tile = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     _, begin, count, first = row_of_tile(starts_ptr, rows, tile, 1, SIZE, 2)
     if first >= count:
@@ -256,7 +256,7 @@ def _tokens_kernel(
         x, dy, state, dstate = _channels(x_in, dy_ptr, made, tile, head, at, left, t, p, n, HEADS, WIDTH, STATE)
         dwhole += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
         zeros, wide_x, wide_dy = tl.zeros([SIZE, BLOCK_P], tl.float32), x.to(tl.float32), dy.to(tl.float32)
-        # What goes through the state before the chunk, through that after it, and past them.
+        # Gradients through the state before the chunk, through the state after it, and past both, by D.
         read += tl.sum(dot(C, tl.trans(state), zeros, NARROW) * from_start * wide_dy, 1)
         dx = dot(B, tl.trans(dstate), zeros, NARROW) * to_end
         written += tl.sum(dx * wide_x, 1)
@@ -265,7 +265,7 @@ def _tokens_kernel(
         dx_ptrs = dx_ptr + (at * HEADS + head) * WIDTH + (t[:, None] * (HEADS * WIDTH) + p[None, :])
         tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=live[:, None] & (p < WIDTH)[None, :])
         pairs = dot(dy, tl.trans(x), pairs, NARROW)
-    # Sums of the same terms, whose differences are the gradients: in the precision of the log decays.
+    # The gradients are differences of sums of the same terms; these sums have the precision of the log decays.
     terms, written = (pairs * weighed).to(since.dtype), written.to(since.dtype)
     dgain = tl.sum(terms, 0) + written
     dsince = tl.sum(terms, 1) + read - dgain
@@ -298,7 +298,7 @@ def _groups_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """The gradients of B and C of one chunk by 1 / SPLITS of a group's heads per program: [T, g, SPLITS, n]."""
+    """Compute gradients of B and C [T, g, SPLITS, n] for one chunk, from 1 / SPLITS of a group's heads, per program."""
     part, tile = tl.program_id(0) % (GROUPS * SPLITS), (tl.program_id(0) // (GROUPS * SPLITS)).to(tl.int64)
     _, begin, count, first = row_of_tile(starts_ptr, rows, tile, 1, SIZE, 2)
     if first >= count:
@@ -345,8 +345,8 @@ def gradients(
     dy: Tensor,
     tiles: BackTiles | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients with respect to x, dt, A_log, B, C, D, dt_bias and `states` of `ssd_scan`, given that of its result.
-    B and C have equal strides."""
+    """Compute the gradients of `ssd_scan` with respect to x, dt, A_log, B, C, D, dt_bias and `states`, given `dy`, the
+    gradient of its result. B and C must have equal strides."""
     (tokens, heads, width), (groups, state_dim), rows = x.shape, B.shape[1:], len(starts) - 1
     narrow, dy = is_narrow(x, B, C), dy.contiguous()
     tiles = tiles or back_tiles(rows, heads, width, state_dim, narrow)
@@ -375,7 +375,7 @@ def gradients(
         num_warps=4 if state_dim <= 128 else 8,
         num_stages=1,
     )
-    # The fewest parts of a group that fill the GPU.
+    # Groups are split into the fewest parts that fill the GPU.
     per = heads // groups
     splits = next(n for n in range(1, per + 1) if n == per or (per % n == 0 and count * groups * n >= 2 * PROGRAMS))
     shape, dtype = (2, tokens, groups, splits, state_dim), B.dtype if splits == 1 else torch.float32

@@ -88,7 +88,7 @@ def _chunked(t: Tensor, chunk: int, *tail: int) -> Tensor:
 
 
 def _inside_chunks(x: Tensor, B: Tensor, C: Tensor, decay: Tensor, pairs: Tensor) -> Tensor:
-    """Contributions of a chunk's tokens to each other, [b, c, g, r, l, p]; `pairs` [.., l, l] masks them."""
+    """Contributions of tokens to outputs of their own chunk, [b, c, g, r, l, p]; `pairs` [.., l, l] masks them."""
     log_pair = (decay[..., :, None] - decay[..., None, :]).float()  # [b, c, g, r, l, s]
     weights = torch.exp(log_pair.masked_fill(~pairs, float("-inf")))
     scores = (C @ B.transpose(-1, -2))[:, :, :, None]
@@ -105,12 +105,12 @@ def _pass_states(state: Tensor, keep: Tensor, added: Tensor) -> tuple[Tensor, Te
 
 
 class KeptStates(NamedTuple):
-    """Where to put states at regular positions of R rows."""
+    """Destinations for the states at regular positions of R rows."""
 
     every: int
     """Positions between two states; a multiple of the scan's chunk size."""
     first: Tensor
-    """[R] int64, place of each row's first state; its others follow. -1: nothing of the row is kept."""
+    """[R] int64, place of each row's first kept state; its later ones follow. -1: no state of the row is kept."""
     states: Tensor
     """[places, h, p, n] of any float dtype; may be a view."""
 
@@ -131,12 +131,12 @@ def ssd_varlen(
     context_lens: Tensor | None = None,
     kept: KeptStates | None = None,
 ) -> Tensor:
-    """Scan R concatenated rows, each from the state before it, and leave the state after it in its place.
+    """Scan R concatenated rows, each from its stored state, which the state after the row then replaces.
 
     A row continues states[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros, and its slot may hold
     anything before. Chunks end at positions (context_lens[r] plus the index in the row) that are multiples of the chunk
-    size: with fp32 states, a prompt that is cut there has the same bits in fp32 however it is cut. No size depends on
-    what `starts` holds, so that a CUDA graph can be captured.
+    size: with fp32 states, a prompt that is cut at such positions gives bit-identical fp32 results however it is cut.
+    No size depends on the values in `starts`, so that a CUDA graph can be captured.
 
     Args:
         x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of larger tensors.
@@ -149,7 +149,7 @@ def ssd_varlen(
         slots, context_lens: [R] int64, needed with `states`. The tokens of a row at slot -1 are padding: they touch no
             state, and their y is zero.
         kept: takes the state after each position of row r that is a multiple of `kept.every` and lies in
-            context_lens[r] + 1 .. context_lens[r] + length of the row, at kept.first[r], kept.first[r] + 1, ...
+            context_lens[r] + 1 .. context_lens[r] + length of the row, at places kept.first[r], kept.first[r] + 1, ...
             Positions count tokens: the state after position 64 has seen 64 tokens. Needs `states`.
 
     Returns:
@@ -208,11 +208,11 @@ def ssd_scan(
         A_log, D, dt_bias: [h], with A = -exp(A_log); D may be None; `dt_limit` clamps the softplus.
         starts: [R + 1] int64, first token of each row and the end of the last one; x begins at token starts[0].
         chunk_size: tokens per chunk; changes rounding only.
-        states: [R, h, p, n] before the rows; None: zeros.
-        wide: whether y is fp32 whatever x is.
+        states: [R, h, p, n], the states before the rows; None: zeros.
+        wide: return y in fp32 whatever the dtype of x.
 
     Returns:
-        y [T, h, p] in the dtype of x.
+        y [T, h, p] in the dtype of x; fp32 if `wide`.
     """
     lens = starts.diff()
     A, steps = -torch.exp(A_log.float()), F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
@@ -241,8 +241,8 @@ def _scan_chunk(
     dt_limit: tuple[float, float],
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """y of one chunk after `state` [h, p, n], and the next state; all of it from the chunk's own tokens, since the last
-    bit of an elementwise op may depend on an element's place in a tensor."""
+    """Compute y of one chunk after `state` [h, p, n], and the next state. All ops run on the chunk's tokens alone,
+    since the last bit of an elementwise op may depend on an element's place in a tensor."""
     steps = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     x, steps, B, C = (t[None] for t in (x, steps, B, C))
     y, states = ssd_chunk_scan(x, steps, A, B, C, D, initial_state=state[None], chunk_size=x.shape[1])

@@ -5,8 +5,8 @@ A first kernel computes step sizes and decays, which the second one would otherw
 the next, once for every part of a head. In the second one, a program owns some channels of one or a few heads of a
 group of one row, whose state stays in registers while it walks over the row's chunks in order. Per chunk it computes
 the products of C and B, which its heads share, and per head three products on tensor cores: C times the state before
-the chunk, the chunk's tokens among each other, and what they add to the state. Every input is read once per program,
-and y is written once.
+the chunk, the effect of the chunk's tokens on its outputs, and what the tokens add to the state. Every input is read
+once per program, and y is written once.
 
 Sizes: L tokens of a chunk, P channels of a head per program, N state width.
 """
@@ -26,7 +26,7 @@ FORGOTTEN = -144.0
 """Logarithm to base 2 of a decay after which nothing is left in fp32."""
 
 _KNOWN_MULTIPLE = 16
-"""Strides in elements and addresses in bytes that are multiples of it are known to be so to Triton."""
+"""Triton knows when it compiles which strides (in elements) and addresses (in bytes) are multiples of this number."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class ScanTiles:
 
 
 def scan_tiles(rows: int, heads: int, width: int, state_dim: int, dtype: torch.dtype) -> ScanTiles:
-    """Tiles for `rows` rows of `heads` heads with states of `width` times `state_dim`.
+    """Choose tiles for `rows` rows of `heads` heads with states of `width` times `state_dim`.
 
-    The rows' lengths are not known: with few rows, heads are split so that programs still fill the GPU. Null rows
-    count, since only the device knows how many rows of a captured step are real in a replay.
+    The rows' lengths are not known here. With few rows, heads are split so that programs still fill the GPU. Null rows
+    count as rows, since only the device knows how many rows of a captured step are real in a replay.
     """
     if dtype != torch.bfloat16:
         return ScanTiles(16, 1, SMALLEST_DOT, num_warps=8, num_stages=1)
@@ -84,7 +84,7 @@ def _decay_kernel(
     SMALLEST: tl.constexpr,
 ):
     """Compute decay [h, T, 2] for one chunk of BLOCK_H heads per program: `since`, the logarithm to base 2 of the decay
-    since the start of a token's chunk, and `gain`, with which token j of a chunk adds to token i with the weight
+    since the start of a token's chunk, and `gain`, chosen so that token j of a chunk adds to token i with the weight
     2 ** (since[i] + gain[j])."""
     dt_ptr, dt_token = dt_in
     A_log_ptr, bias_ptr, low, high = parameters
@@ -112,14 +112,14 @@ def _decay_kernel(
 
 @triton.jit
 def _scan_chunk(x, since, gain, whole, B, C, scores, state, D, later, NARROW):
-    """y [L, P] of one chunk of a head after `state` [N, P], and the state after it.
+    """Compute y [L, P] of one chunk of a head that follows `state` [N, P], and the state after the chunk.
 
     Args:
         x: [L, P]; since, gain: [L], see `_decay_kernel`, -inf where there is no token; whole: `since` of the last
             token; B, C: [L, N]; scores: [L, L], C @ B^T.
         later: [L, L], whether token i is token j or a later one.
     """
-    # Earlier tokens must go before the exponent is taken, which could overflow.
+    # Pairs with j after i are masked before the exponential is taken, since theirs could overflow.
     weights = scores * tl.exp2(tl.where(later, (since[:, None] + gain[None, :]).to(tl.float32), float("-inf")))
     y = dot(C, state, tl.zeros(x.shape, tl.float32), NARROW) * tl.exp2(since.to(tl.float32))[:, None]
     y = dot(weights, x, y, NARROW) + D * x.to(tl.float32)
@@ -140,9 +140,9 @@ def _store_zeros(y_ptr, count, p, t, HEADS, WIDTH, BLOCK_H):
 
 @triton.jit
 def _state_places(states_in, place, head, p, n, WIDTH, STATE):
-    """Pointers [N, P] to a head's state at a place of a tensor [places, h, p, n], and whether there is such an element.
+    """Pointers [N, P] to a head's state at a place of a tensor [places, h, p, n], and a mask of those that exist.
 
-    That states are contiguous makes most of the pointers constant offsets, which need no registers.
+    Since states are contiguous, most of the pointers are constant offsets, which need no registers.
     """
     states_ptr, stride = states_in
     state_ptrs = states_ptr + place * stride + head * (WIDTH * STATE) + p[None, :] * STATE + n[:, None]
@@ -187,8 +187,8 @@ def _scan_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Scan BLOCK_P channels of each of BLOCK_H heads of one row per program; parts of one group are neighbours, which
-    read the same B and C. Longer than 70 lines because its parts share nearly all tiles and pointers."""
+    """Scan BLOCK_P channels of each of BLOCK_H heads of one row per program; programs of one group are neighbours, as
+    they read the same B and C. Longer than 70 lines because its parts share nearly all tiles and pointers."""
     x_ptr, x_token, x_head = x_in
     B_ptr, BC_token, BC_group = B_in
     PARTS: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
@@ -218,7 +218,7 @@ def _scan_kernel(
     decay_ptr += first.to(tl.int64) * tokens * 2
     pair = tl.arange(0, 2)[None, :]
     later = t[:, None] >= t[None, :]
-    # Chunks end at multiples of CHUNK: the first one has lost the tokens before the row's.
+    # Chunks end at positions that are multiples of CHUNK; the first chunk lacks the tokens before the row's first.
     for start in range(-(context % CHUNK).to(tl.int32), count, CHUNK):
         token, left = begin + start, tl.minimum(count - start, CHUNK)
         live = (t >= -start) & (t < left)
@@ -232,7 +232,7 @@ def _scan_kernel(
             x = tl.load(x_ptrs, mask=x_mask, other=0.0)
             decay_ptrs = decay_ptr + (k * tokens + token) * 2
             whole = tl.load(decay_ptrs + (left - 1) * 2)
-            # Loaded together they are loaded once, not once for every layout that they are used in.
+            # Loaded as pairs, since and gain are loaded once, not once for every layout that they are used in.
             both = tl.load(decay_ptrs + (t[:, None] * 2 + pair), mask=live[:, None], other=float("-inf"))
             since, gain = tl.split(both)
             D = tl.load(D_ptr + first + k).to(tl.float32)
@@ -252,8 +252,8 @@ def _scan_kernel(
 
 
 def is_narrow(*tensors: Tensor) -> bool:
-    """Whether the operands of products are rounded to bf16: where all inputs are in bf16, and lie so that they can be
-    copied ahead of their use. On an H200, products of operands that were not came out wrong in loops (Triton 3.6)."""
+    """Whether the operands of products are rounded to bf16: if all inputs are in bf16, and aligned so that they can be
+    copied ahead of their use. On an H200, products of unaligned operands came out wrong in loops (Triton 3.6)."""
 
     def aligned(t: Tensor) -> bool:
         strides = [stride for stride, size in zip(t.stride()[:-1], t.shape, strict=False) if size > 1]
@@ -263,7 +263,7 @@ def is_narrow(*tensors: Tensor) -> bool:
 
 
 def alike(B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """B and C with equal strides, which views of one projection have, and with which kernels make do."""
+    """Return B and C with equal strides, as kernels need them; views of one projection have equal strides already."""
     return (B, C) if B.stride() == C.stride() and B.stride(-1) == 1 else (B.contiguous(), C.contiguous())
 
 
@@ -277,9 +277,9 @@ def decays(
     chunk: int,
     narrow: bool,
 ) -> Tensor:
-    """Logarithms of decays [h, T, 2] in chunks of `chunk` tokens, see `_decay_kernel`; arguments as of `ssd_varlen`."""
+    """Compute log decays [h, T, 2] in chunks of `chunk` tokens, see `_decay_kernel`; arguments as for `ssd_varlen`."""
     (tokens, heads), rows = dt.shape, len(starts) - 1
-    # In full precision sums of logarithms are in fp64, since small decays are differences of large sums.
+    # Without rounding to bf16, sums of logarithms are in fp64, since small decays are differences of large sums.
     decay = torch.empty(heads, tokens, 2, dtype=torch.float32 if narrow else torch.float64, device=dt.device)
     block = min(32, triton.next_power_of_2(max(2, heads)))
     _decay_kernel[(triton.cdiv(heads, block), tokens // chunk + 2 * rows)](
@@ -302,7 +302,7 @@ def decays(
 
 
 def _places(states: Tensor | None) -> tuple[Tensor, int] | None:
-    """States [places, h, p, n] and the stride of places, if there are any; each state must be contiguous."""
+    """States [places, h, p, n] and the stride of their places, or None; each state must be contiguous."""
     if states is None:
         return None
     assert states[:1].is_contiguous()
@@ -329,12 +329,12 @@ def ssd_varlen(
     wide: bool = False,
 ) -> Tensor:
     """See the reference. With bf16 inputs, operands of products are rounded to bf16; other inputs run in fp32. With
-    `wide`, y is fp32 whatever x is."""
+    `wide`, y is fp32 whatever the dtype of x."""
     (tokens, heads, width), (groups, state_dim), rows = x.shape, B.shape[1:], len(starts) - 1
     assert states is not None or kept is None
     narrow = is_narrow(x, B, C)
     tiles = tiles or scan_tiles(rows, heads, width, state_dim, x.dtype if narrow else torch.float32)
-    # The largest part of a chunk that fits a tile: chunks of this size end at all multiples of the chunk size.
+    # The largest divisor of the chunk size that fits a tile, so that chunks end at every multiple of the chunk size.
     chunk = next(size for size in range(min(tiles.chunk, chunk_size), 0, -1) if chunk_size % size == 0)
     B, C = alike(B, C)
     y = torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device)

@@ -12,11 +12,12 @@ from mtpkit.kernels.ssd.scan import ScanTiles, alike, scan_tiles, ssd_varlen
 __all__ = ["ScanTiles", "scan_tiles", "ssd_scan", "ssd_varlen"]
 
 _CHUNK = 64
-"""Rows count as if they came after so many tokens: their chunks, of this size or of an equal part, begin with them."""
+"""Tokens per chunk, of which kernels may take an equal part. Rows with states are given it as their context length too,
+so that their first chunk starts with their first token."""
 
 
 class Scan(torch.autograd.Function):
-    """`ssd_scan` with its gradients; keeps inputs alone for the backward."""
+    """`ssd_scan` with its gradients; keeps only the inputs for the backward."""
 
     @staticmethod
     def forward(
@@ -39,7 +40,7 @@ class Scan(torch.autograd.Function):
         if states is not None:
             slots = torch.arange(len(states), device=states.device)
             context_lens = torch.full_like(slots, _CHUNK)
-            states = states.clone()  # `ssd_varlen` leaves the states after the rows in it
+            states = states.clone()  # `ssd_varlen` overwrites it with the states after the rows
         return ssd_varlen(
             x,
             dt,
@@ -81,7 +82,7 @@ def ssd_scan(
     wide: bool = False,
 ) -> Tensor:
     """See the reference; precision as in `ssd_varlen`. Chunks have the size that suits the kernels, whatever
-    `chunk_size` is. While the backward runs, it holds two states [h, p, n] in the dtype of x for each chunk."""
+    `chunk_size` is. While the backward runs, it holds two states [h, p, n] per chunk in the dtype of x."""
     B, C = alike(B, C)
     D = A_log.new_zeros(A_log.shape) if D is None else D
     states = None if states is None else states.float().contiguous()

@@ -34,8 +34,8 @@ def ssm_snapshot_update(
             state after its token t. Updated in place.
         slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its y is zero.
         x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]; all may be views of larger tensors. A_log, D, dt_bias: [h].
-        parents: [R, T] int64, the token that each one follows, see `kernels.ancestors`; that of token 0 alone is -1.
-            None: a chain.
+        parents: [R, T] int64, the parent of each token, see `kernels.ancestors`; only token 0 has the parent -1. None:
+            a chain.
 
     Returns:
         y [R, T, h, p] in the dtype of x.
@@ -88,26 +88,26 @@ def ssm_replay_update(
     """Compute the step's outputs from a stored state and a ring of the inputs since that state, in chunked form.
 
     The committed state of row r is state[slots[r]] advanced by the inputs at the last ring_lens[r] positions before
-    context_lens[r]. The new inputs have the positions from context_lens[r] on; position i has place i % L of the ring.
-    If they no longer fit, the committed entries are folded into the state, which is written at no other time. To roll
-    back is to drop the ring entries of rejected tokens.
+    context_lens[r]. The new inputs have the positions from context_lens[r] on; position i is at ring place i % L.
+    If they no longer fit, the committed entries are folded into the state; the state is written at no other time. A
+    rollback only drops the ring entries of rejected tokens.
 
-    Where the new tokens are a tree, token t reads the committed entries and the tokens of its mask, with the decays of
-    its own path: the matrix of STree (arXiv:2505.14969), with the ring in front. Token t's entry goes where that of a
-    chain's token t would; what a path skips must be moved together before the next step.
+    If the new tokens are a tree, token t reads the committed entries and the tokens of its mask, with the decays along
+    its own path: this is the matrix of STree (arXiv:2505.14969), with the ring in front. Token t's entry is stored
+    where token t of a chain would be, so the entries of the accepted path must be moved together before the next step.
 
     Args:
         state: [slots, h, p, n]; ring_x: [slots, L, h, p]; ring_B: [slots, L, g, n]; ring_dt: [slots, L, h], final
-            step sizes. L - `ring_capacity(L)` is at least T. Updated in place.
+            step sizes. L - `ring_capacity(L)` must be at least T. All four are updated in place.
         slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, and its y is zero.
         x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]; all may be views of larger tensors. A_log, D, dt_bias: [h].
         ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
 
     Returns:
-        y [R, T, h, p] in the dtype of x. `ring_base(ring_lens, T, L)` of the old entries are still needed.
+        y [R, T, h, p] in the dtype of x. Of the old entries, `ring_base(ring_lens, T, L)` are still needed afterwards.
 
     Example, L = 20 (16 entries and room for 4), T = 4, 30 positions computed, 13 of them in the ring: positions
-    17 .. 29 are read at places 17 .. 19, 0 .. 9; since 13 + 4 > 16 they are folded; the new ones go to places 10 .. 13.
+    17 .. 29 are read at places 17 .. 19, 0 .. 9; since 13 + 4 > 16, they are folded; new entries get places 10 .. 13.
     """
     if bool((slots < 0).any()):
         live = slots >= 0
@@ -147,27 +147,27 @@ def _write_inputs(slots: Tensor, context_lens: Tensor, *pairs: tuple[Tensor, Ten
 
 
 def _joined(old: Tensor, new: Tensor, stored: Tensor) -> Tensor:
-    """Ring entries [R, E, ...], zeros where not `stored` [R, E], then the new tokens: [R, E + T, ...] fp32."""
+    """Join ring entries [R, E, ...], zeros where not `stored` [R, E], and new tokens to [R, E + T, ...] fp32."""
     kept = torch.where(stored.view(*stored.shape, *[1] * (old.dim() - 2)), old.float(), 0.0)
     return torch.cat([kept, new.float()], 1)
 
 
 def _paths(logs: Tensor, tokens: int, ancestors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log decays since the stored state [R, J, g, r] along the path to each of J inputs, of which the last T = `tokens`
-    are new, and [R or 1, T, J] which inputs each new token sees; of the log decays of the inputs themselves."""
+    """Sum the log decays of J inputs, of which the last T = `tokens` are new, along the path to each input. Return log
+    decays since the stored state [R, J, g, r], and which inputs each new token sees [R or 1, T, J]."""
     earlier = logs.shape[1] - tokens
     decay = torch.cumsum(logs, 1)
     if ancestors is None:
         return decay, torch.ones(1, tokens, logs.shape[1], dtype=torch.bool, device=logs.device).tril(earlier)
     own = seen_tokens(ancestors, tokens)
     seen = torch.cat([own.new_ones(len(logs), tokens, earlier), own], 2)
-    # A running sum with zeros in it has the bits of the one without.
+    # A running sum with zeros in it is bit-identical to the sum without them.
     along = torch.cumsum(torch.where(seen[..., None, None], logs[:, None], 0.0), 2)[:, :, -1]
     return torch.cat([decay[:, :earlier], along], 1), seen
 
 
 def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, decay: Tensor, seen: Tensor) -> Tensor:
-    """Outputs [R, T, g, r, p] of the last T of J inputs after the state `current` [R, g, r, p, n].
+    """Compute outputs [R, T, g, r, p] of the last T of J inputs that follow the state `current` [R, g, r, p, n].
 
     scaled_x [R, J, g, r, p], B [R, J, g, n], queries [R, T, g, n]; decay [R, J, g, r] and seen [R or 1, T, J] as from
     `_paths`.

@@ -1,6 +1,6 @@
 """`ssm_replay_update` in Triton: the state is streamed once, and everything else is small.
 
-y is the state times C, plus old and new inputs times a matrix each. These matrices are products of B and C, which the
+y is the state times C, plus old and new inputs, each times a matrix. These matrices are products of B and C, which the
 heads of a group share, times decays. A program first computes the products and the decays of several heads of one row
 and group, then loops over the heads with several states in flight. Per state it computes three small products on tensor
 cores, which multiply an fp32 operand as the sum of two bf16 numbers.
@@ -78,14 +78,14 @@ def places(rows, row, e, t, LENGTH):
 
 @triton.jit
 def load_masks(ancestors_ptr, row, t, o, TOKENS):
-    """[T, O] whether the tokens o [O] of a row that is a tree see the tokens t [T]; none do from TOKENS on."""
+    """Load [T, O] bool, whether the tokens o [O] of a tree see the tokens t [T]; from TOKENS on, they see none."""
     masks = tl.load(ancestors_ptr + row * TOKENS + o, mask=o < TOKENS, other=0)
     return ((masks[None, :] >> t[:, None].to(tl.int64)) & 1) != 0
 
 
 @triton.jit
 def _along_paths(values, seen):
-    """The sums of values [T, H] over the tokens that each of O tokens sees, by seen [T, O]: [O, H]."""
+    """Sum values [T, H] over the tokens that each of O tokens sees, as seen [T, O] tells: [O, H]."""
     return tl.sum(tl.where(seen[:, :, None], values[:, None, :], 0.0), 0)
 
 
@@ -169,7 +169,7 @@ def _replay_kernel(
     is_old = e < count
 
     # The decays of all heads.
-    h = tl.arange(0, max(2, BLOCK_H))  # on the GPU a running sum down a single column comes out wrong
+    h = tl.arange(0, max(2, BLOCK_H))  # on the GPU, a running sum down a single column is wrong
     heads = first + h if BLOCK_H > 1 else first + h * 0
     A = -tl.exp(tl.load(A_log_ptr + heads).to(tl.float32))
     bias = tl.load(bias_ptr + heads).to(tl.float32)
@@ -257,9 +257,9 @@ def ssm_replay_update(
     num_stages: int = 2,
     maxnreg: int | None = None,
 ) -> Tensor:
-    """See the reference. A program computes `block_p` channels of `block_h` heads, `num_stages` of them in flight.
+    """See the reference. A program computes `block_p` channels of `block_h` heads, with `num_stages` heads in flight.
 
-    block_h: None: `block_h` and `maxnreg` are those that are fastest on an H200.
+    If `block_h` is None, `block_h` and `maxnreg` are set to the values that are fastest on an H200.
     """
     (rows, tokens, heads, width), (groups, state_dim) = x.shape, B.shape[2:]
     capacity = ring_capacity(length := ring_x.shape[1])
@@ -306,7 +306,7 @@ def ssm_replay_update(
 def _heads_and_registers(tiles: int) -> tuple[int, int | None]:
     """Heads per program and the register limit per thread, for `tiles` states or parts of a state.
 
-    With few tiles, they are spread over all programs; with many, more resident programs are worth more than registers.
+    A few tiles are spread over all programs; with many tiles, more resident programs are worth more than registers.
     """
     if tiles > 16 * _WAVE:
         return 4, 168

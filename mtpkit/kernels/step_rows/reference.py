@@ -1,6 +1,6 @@
-"""What a step computes of its rows before the model runs and after: places, positions, the tokens of the next step.
+"""Bookkeeping of a step's rows before and after the model runs: slot mapping, positions, tokens of the next step.
 
-Shape legend: S slots, D decode rows of W tokens, R rows, N rows that sample, K drafts, B blocks of a row.
+Shape legend: S slots, D decode rows of W tokens, R rows, N rows that sample, K drafts, B blocks per row.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class DecodeRows(NamedTuple):
     context_lens: Tensor
     """[D]."""
     counts: tuple[Tensor, ...]
-    """[D] each."""
+    """[D] each, the `counts` of each row's slot."""
 
 
 def decode_rows(
@@ -42,14 +42,14 @@ def decode_rows(
     width: int,
     block_size: int,
 ) -> DecodeRows:
-    """Gather the tokens that decode rows are fed, their places, and what their states count.
+    """Gather the input tokens of decode rows, their positions and slot mapping, and the counts of their states.
 
     Args:
         slots: [D] int64; -1: a null row, which reads the last slot.
-        live: [D] int64, negative for rows that have ended, whose keys and values go nowhere; None: all are live.
-        num_computed: [S] int64, committed positions.
+        live: [D] int64, negative for rows that have ended, whose keys and values are not stored; None: all are live.
+        num_computed: [S] int64, numbers of committed positions.
         tokens: [S, W or more] int64.
-        counts: [S] int64 each.
+        counts: [S] int64 each, counts that states keep per slot.
         block_tables: [R, B] int64, the blocks of each row.
         width: W.
     """
@@ -78,8 +78,8 @@ def ring_lens_after(ring_lens: Tensor, new: Tensor, width: int, length: int) -> 
     """Count the committed entries in rings of `length` places after a step.
 
     Args:
-        ring_lens: [R] int64, those before it.
-        new: [R] int64, how many of the `width` tokens that each row was fed are committed.
+        ring_lens: [R] int64, the committed entries before the step.
+        new: [R] int64, how many of each row's `width` input tokens are committed.
     """
     return ring_base(ring_lens, width, length) + new
 
@@ -96,19 +96,19 @@ def store_rows(
     counts: tuple[Tensor, ...] = (),
     new_counts: tuple[Tensor, ...] = (),
 ) -> None:
-    """Write what rows have computed, what their states count, and the tokens that they are fed next: the chosen one and
-    its drafts.
+    """Write the computed positions of rows, the counts of their states, and their next input tokens: the chosen token
+    and its drafts.
 
     Args:
         slots: [R] int64; -1: a null row, which writes the last slot.
         num_computed: [S] int64, written.
-        tokens: [S, 1 + K or more] int64, written for the N rows that sample, which come first; negative tokens as 0.
+        tokens: [S, 1 + K or more] int64, written for the N rows that sample, which come first; 0 for negative tokens.
         context_lens: [R] int64, positions committed before the step.
         last: [R] int64, index of the newest committed token within each row.
         accepted, chosen: [R] and [R, 1 + K] int64; a row chose the token `chosen[accepted]`.
         drafts: [N, K] int64.
         counts: [S] int64 each, written.
-        new_counts: [R] int64 each, what is written there.
+        new_counts: [R] int64 each, the values that are written to `counts`.
     """
     count = len(drafts)
     for held, new in zip(counts, new_counts, strict=True):

@@ -1,4 +1,4 @@
-"""The rows of a step in Triton, each op one launch where PyTorch takes up to ten."""
+"""Bookkeeping of a step's rows in Triton: one launch per op, where PyTorch takes up to ten."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from mtpkit.kernels.ring import ring_capacity
 from mtpkit.kernels.step_rows.reference import DecodeRows
 
 _BLOCK = 128
-"""Tokens per program of `kv_slots`, and rows of `ring_lens_after`."""
+"""Tokens per program of `kv_slots`, and rows per program of `ring_lens_after`."""
 
 
 @Early
@@ -139,7 +139,7 @@ def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: 
 @Early
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lens_ptr", "new_ptr"])
 def _ring_lens_kernel(lens_ptr, new_ptr, out_ptr, rows, KEPT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Count the entries of BLOCK rings per program; up to KEPT of a ring stay in it."""
+    """Count the entries of BLOCK rings per program; a ring of more than KEPT old entries has been emptied."""
     wait_for_previous(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lens = tl.load(lens_ptr + row, mask=row < rows, other=0)

@@ -23,7 +23,7 @@ KINDS: dict[str, LayerKind] = {}
 
 
 def register(kind: LayerKind) -> None:
-    """Make a layer kind known, so that models can have it; a kind from outside mtpkit needs nothing else."""
+    """Register a layer kind, so that models can use it; a kind from outside mtpkit needs nothing else."""
     if SECTIONS.get(kind.letter) is not kind.section:
         register_section(kind.section)
     KINDS[kind.letter] = kind
@@ -34,25 +34,25 @@ for _kind in (Attention(), Mla(), Mlp(), Mamba2(), Moe(), GatedDeltaNet()):
 
 
 def kinds_in(pattern: str) -> list[LayerKind]:
-    """Return the kinds of a pattern's layers, each once."""
+    """Return the kinds of a pattern's layers, each kind once."""
     return [kind for letter, kind in KINDS.items() if letter in pattern]
 
 
 class UnevenSize(NamedTuple):
-    """A size of a model that some number of tensor-parallel ranks cannot divide."""
+    """A size of a model that cannot be divided over the tensor-parallel ranks."""
 
     key: str
-    """Its key in files."""
+    """The size's key in files."""
     size: int
     shared: bool
-    """Whether several ranks may have the same part."""
+    """Whether several ranks may hold the same part."""
 
 
 def uneven_sizes(config: ModelConfig, ranks: int, whole_experts: bool = False) -> Iterator[UnevenSize]:
-    """Yield the sizes of a model's layers that tensor-parallel ranks cannot divide.
+    """Yield the sizes of a model's layers that cannot be divided over `ranks` tensor-parallel ranks.
 
     Args:
-        whole_experts: each routed expert is on one rank.
+        whole_experts: each routed expert is whole on one rank.
     """
     for kind in kinds_in(config.letters):
         section, keys = config.section(kind.section), keys_of(kind.section)
@@ -65,7 +65,7 @@ def uneven_sizes(config: ModelConfig, ranks: int, whole_experts: bool = False) -
 
 
 def caching_length(pattern: str) -> int:
-    """Count the layers of a pattern up to the last one that keeps something of earlier tokens."""
+    """Count the layers of a pattern up to the last one that keeps a state or cache of earlier tokens; 0 without any."""
     return 1 + max((place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past), default=-1)
 
 
@@ -84,10 +84,10 @@ def layers_of(model: StageModel, heads: bool = True) -> Iterator[tuple[str, nn.M
     """Yield (name, module, kind) of each layer that a pipeline stage of a `HybridModel` has.
 
     Args:
-        heads: with the layers of the heads.
+        heads: include the layers of the heads.
     """
     stage = model.stage_patterns[model.pg_collection.pp.rank()]
-    for number, layer in enumerate(model.decoder.layers):  # none, where heads are built without them
+    for number, layer in enumerate(model.decoder.layers):  # none if the model was built without base layers
         yield f"decoder.layers.{number}", layer, KINDS[stage[number]]
     for depth, head in enumerate(model.mtp.layers if heads and model.mtp_process else ()):
         for number, layer in enumerate(head.mtp_model_layer.layers):

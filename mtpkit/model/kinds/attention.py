@@ -19,8 +19,8 @@ from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedKVSpec, StateSpec
 
 SCORES, OUTPUT = 3.5, 8.0
-"""For `depend_on_context`: the standard deviation of scores, which leaves each query a few keys; and the factor of the
-output projection, as there are few such layers."""
+"""For `depend_on_context`: the standard deviation of scores, with which each query attends to a few keys; and a factor
+for the output projection, because a model has few such layers."""
 _INPUT = "self_attention.linear_qkv"
 
 
@@ -72,13 +72,13 @@ class Attention(LayerKind):
         return (PagedKVSpec(max(1, config.attention.num_query_groups // ranks), config.attention.kv_channels),)
 
     def memory(self, config: ModelConfig) -> Memory:
-        """Count scores as q k^T and their product with v."""
+        """Count the FLOPs of scores for q k^T and for their product with v."""
         sizes = config.attention
         scores = 4 * sizes.num_attention_heads * sizes.kv_channels
         return Memory(kv=2 * sizes.num_query_groups * sizes.kv_channels, score_flops=scores)
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
-        """Sharpen the scores. As models are initialised, attention averages away nearly all values."""
+        """Sharpen the scores: with the usual initial weights, attention averages away nearly all values."""
         module = getattr(layer, self.mixer)
         projected = config.init_std * math.sqrt(config.hidden_size)  # standard deviation of queries, keys and values
         groups, heads = module.num_query_groups_per_partition, module.num_attention_heads_per_partition

@@ -1,4 +1,4 @@
-"""The interface of layer kinds: the other packages ask a kind instead of testing which one it is."""
+"""Interface of layer kinds: other packages call its methods instead of testing which kind a layer has."""
 
 import math
 import re
@@ -40,11 +40,11 @@ class Draw:
 
 @dataclass(frozen=True)
 class Experts:
-    """Numbers and names of the routed experts of one layer."""
+    """Counts and tensor names of one layer's routed experts."""
 
     count: int = 0
     chosen: int = 0
-    """Experts that a token is sent to."""
+    """Experts that a token is routed to."""
     names: tuple[str, ...] = ()
     """Names in `LayerKind.tensors` of the tensors that hold the experts' matrices, one expert after the other."""
 
@@ -70,7 +70,7 @@ class Matrices:
         return self.always + self.expert * self.experts.count
 
     def read(self, tokens: float) -> float:
-        """Expected elements that a batch of `tokens` tokens reads, each token with experts drawn at random."""
+        """Return the expected elements that a batch of `tokens` tokens reads if each token draws experts at random."""
         if not self.experts.count:
             return self.always
         missed = (1 - self.experts.chosen / self.experts.count) ** tokens
@@ -78,7 +78,7 @@ class Matrices:
 
 
 class GatedNorm(NamedTuple):
-    """Sizes of a norm, in groups, of a linear's input times silu(gate)."""
+    """Sizes of a grouped norm of a linear's input times silu(gate)."""
 
     group_size: int
     projected: int
@@ -87,7 +87,7 @@ class GatedNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear as decoding calls it: the sizes of its weight [outputs, width], and what is computed around it."""
+    """A linear as decoding calls it: the sizes of its weight [outputs, width], and the operations around it."""
 
     name: str
     outputs: int
@@ -104,7 +104,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Memory:
-    """Sizes of what one layer keeps of earlier tokens, and FLOPs of reading it."""
+    """Sizes of the states and caches that one layer keeps of earlier tokens, and FLOPs of reading them."""
 
     state: int = 0
     """Elements of recurrent state per request."""
@@ -113,13 +113,13 @@ class Memory:
     kv: int = 0
     """Elements of keys and values per token."""
     score_flops: int = 0
-    """FLOPs per token and token that it attends to."""
+    """FLOPs per token for each token that it attends to."""
     prompt_score_flops: int = 0
-    """The same where both belong to a prompt that is computed at once; 0: `score_flops`."""
+    """`score_flops` if both tokens belong to a prompt that is computed at once; 0: the same as `score_flops`."""
 
 
 class Slot(NamedTuple):
-    """A layer of megatron-core's hybrid stack that can be built from any spec."""
+    """A layer type of megatron-core's hybrid stack that can be built from any spec."""
 
     letter: str
     """Its letter in megatron-core's patterns."""
@@ -128,38 +128,38 @@ class Slot(NamedTuple):
 
 
 class LayerKind(ABC):
-    """A kind of layers, which stands in a pattern as one letter. One instance of each subclass is in `KINDS`."""
+    """A kind of layer, written as one letter in patterns. `KINDS` holds one instance of each subclass."""
 
     name: ClassVar[str]
     """Key of the kind in tables of weight names."""
     section: ClassVar[type[Section]]
-    """Class of its sizes and switches, which also has its letter and title."""
+    """Class of the kind's sizes and switches, which also has its letter and title."""
     slot: ClassVar[Slot]
-    """The layer of megatron-core's stack that it takes: its own, or that of a kind in no model with this one."""
+    """Layer type of megatron-core's stack that it is built as; kinds with the same slot never share a model."""
     mixer: ClassVar[str] = ""
-    """Module of a layer that keeps a state, or keys and values: it looks them up by its `layer_name`, which is set when
-    a model is built. One whose states have a ring has a `fold`, see `RecurrentMixer.fold`. Empty: layers keep nothing
-    of earlier tokens."""
+    """Name of the layer's module that keeps a state, or keys and values. The module looks them up by its `layer_name`,
+    which is set when a model is built. If its states have a ring, it has a `fold`, see `RecurrentMixer.fold`. Empty:
+    layers keep nothing of earlier tokens."""
     narrows: ClassVar[bool] = False
-    """Whether a layer computes results only for `StepInput.keep`, while its state takes up all tokens. Layers of other
-    kinds compute all results, of which a part may then be dropped."""
+    """Whether a layer computes results only for the tokens `StepInput.keep`, while all tokens update its state. Layers
+    of other kinds compute all results, some of which may then be dropped."""
     fp8_products: ClassVar[bool] = True
-    """Whether Transformer Engine can multiply in fp8: each product then needs a multiple of 8 tokens."""
+    """Whether Transformer Engine can run the layer's products in fp8, which need a multiple of 8 tokens each."""
     writes_residual: ClassVar[tuple[str, ...]] = ()
     """Modules whose output is added to the residual stream."""
     divided: ClassVar[tuple[str, ...]] = ()
     """Fields of the section that tensor-parallel ranks divide among themselves, see `divided_sizes`."""
     divided_experts: ClassVar[tuple[str, ...]] = ()
-    """Those of them that are sizes of a routed expert."""
+    """Fields in `divided` that are sizes of a routed expert."""
     divided_or_shared: ClassVar[tuple[str, ...]] = ()
-    """Fields that tensor-parallel ranks divide, or of which several ranks share one."""
+    """Fields that tensor-parallel ranks divide; with more ranks than the size, several ranks share one part."""
 
     other_keys: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Megatron's names of settings that have several, the section's key first; the first that is set wins."""
+    """Megatron's alternative names of a setting, one tuple each, the section's key first; the first name set wins."""
     attention_variant: ClassVar[str] = ""
     """Megatron's `experimental_attention_variant` of models with such layers."""
     feed_forward: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of its tensors' names, if a layer of a `GPTModel` has it behind the mixer."""
+    """Prefixes of the kind's tensor names, if layers of a `GPTModel` have it after the mixer."""
     unfused_norms: ClassVar[tuple[UnfusedNorm, ...]] = ()
     """Norms that have other names in a `GPTModel` without Transformer Engine."""
 
@@ -189,7 +189,7 @@ class LayerKind(ABC):
         """Return the sizes, by their keys in files, that tensor-parallel ranks divide among themselves.
 
         Args:
-            whole_experts: each routed expert is on one rank.
+            whole_experts: each routed expert is whole on one rank.
         """
         section, keys = config.section(self.section), keys_of(self.section)
         divided = [name for name in self.divided if not (whole_experts and name in self.divided_experts)]
@@ -212,24 +212,24 @@ class LayerKind(ABC):
         return {}
 
     def fixed_settings(self, there: bool) -> Mapping[str, object]:
-        """Return Megatron's settings with one value that can be represented.
+        """Return Megatron's settings for which only one value is supported, with that value.
 
         Args:
-            there: whether the model has such layers.
+            there: whether the model has layers of this kind.
         """
         return {}
 
     def derived_settings(self, settings: Settings, hidden_size: int) -> Mapping[str, object]:
-        """Return values by keys in files that Megatron derives from other settings, where it has none of their own."""
+        """Return values, by keys in files, that Megatron derives from other settings if those keys are not set."""
         return {}
 
     def ignored_settings(self, settings: Settings) -> Collection[str]:
-        """Return the keys of settings that Megatron ignores beside these."""
+        """Return the keys that Megatron ignores, given these settings."""
         return ()
 
     def gpt_layers(self, settings: Settings) -> LayerMarks | bool:
-        """Return what says which layers of a `GPTModel` have this kind: a setting, or True for all and False for none.
-        Where several kinds of mixers, or of what follows them, have a layer, the last one in `KINDS` gets it."""
+        """Return which layers of a `GPTModel` have this kind: a setting that marks them, True for all, or False for
+        none. If several mixer kinds, or several feed-forward kinds, claim a layer, the last one in `KINDS` gets it."""
         return False
 
     def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
@@ -237,8 +237,8 @@ class LayerKind(ABC):
         return None
 
     def parts(self, name: str, size: int, config: ModelConfig) -> list[int]:
-        """Return the sizes of the parts of the parameter `name` along the dimension, of length `size`, that
-        tensor-parallel ranks split: each part is split by itself."""
+        """Return the sizes of the parts of the parameter `name`, along the dimension that tensor-parallel ranks split,
+        which has length `size`. Each part is split by itself."""
         return [size]
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
@@ -252,7 +252,7 @@ class LayerKind(ABC):
         return Matrices(always, sum(math.prod(tensors[name][1:]) for name in experts.names), experts)
 
     def linears(self, config: ModelConfig) -> Sequence[Linear]:
-        """Return the linears that a layer calls in decoding, as the names of its tensors tell."""
+        """Return the linears that a layer calls in decoding, derived from the names of its tensors."""
         tensors, matrices = self.tensors(config), dict[str, list[Shape]]()
         for tensor, shape in tensors.items():
             if len(shape) == 2 and (match := _MATRIX.fullmatch(tensor)):

@@ -19,10 +19,10 @@ from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
 
 ROWS, CHANNELS = ("query", "key", "value", "z", "beta", "alpha"), ("query", "key", "value")
-"""Parts of `in_proj` and of the convolution, each a tensor of its own in checkpoints."""
+"""Parts of `in_proj` and of the convolution; each part is a separate tensor in checkpoints."""
 
 _DECAYS = (0.02, 0.2)
-"""Range of exp(A_log) for `depend_on_context`: with a step size of 0.01 a state forgets in some thousands of tokens."""
+"""Range of exp(A_log) for `depend_on_context`: with step size 0.01, a state forgets within a few thousand tokens."""
 _STEP = 0.01
 """Step size for `depend_on_context` where alpha is zero."""
 
@@ -90,13 +90,13 @@ class GatedDeltaNet(LayerKind):
         return ConvWindowSpec(sizes.conv_kernel_dim, sizes.convolved // ranks), recurrent
 
     def memory(self, config: ModelConfig) -> Memory:
-        """Count a state that a key reads, that takes up u k^T, and that a query reads."""
+        """Count a state that a key reads, that u k^T is added to, and that a query reads."""
         sizes = config.gated_delta_net
         state = sizes.value_width * sizes.key_head_dim
         return Memory(state=state, state_flops=6 * state)
 
     def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
-        """Draw A, dt and the convolution as Megatron does."""
+        """Draw A and the convolution, and set the bias of dt, as Megatron does."""
         match name.rpartition(".")[2]:
             case "A_log":
                 return draw.uniform(shape, 1, 16).log()
@@ -108,7 +108,7 @@ class GatedDeltaNet(LayerKind):
         return None
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
-        """Let the state forget slowly. As models are initialised, it forgets within a few tokens."""
+        """Make the state forget slowly. With the usual initial weights, it forgets within a few tokens."""
         mixer = getattr(layer, self.mixer)
         mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())
         mixer.dt_bias.fill_(math.log(math.expm1(_STEP)))

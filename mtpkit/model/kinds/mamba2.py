@@ -21,12 +21,12 @@ from mtpkit.model.layers.residual import MambaLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
 
 ROWS, CHANNELS = ("z", "x", "B", "C", "dt"), ("x", "B", "C")
-"""Parts of `in_proj` and of the convolution, each a tensor of its own in checkpoints."""
+"""Parts of `in_proj` and of the convolution; each part is a separate tensor in checkpoints."""
 
 _DECAYS = (0.02, 0.2)
-"""Range of -A for `depend_on_context`: with a step size of 0.01 a state forgets in some thousands of tokens."""
+"""Range of -A for `depend_on_context`: with a step size of 0.01, a state forgets within a few thousand tokens."""
 _EXPAND = 2
-"""Inner width of a layer in hidden sizes, where Megatron's settings lack the number of its heads."""
+"""Inner width of a layer over the hidden size, for Megatron settings without the number of heads."""
 
 
 class Mamba2(LayerKind):
@@ -48,7 +48,7 @@ class Mamba2(LayerKind):
         return {f"mamba_{name}": getattr(config.mamba2, name) for name in names}
 
     def derived_settings(self, settings: Settings, hidden_size: int) -> Mapping[str, object]:
-        """Derive the number of heads."""
+        """Derive the number of heads from the hidden size."""
         width = max(1, settings.typed("mamba_head_dim", Mamba2Config.head_dim))
         return {"mamba_num_heads": _EXPAND * hidden_size // width}
 
@@ -74,7 +74,7 @@ class Mamba2(LayerKind):
         return [rows[part] for part in named] or [size]
 
     def linears(self, config: ModelConfig) -> Sequence[Linear]:
-        """Return both projections; the output's norms its input times the gate z."""
+        """Return both projections; `out_proj` norms its input times silu(z)."""
         sizes = config.mamba2
         in_proj, out_proj = super().linears(config)
         norm = GatedNorm(sizes.inner // sizes.num_groups, sizes.projected)
@@ -95,14 +95,14 @@ class Mamba2(LayerKind):
         return ConvWindowSpec(sizes.conv_kernel, (sizes.inner + 2 * sizes.bc_width) // ranks), recurrent
 
     def memory(self, config: ModelConfig) -> Memory:
-        """Count a state that takes up x B^T and is read out by C."""
+        """Count a state that x B^T is added to and that C reads."""
         state = config.mamba2.inner * config.mamba2.state_dim
         return Memory(state=state, state_flops=4 * state)
 
     def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
-        """Draw A, dt and the convolution as the code of Mamba2's paper does."""
+        """Draw A, dt and the convolution as the reference code of the Mamba2 paper does."""
         if name.endswith("mixer.norm.weight"):
-            return torch.ones(shape)  # whatever the norms outside of mixers multiply by
+            return torch.ones(shape)  # also with `layernorm_zero_centered_gamma`
         match name.rpartition(".")[2]:
             case "A_log":
                 return draw.uniform(shape, 1, 16).log()
@@ -117,8 +117,8 @@ class Mamba2(LayerKind):
         return None
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
-        """Let the state forget slowly and drop the skip connection D. As models are initialised, Mamba2 forgets within
-        some ten tokens and passes its input by the state."""
+        """Make the state forget slowly, and zero the skip connection D. With the usual initial weights, Mamba2 forgets
+        within some ten tokens, and its input bypasses the state."""
         mixer = getattr(layer, self.mixer)
         mixer.D.zero_()
         mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())

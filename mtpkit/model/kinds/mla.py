@@ -49,7 +49,7 @@ class Mla(LayerKind):
         return {"rotary_percent": 1.0, "multi_latent_attention": True, "attention_output_gate": False}
 
     def derived_settings(self, settings: Settings, hidden_size: int) -> Mapping[str, object]:
-        """Derive whether whole projections of queries are normed."""
+        """Derive whether unfactored query projections are normed: with `qk_layernorm`, if there is no `q_lora_rank`."""
         normed = settings.typed("qk_layernorm", False)
         return {"q_proj_layernorm": normed and not settings.typed("q_lora_rank", 0)}
 
@@ -82,11 +82,11 @@ class Mla(LayerKind):
         }
 
     def linears(self, config: ModelConfig) -> Sequence[Linear]:
-        """Return all but the up projection of latents, which decoding absorbs into queries and outputs."""
+        """Return all linears but the up projection of latents, which decoding absorbs into queries and outputs."""
         return [linear for linear in super().linears(config) if linear.name != "linear_kv_up_proj"]
 
     def activations(self, config: ModelConfig) -> int:
-        """Count queries before and after absorption, and outputs in latents."""
+        """Count queries before and after absorption, and outputs in latent space."""
         sizes = config.mla
         return config.attention.num_attention_heads * (sizes.qk_width + sizes.row + sizes.kv_lora_rank)
 
@@ -94,8 +94,8 @@ class Mla(LayerKind):
         return (PagedLatentSpec(config.mla.kv_lora_rank, config.mla.qk_pos_emb_head_dim),)
 
     def memory(self, config: ModelConfig) -> Memory:
-        """Count scores of all heads with one row, and sums of its latent; in prompts each head has its own keys and
-        values."""
+        """Count scores of all heads with one cached row, and weighted sums of its latent. In prompts that are computed
+        at once, each head has its own keys and values."""
         sizes, heads = config.mla, config.attention.num_attention_heads
         return Memory(
             kv=sizes.row,
@@ -104,8 +104,8 @@ class Mla(LayerKind):
         )
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
-        """Sharpen the scores, as in `Attention`: each projection gives numbers of standard deviation 1, queries of the
-        scores' own."""
+        """Sharpen the scores, as in `Attention`: outputs of each projection get standard deviation 1, and queries that
+        of the scores."""
         sizes, module = config.mla, getattr(layer, self.mixer)
         queries = module.linear_q_up_proj if sizes.q_lora_rank else module.linear_q_proj
         queries.weight *= SCORES / (config.init_std * math.sqrt(sizes.q_lora_rank or config.hidden_size))

@@ -24,8 +24,8 @@ class FeedForward(LayerKind):
     feed_forward = ("mlp.", "pre_mlp_layernorm.")
 
     def network(self, config: ModelConfig, name: str, outer: int, inner: int) -> dict[str, Shape]:
-        """Shapes of both matrices of a network, `name` with their numbers in it. A gated network has the rows of its
-        gate before those of its values."""
+        """Return the shapes of a network's two matrices, named by `name` with 1 or 2 filled in. In a gated network, the
+        rows of the gate come before those of the values."""
         return {name.format(1): ((2 if config.mlp.gated else 1) * inner, outer), name.format(2): (outer, inner)}
 
     def parts(self, name: str, size: int, config: ModelConfig) -> list[int]:

@@ -22,7 +22,7 @@ _EXPERTS = "mlp.experts.experts.linear_fc{}.weight"
 
 
 class Moe(FeedForward):
-    """Routed experts, with or without a shared one."""
+    """Routed experts, with or without a shared expert."""
 
     name, section = "moe", MoeConfig
     slot = Slot("E", "moe_layer")
@@ -48,7 +48,7 @@ class Moe(FeedForward):
             moe_latent_size=sizes.latent_size or None,
             moe_shared_expert_gate=sizes.shared_expert_gate,
             moe_router_score_function=sizes.router_score_function,
-            moe_router_pre_softmax=sizes.router_score_function == "softmax",  # layers.moe.Router routes, see there
+            moe_router_pre_softmax=sizes.router_score_function == "softmax",  # see layers.moe.Router, which routes
             moe_router_enable_expert_bias=sizes.router_enable_expert_bias,
             moe_router_bias_update_rate=0.0,
             moe_router_load_balancing_type="none",
@@ -86,8 +86,8 @@ class Moe(FeedForward):
         return shapes
 
     def linears(self, config: ModelConfig) -> Sequence[Linear]:
-        """Return none: the router and the routed experts have ops of their own. Linears of a shared expert that runs
-        apart, and of latents, are left out."""
+        """Return none: the router and the routed experts use their own kernels. The linears of latent projections, and
+        of a shared expert that runs separately, are left out."""
         return ()
 
     def experts(self, config: ModelConfig) -> Experts:

@@ -1,11 +1,11 @@
-"""What layer kinds know of Megatron's settings and names."""
+"""Types with which layer kinds describe Megatron's settings and names."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 
 class Settings(Protocol):
-    """Settings of a checkpoint by key; one that is null counts as absent."""
+    """Settings of a checkpoint by key; a setting of null counts as absent."""
 
     def first(self, *keys: str) -> str | None:
         """Return the first of these keys that is set."""
@@ -14,16 +14,16 @@ class Settings(Protocol):
         """Return a setting of any type."""
 
     def typed[T: (int, bool, str)](self, key: str, default: T) -> T:
-        """Return a setting of the default's type; record one of another type as a problem, and return the default."""
+        """Return a setting of the default's type; for one of another type, record a problem and return the default."""
 
 
 class LayerMarks(NamedTuple):
-    """A setting that says which layers of a `GPTModel` are of a kind, by a list of zeros and ones or by a number."""
+    """A setting that says which layers of a `GPTModel` have a kind, by a list of zeros and ones or by a number."""
 
     key: str
     default: int | None
     of_number: Callable[[int, int], bool]
-    """Whether a layer, counted from 0, is of the kind, given the number."""
+    """Function of a layer's index, from 0, and the setting's number that says whether the layer has the kind."""
 
 
 class UnfusedNorm(NamedTuple):
@@ -33,4 +33,4 @@ class UnfusedNorm(NamedTuple):
     beside: str
     """A tensor of the same layer that says which norm it is."""
     fused: str
-    """What it is called with Transformer Engine."""
+    """The norm's name with Transformer Engine."""

@@ -18,7 +18,7 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 class CoreAttention(nn.Module):
-    """Attention over sequences. What depths and decoding need beside it `SelfAttention` calls itself."""
+    """Attention over sequences. `SelfAttention` calls the kernels for MTP depths and decoding itself."""
 
     def __init__(self, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class SelfAttention(MegatronSelfAttention):
     layer_name: str
     """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
     frequencies: Tensor | None
-    """Radians per position of the channels that are rotated; None: positions are not embedded."""
+    """Radians per position of the rotated channels; None: no rotary position embedding."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
@@ -62,7 +62,7 @@ class SelfAttention(MegatronSelfAttention):
             residual: [s, b, h], to which the output is added; may be overwritten by the sum.
 
         Returns:
-            ([s, b, h], or [N, 1, h] of the tokens `StepInput.keep`; bias or None).
+            ([s, b, h], or [N, 1, h] for the tokens `StepInput.keep`; bias or None).
         """
         inputs = SequenceInput() if inference_context is None else inference_context
         if isinstance(inputs, StepInput):
@@ -79,7 +79,7 @@ class SelfAttention(MegatronSelfAttention):
             positions = self._positions(q, inputs)
             q, k = self._rotate(q, positions), self._rotate(k, positions)
             if torch.is_grad_enabled() and self.k_layernorm is None:
-                # Or the backward would keep the whole projection for its keys and values; norms keep it anyhow.
+                # Without the copies, the backward would keep the whole projection; k_layernorm keeps it in any case.
                 q, k, v = (t.contiguous() for t in (q, k, v))
                 gate = None if gate is None else gate.contiguous()
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, heads, d]
@@ -97,12 +97,12 @@ class SelfAttention(MegatronSelfAttention):
         return self.config.attention_output_gate
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-        """Queries, keys, values and gates of a step, as views of the projection: megatron-core's own split copies the
-        queries to have their heads in one dimension.
+        """Project a step to queries, keys, values and gates, as views of the projection. megatron-core's own split
+        copies the queries to bring their heads into one dimension.
 
         Returns:
             q [T, groups, heads / groups, d]; k, v [T, groups, d]; gate [T, groups, heads / groups * d] or None; whether
-            q and k are normalised.
+            q and k are already normalised.
         """
         if self.config.num_query_groups < self.world_size:  # a group's heads are on several ranks
             q, k, v, *rest = self.get_query_key_value_tensors(hidden_states, output_gate=self._gated)
@@ -135,10 +135,10 @@ class SelfAttention(MegatronSelfAttention):
 
         Args:
             q: [T, groups, heads / groups, d].
-            normed: whether q and k are normalised, if they have norms.
+            normed: whether the norms of q and k, if any, are already applied.
 
         Returns:
-            [N, heads, d] of the tokens to keep, or of all.
+            [N, heads, d] for the tokens to keep, or for all tokens.
         """
         (cache,) = step.states[self.layer_name]
         assert isinstance(cache, PagedKV)

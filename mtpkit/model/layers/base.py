@@ -1,7 +1,8 @@
-"""What layers share: parameters that ranks split, and linears that make their input again in the backward.
+"""Helpers of layers: parameters that ranks split, and linears that recompute their input in the backward.
 
-What an activation or a norm gives is as large as what it reads, which its own backward keeps, and costs little beside
-the product that follows (selective activation recomputation: Korthikanti et al. 2022, arXiv:2205.05198).
+The output of an activation or a norm is as large as its input, which its own backward keeps anyway, and recomputing it
+costs little beside the matrix product that follows (selective activation recomputation: Korthikanti et al. 2022,
+arXiv:2205.05198).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ _keeps = ContextVar("mtpkit_keeps_inputs", default=False)
 
 
 class NoExtraState:
-    """Mixin of modules whose checkpoints have the key that Transformer Engine's modules write, without a value. The fp8
-    scales that Transformer Engine keeps there are made again from the tensors themselves."""
+    """Mixin of modules whose checkpoints have the extra-state key of Transformer Engine's modules, without a value. The
+    fp8 scales that Transformer Engine keeps there are recomputed from the tensors themselves."""
 
     def get_extra_state(self) -> None:
         """Return nothing."""
@@ -65,7 +66,7 @@ class SplitOverRanks(nn.Module):
 
 @contextmanager
 def keeping_inputs() -> Iterator[None]:
-    """Linears inside keep their inputs: for what is run again as a whole, which keeps nothing in the first place."""
+    """Make linears inside keep their inputs, for code that is recomputed as a whole and first runs without keeping."""
     token = _keeps.set(True)
     try:
         yield
@@ -74,7 +75,7 @@ def keeping_inputs() -> Iterator[None]:
 
 
 def linear_of[R](linear: Callable[[Tensor], R], function: Callable[..., Tensor], *inputs: Tensor) -> R:
-    """linear(function(*inputs)); the backward of the linear calls `function`, nothing of which is random, once more."""
+    """Compute linear(function(*inputs)); the linear's backward calls `function` again, so it must not be random."""
     made = function(*inputs)
     if _keeps.get() or not (torch.is_grad_enabled() and made.requires_grad):
         return linear(made)

@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class HeadNorm(NoExtraState, nn.Module):
-    """RMS norm of each value head, which is then gated; its weight is the same for all heads and on all ranks."""
+    """RMS norm of each value head, followed by the gate; all heads and all ranks share one weight."""
 
     def __init__(self, config: TransformerConfig, width: int) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class HeadNorm(NoExtraState, nn.Module):
         self.weight = norm_weight(width, config)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z [..., h * width] to the same."""
+        """Norm x and gate it with z, both [..., h * width]; returns the same shape."""
         return norm_gate(x, z, self.weight, self.eps, self.zero_centered)
 
 
 class GatedDeltaNet(RecurrentMixer):
     """Gated delta net (Yang et al. 2024, arXiv:2412.06464) with the parameters and sharding of Megatron's mixer.
 
-    `A_log` and `dt_bias` are kept in fp32: in bf16 their rounding changes the decays.
+    `A_log` and `dt_bias` are stored in fp32: rounding them to bf16 would change the decays.
     """
 
     pieces = ("conv", "gate", "rates")
@@ -80,7 +80,7 @@ class GatedDeltaNet(RecurrentMixer):
         return self.out_norm(y, z)
 
     def _raw(self, conv_out: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, a and b as the kernels of decode steps take them."""
+        """Return q, k, v, a and b as the kernels of decode steps take them."""
         q, k, v = conv_out.split(list(self.channels.values()), -1)
         b, a = rates.chunk(2, -1)
         q, k = (t.unflatten(-1, (self.num_key_heads, -1)) for t in (q, k))
@@ -97,7 +97,7 @@ class GatedDeltaNet(RecurrentMixer):
         return self._read(tokens, tokens.q[:, :, None], inputs)[:, :, 0]
 
     def _read(self, tokens: Tokens, queries: Tensor, inputs: SequenceInput, wide: bool = False) -> Tensor:
-        """What queries [b, s, m, j, k] read of each token's state, [b, s, m, h, v]; `wide`: in fp32."""
+        """Read each token's state with queries [b, s, m, j, k]; returns [b, s, m, h, v], in fp32 if `wide`."""
         shape = queries.shape[:2]
         starts = inputs.starts(shape[0], shape[1], queries.device)
         q, k, v, g, beta = (t.flatten(0, 1) for t in (queries, *tokens[1:]))
@@ -170,7 +170,7 @@ class GatedDeltaNet(RecurrentMixer):
         """See `RecurrentMixer.scan_depth`.
 
         With S_i depth 1's state, S^k_i = exp(g_k) S^{k-1}_i + u_k k_k^T and S^1_i = S_i, where u_k = beta_k (v_k -
-        exp(g_k) S^{k-1}_i k_k). So k_k and q_k each read S_i, decayed, plus one term for each of depths 2..k.
+        exp(g_k) S^{k-1}_i k_k). So k_k and q_k each read the decayed S_i, plus one term for each of depths 2..k.
         """
         name = f"{self.layer_name}.corrections"
         current = self._tokens(conv_out, rates)
@@ -181,7 +181,7 @@ class GatedDeltaNet(RecurrentMixer):
         reads = torch.stack([current.k, current.q], 2)  # [b, s, 2, j, k]
         held = self._read(first, reads, inputs, wide=True)
         rep = self.num_value_heads // self.num_key_heads
-        log_decay = current.g  # from the depth at hand to depth k
+        log_decay = current.g  # sum over the depths after `entry`, up to depth k
         total = torch.zeros_like(held)
         for entry, u in zip(reversed(later[:-1]), reversed(inputs.left(name, Tensor, first=2)), strict=True):
             scores = (reads.float() * entry.k.float()[:, :, None]).sum(-1).repeat_interleave(rep, -1)

@@ -1,7 +1,7 @@
-"""The last pipeline stage's embedding as integers.
+"""The last pipeline stage's embedding, rounded to integers.
 
-The heads embed the tokens that they draft after; the base's own embedding is on the first stage. The last one therefore
-has a copy, of which rounding changes drafts alone.
+The heads embed the tokens that they draft after, but the base's own embedding is on the first stage. The last stage
+therefore has a copy; rounding that copy changes only drafts.
 """
 
 import torch
@@ -15,10 +15,10 @@ from mtpkit.kernels.integer_rows import IntegerBits, IntegerRows
 
 
 class IntegerEmbedding(nn.Module):
-    """Stands in the place of megatron-core's `VocabParallelEmbedding`, without gradients.
+    """Replacement for megatron-core's `VocabParallelEmbedding` with an integer table and without gradients.
 
     Args:
-        whole: the embedding, which is rounded.
+        whole: the embedding to round.
     """
 
     values: Tensor
@@ -37,7 +37,7 @@ class IntegerEmbedding(nn.Module):
         return IntegerRows(self.values, self.scales)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[..., h] the embeddings of tokens [...]."""
+        """Embed tokens [...] to [..., h]."""
         if self.tp_group.size() == 1:
             return self.rows.at(token_ids, self.dtype)
         local = token_ids - self.first
@@ -47,12 +47,12 @@ class IntegerEmbedding(nn.Module):
 
 
 def has_draft_embedding(model: HybridModel) -> bool:
-    """Return whether a pipeline stage has an embedding for drafts alone: neither the base's own nor its lm_head."""
+    """Return whether a stage has an embedding only for drafts: neither the base's own nor its lm_head."""
     return model.mtp_process and not model.pre_process and not model.share_embeddings_and_output_weights
 
 
 def draft_embedding_bytes(model: HybridModel) -> int:
-    """Return the bytes of the embedding that this rank has for drafts alone, 0 if it has none."""
+    """Return the bytes of the embedding that this rank has only for drafts; 0 without one."""
     if not has_draft_embedding(model):
         return 0
     table = model.embedding.word_embeddings
@@ -61,10 +61,10 @@ def draft_embedding_bytes(model: HybridModel) -> int:
 
 @torch.no_grad()
 def round_draft_embedding(model: HybridModel, bits: IntegerBits) -> None:
-    """Make integers of the embedding that a model has for drafts alone; one that has none stays as it is.
+    """Round the embedding that a model has only for drafts to integers; a model without one stays as it is.
 
     Raises:
-        UserError: it has been rounded to other integers.
+        UserError: the embedding has already been rounded to another number of bits.
     """
     if not has_draft_embedding(model):
         return

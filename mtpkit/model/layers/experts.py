@@ -1,7 +1,7 @@
-"""Routed experts as megatron-core has them, of which all run in two products, with gradients.
+"""megatron-core's routed experts, run together in two grouped matrix products, with gradients.
 
-megatron-core runs one expert after the other, each in some ten launches. With hundreds of narrow experts a step of
-training then consists of little else than launches.
+megatron-core runs one expert after the other, each in some ten kernel launches. With hundreds of narrow experts,
+launches then dominate a training step.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from mtpkit.model.layers.norm import ACTIVATIONS
 from mtpkit.model.transformer_config import TransformerConfig
 
 _ALIGNED = 16
-"""Bytes of which rows of matrices must be a multiple for `grouped_mm`."""
+"""`grouped_mm` needs matrix rows whose size is a multiple of this many bytes."""
 _MOST_COPIED = 4 << 30
-"""Bytes of one matrix of all experts, up to which they are copied together where they lie apart; a copy of more would
-take too much memory."""
+"""Most bytes of all experts' fc1, or of all their fc2, that are copied into one tensor if they lie apart; a larger copy
+would take too much memory."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What `grouped_mm` multiplies on a CPU."""
+"""Types that `grouped_mm` multiplies on a CPU."""
 
 
 class Experts(SequentialMLP):
-    """megatron-core's experts, whose matrices are multiplied all at once where PyTorch has a product for that: rows are
-    to be multiples of 16 bytes, and on a GPU in bfloat16. Elsewhere they run one by one, and where `apart` says so.
+    """megatron-core's experts, multiplied all at once where PyTorch has a grouped product: rows must be multiples of 16
+    bytes, and bfloat16 on a GPU. Otherwise, or if `apart` is set, the experts run one by one.
 
-    Where they do not lie side by side, as those of heads, all fc1 and then all fc2 are copied in each pass, forward and
-    backward; the backward pass has the gradient of one of them, too.
+    If the matrices do not lie side by side, as in the heads, all fc1 and then all fc2 are copied in each forward and
+    backward pass. The backward pass holds the gradient of all fc1 or of all fc2 besides.
     """
 
     config: TransformerConfig
@@ -42,12 +42,13 @@ class Experts(SequentialMLP):
         """Run the experts of this rank.
 
         Args:
-            permuted_local_hidden_states: [P, h] rows, one for each token and expert of it, sorted by expert.
-            tokens_per_expert: [E] rows of each expert, on any device.
+            permuted_local_hidden_states: [P, h], one row for each pair of a token and one of its experts, sorted by
+                expert.
+            tokens_per_expert: [E], number of rows of each expert, on any device.
             permuted_probs: [P], the weight of each row.
 
         Returns:
-            [P, h], each expert's output times the weight; and None.
+            [P, h], each row's expert output times its weight; and None.
         """
         x = permuted_local_hidden_states
         if self.apart or not self._run_together(x):
@@ -64,7 +65,7 @@ class Experts(SequentialMLP):
         first = self.local_experts[0]
         pair = first.linear_fc1, first.linear_fc2
         plain = isinstance(pair[0], ColumnParallelLinear) and isinstance(pair[1], RowParallelLinear)
-        # Linears of Transformer Engine, and weights in fp8, have products of their own.
+        # Transformer Engine's linears, and weights in fp8, use other matrix products.
         if not plain or not len(x) or any(getattr(one, "weight_scale", None) is not None for one in pair):
             return False
         aligned = not any(size * x.element_size() % _ALIGNED for one in pair for size in one.weight.shape)
@@ -73,13 +74,13 @@ class Experts(SequentialMLP):
         return aligned and alike and known and all(map(self._fits, ("linear_fc1", "linear_fc2")))
 
     def _fits(self, name: str) -> bool:
-        """Whether these matrices lie side by side or can be copied."""
+        """Return whether the matrices of the linear `name` lie side by side or are small enough to copy."""
         weights = [linear.weight for linear in self._linears(name)]
         return sum(weight.nbytes for weight in weights) <= _MOST_COPIED or _evenly_spaced(weights) is not None
 
 
 def _multiply(x: Tensor, ends: Tensor, linears: Sequence[ColumnParallelLinear | RowParallelLinear]) -> Tensor:
-    """[P, out] rows of x [P, in] times the weights of their experts, whose rows end at `ends` [E] int32."""
+    """Multiply rows of x [P, in] with their experts' weights to [P, out]; experts' rows end at `ends` [E] int32."""
     weights = [linear.weight for linear in linears]
     fused = [linear.gradient_accumulation_fusion for linear in linears]
     sums = [getattr(each, "main_grad", None) if adds else None for each, adds in zip(weights, fused, strict=True)]
@@ -87,8 +88,8 @@ def _multiply(x: Tensor, ends: Tensor, linears: Sequence[ColumnParallelLinear | 
 
 
 class _Grouped(torch.autograd.Function):
-    """Products of groups of rows with a matrix each. The gradient of a weight is added to its one of `sums`, if there
-    is one."""
+    """Product of each group of rows with its own matrix. The gradient of a weight is added to its tensor in `sums`, if
+    that is not None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, sums: list[Tensor | None], *weights: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class _Grouped(torch.autograd.Function):
         if not any(ctx.needs_input_grad[3:]):
             return own, None, None, *([None] * len(weights))
         of_weights = F.grouped_mm(out.t(), x, offs=ends)  # [E, out, in]
-        # Not on every GPU is that of no rows written: https://github.com/pytorch/pytorch/issues/172439
+        # Some GPUs leave the gradient of empty groups unwritten: https://github.com/pytorch/pytorch/issues/172439
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         of_weights.masked_fill_(empty[:, None, None], 0)
         sums = [total for total in ctx.sums if total is not None]
@@ -120,13 +121,13 @@ class _Grouped(torch.autograd.Function):
 
 
 def side_by_side(matrices: Sequence[Tensor]) -> Tensor:
-    """[E, n, m], the matrices [n, m] as one tensor, copied only if they do not lie evenly spaced in one memory."""
+    """Return matrices [n, m] as one tensor [E, n, m], copied only if they are not evenly spaced in one storage."""
     together = _evenly_spaced(matrices)
     return torch.stack(list(matrices)) if together is None else together
 
 
 def _evenly_spaced(matrices: Sequence[Tensor]) -> Tensor | None:
-    """The matrices as a view, if there is one."""
+    """Return the matrices as one view; None if they are not evenly spaced in one storage."""
     first = matrices[0].detach()
     places = [matrix.data_ptr() for matrix in matrices]
     step = places[1] - places[0] if len(places) > 1 else 0

@@ -1,4 +1,4 @@
-"""megatron-core's parallel linears, as plain matrix products where there is nothing to differentiate."""
+"""megatron-core's parallel linears, run as plain matrix products if no gradient is needed."""
 
 from functools import partial
 from typing import Literal
@@ -18,15 +18,15 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
-    """Whether the linear is its matrix product, perhaps with a bias, and at most a sum over ranks: no fp8, no gradient
-    to `inputs` or the bias, no sequence that ranks share."""
+    """Return whether the linear is only a matrix product, possibly with a bias and a sum over ranks: no fp8, no
+    gradient to `inputs` or the bias, no sequence parallelism."""
     tensors = (*inputs, module.bias)
     differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     return not differentiated and not module.sequence_parallel and module.weight_scale is None
 
 
 def _in_fp8(module: "ColumnParallelLinear | RowParallelLinear", input_: Tensor) -> Tensor:
-    """input_ [.., in] to [.., out]."""
+    """Multiply input_ [.., in] with a weight in fp8 to [.., out]."""
     assert module.weight_scale is not None
     output = fp8_linear(input_.flatten(0, -2), module.weight, module.weight_scale)
     if module.bias is not None:
@@ -43,7 +43,7 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """input_ [s, b, in] to (output [s, b, out / tp], bias for the caller to add)."""
+        """Map input_ [s, b, in] to (output [s, b, out / tp], bias for the caller to add)."""
         used = self.weight if weight is None else weight
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if is_plain(self, input_, used) and (self.tp_group.size() == 1 or not gathers):
@@ -65,7 +65,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Linear of the norm of input_ [s, b, input_size]; returns (output [s, b, output_size / tp], bias)."""
+        """Norm input_ [s, b, input_size] and multiply; returns (output [s, b, output_size / tp], bias)."""
         given = weight is not None or runtime_gather_output is not None
         if not given and is_plain(self, input_, self.weight, self.layer_norm_weight):
             return self._fused(input_, None), None
@@ -74,11 +74,11 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return linear_of(product, norm, input_, self.layer_norm_weight)
 
     def normed(self, input_: Tensor) -> Tensor:
-        """The norm of input_ [..., input_size] alone."""
+        """Return only the norm of input_ [..., input_size]."""
         return rms_norm(input_, self.layer_norm_weight, self.eps, self.zero_centered)
 
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
-        """The activation of the output, which takes no kernel of its own at few rows."""
+        """Return the activation of the output; with few rows, `relu2` is fused into the product's kernel."""
         if activation == "relu2" and is_plain(self, input_, self.weight, self.layer_norm_weight):
             return self._fused(input_, activation)
         return ACTIVATIONS[activation](self(input_)[0])
@@ -98,17 +98,17 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class CopiedLinear(NoExtraState, nn.Module):
-    """Linear without bias that every tensor-parallel rank has whole."""
+    """Linear without bias that every tensor-parallel rank holds whole."""
 
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__()
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-        # Under sequence parallelism ranks see parts of the sequence, whose gradients are added up.
+        # Under sequence parallelism each rank sees part of the sequence; this flag sums the gradients over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """input_ [..., in] to [..., out]."""
+        """Map input_ [..., in] to [..., out]."""
         if torch.is_grad_enabled():
             return F.linear(input_, self.weight)
         return linear(input_.flatten(0, -2), self.weight).view(*input_.shape[:-1], len(self.weight))
@@ -117,21 +117,21 @@ class CopiedLinear(NoExtraState, nn.Module):
 class RowParallelLinear(MegatronRowParallelLinear):
     """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream.
 
-    A `residual` [s, b, out] may be overwritten by the sum: the matrix product accumulates into it where it can, and the
-    addition costs neither a kernel nor a copy.
+    A `residual` [s, b, out] may be overwritten by the sum: the matrix product accumulates into it where possible, so
+    that the addition costs neither a kernel nor a copy.
     """
 
     weight_scale: Tensor | None = None
     """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
 
     def forward(self, input_: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
+        """Map input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
         return self._forward(input_, None, None, residual)
 
     def gated(
         self, input_: Tensor, gate: Tensor, norm: GatedRMSNorm, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` of norm(input_, gate), which takes no kernel of its own at few rows."""
+        """Run `forward` on norm(input_, gate); with few rows the norm is fused into the product's kernel."""
         return self._forward(input_, gate, norm, residual)
 
     def _forward(
@@ -143,7 +143,7 @@ class RowParallelLinear(MegatronRowParallelLinear):
             output, bias = super().forward(input_) if self.weight_scale is None else (_in_fp8(self, input_), None)
             return (output if residual is None else residual + output), bias
         if self.tp_group.rank():
-            residual = None  # the first rank adds it, once
+            residual = None  # only the first rank adds it, so that it counts once
         output = linear(
             input_.flatten(0, -2),
             self.weight,

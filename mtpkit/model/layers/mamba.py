@@ -82,7 +82,7 @@ class MambaMixer(RecurrentMixer):
         return self._scan(self._scan_inputs(conv_out, rates), self.D, inputs)
 
     def _scan(self, tokens: ScanInputs, D: Tensor | None, inputs: SequenceInput, wide: bool = False) -> Tensor:
-        """y [b, s, h, p] of whole sequences, document by document; `wide`: in fp32."""
+        """Scan whole sequences, document by document, to y [b, s, h, p], in fp32 if `wide`."""
         shape = tokens.dt.shape[:2]
         starts = inputs.starts(shape[0], shape[1], tokens.dt.device)
         x, dt, B, C = (t.flatten(0, 1) for t in tokens)
@@ -172,19 +172,19 @@ class MambaMixer(RecurrentMixer):
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.
 
-        With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i; so y^k_i is C_k's readout of
-        S_i, decayed, plus one term for each of depths 2..k.
+        With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i. So y^k_i is C_k's readout of
+        the decayed S_i, plus one term for each of depths 2..k.
         """
         current = self._scan_inputs(conv_out, rates)
         first, *later = inputs.leave(self.layer_name, current)
         name = f"{self.layer_name}.steps"
-        if not later:  # the scan makes depth 1's step sizes
+        if not later:  # the scan computes depth 1's step sizes itself
             inputs.leave(name, None)
             return self._scan(current, self.D, inputs)
         _, *steps = inputs.leave(name, self._step_size(rates))
         A, rep = -torch.exp(self.A_log), self.num_heads // self.num_groups
         readout = self._scan(first._replace(C=current.C), None, inputs, wide=True)
-        log_decay = torch.zeros_like(steps[-1])  # from the depth at hand to depth k
+        log_decay = torch.zeros_like(steps[-1])  # sum over the depths after `entry`, up to depth k
         y = current.x.float() * self.D[:, None]
         for entry, step in zip(reversed(later), reversed(steps), strict=True):
             score = (current.C.float() * entry.B.float()).sum(-1).repeat_interleave(rep, -1)

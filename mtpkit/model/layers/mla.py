@@ -1,7 +1,8 @@
 """Multi-head latent attention for sequences, MTP depths and paged decoding.
 
-DeepSeek-V2 (arXiv:2405.04434, section 2.1). Shape legend: s sequence, b batch, T tokens and N wanted tokens of a step,
-n heads of this rank, C width of the latent, P width of the rotary key.
+DeepSeek-V2 (arXiv:2405.04434, section 2.1). Shape legend: s sequence, b batch, T tokens of a step, N tokens that it
+keeps, n heads of this rank, d and e head widths of keys without position and of values, C width of the latent, P width
+of the rotary key.
 """
 
 import torch
@@ -24,9 +25,9 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 class LatentAttention(SplitOverRanks, MegatronModule):
-    """Attention whose keys and values are made from one latent per token, with Megatron's parameter names.
+    """Attention whose keys and values are computed from one latent per token, with Megatron's parameter names.
 
-    Ranks split the heads; each has the whole down projections and computes all of the latents.
+    Ranks split the heads; each rank holds the whole down projections and computes all latents.
     """
 
     config: TransformerConfig
@@ -73,7 +74,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         )
 
     def _add_rotary(self, base: float) -> None:
-        """Set the frequencies, the factor of rotated channels and the scale of scores, as Megatron has them."""
+        """Set the frequencies, the factor of rotated channels and the scale of scores, as Megatron does."""
         sizes = self.sizes
         factor = sizes.rotary_scaling_factor
         whole = yarn_scale(factor, sizes.mscale_all_dim)
@@ -103,7 +104,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             residual: [s, b, h], to which the output is added; may be overwritten by the sum.
 
         Returns:
-            ([s, b, h], or [N, 1, h] of the tokens `StepInput.keep`; bias or None).
+            ([s, b, h], or [N, 1, h] for the tokens `StepInput.keep`; bias or None).
         """
         inputs = SequenceInput() if inference_context is None else inference_context
         if isinstance(inputs, StepInput):
@@ -123,7 +124,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return self.linear_proj(out.reshape(*out.shape[:2], -1), residual)
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries without position [s, b, n, d] and those to rotate [s, b, n, P], of x [s, b, h]."""
+        """Project x [s, b, h] to queries without position [s, b, n, d] and queries to rotate [s, b, n, P]."""
         if self.sizes.q_lora_rank:
             q, _ = self.linear_q_up_proj(self.linear_q_down_proj(x))
         else:
@@ -132,17 +133,17 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return q[..., : self.sizes.qk_head_dim], q[..., self.sizes.qk_head_dim :]
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [s, b, heads, P] at positions [b, s]: the weights rotate channels 2i and 2i + 1 against each other."""
+        """Rotate x [s, b, heads, P] to positions [b, s]; the weights expect channels 2i and 2i + 1 as pairs."""
         return rotate(x, positions, self.frequencies, self.rotary_factor, paired=True)
 
     def _project(self, x: Tensor, inputs: SequenceInput) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [s, b, n, d + P] and values [s, b, n, e] of whole sequences."""
+        """Project whole sequences to queries and keys [s, b, n, d + P] and values [s, b, n, e]."""
         sizes = self.sizes
         plain_q, rotary_q = self._queries(x)
         latent, rotary_k = self.linear_kv_down_proj(x).split([sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], -1)
         kv, _ = self.linear_kv_up_proj(latent.contiguous())
         plain_k, v = kv.unflatten(-1, (self.heads, -1)).split([sizes.qk_head_dim, sizes.v_head_dim], -1)
-        if self.tp_group.size() > 1:  # every rank's heads read it: its gradient is the sum of theirs
+        if self.tp_group.size() > 1:  # all ranks' heads read rotary_k, so its gradient is the sum over ranks
             if self.config.sequence_parallel:
                 rotary_k = gather_from_sequence_parallel_region(rotary_k, group=self.tp_group)
             else:
@@ -165,7 +166,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return cache
 
     def _store(self, x: Tensor, step: StepInput) -> tuple[Tensor, Tensor]:
-        """Store the rows of x [T, 1, h]: the normed latent, and the rotated key.
+        """Store the cache rows of x [T, 1, h]: the normed latent and the rotated key of each token.
 
         Returns:
             The latents before the norm [T, 1, C], and the keys [T, 1, P].
@@ -178,7 +179,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return latent, rotary
 
     def _absorbed(self) -> tuple[Tensor, Tensor]:
-        """Each head's projections of latents to keys [n, d, C] and to values [n, e, C]."""
+        """Return each head's projections of latents to keys [n, d, C] and to values [n, e, C]."""
         weight = self.linear_kv_up_proj.weight
         if (scale := getattr(self.linear_kv_up_proj, "weight_scale", None)) is not None:
             weight = (weight.float() * scale).to(self.config.params_dtype)
@@ -189,7 +190,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         """Attend through the cache, with the projections of keys and values absorbed into queries and outputs.
 
         Returns:
-            [N, n, e], given x [N, 1, h] of the tokens to keep, or of all, and the result of `_store`.
+            [N, n, e], given x [N, 1, h] of the tokens to keep, or of all tokens, and `entries`, the result of `_store`.
         """
         cache, keep = self._cache(step).rows, step.keep
         positions = step.positions if keep is None else step.positions[keep]
@@ -220,12 +221,13 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _keys_and_values(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [T, n, d + P] and values [T, n, e] of latents [T, 1, C] before their norm and rotated keys [T, 1, P]."""
+        """Compute keys [T, n, d + P] and values [T, n, e] from latents [T, 1, C] before their norm and from rotated
+        keys [T, 1, P]."""
         kv, _ = self.linear_kv_up_proj(latent.contiguous())
         plain, v = kv[:, 0].unflatten(-1, (self.heads, -1)).split([self.sizes.qk_head_dim, self.sizes.v_head_dim], -1)
         return torch.cat([plain, rotary.expand(-1, self.heads, -1)], -1), v
 
 
 def _per_head(latents: Tensor, value_up: Tensor) -> Tensor:
-    """Outputs [N, n, e] of sums of latents [N, n, C] and the projections to values [n, e, C]."""
+    """Project weighted sums of latents [N, n, C] to outputs [N, n, e] with the projections to values [n, e, C]."""
     return (latents.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1)

@@ -22,11 +22,11 @@ from mtpkit.model.layers.norm import ACTIVATIONS, RMSNorm
 from mtpkit.model.transformer_config import TransformerConfig
 
 _JOINED_TOKENS = 256
-"""Up to so many tokens a shared expert that can be is one of the routed ones, which saves the launches of its own; of
-more its products are faster by themselves."""
+"""Most tokens for which a shared expert runs as one of the routed experts if it can, which saves its own launches; for
+more tokens its separate products are faster."""
 
 _ALIGNED_ROWS = 8
-"""A multiple of rows that suits cuBLAS: of 64 tokens on an H200 513 rows took 9 us, 512 rows 6."""
+"""Multiple of rows that suits cuBLAS: for 64 tokens on an H200, 513 rows took 9 us and 512 rows took 6 us."""
 
 
 class DuplicatedLinear(NoExtraState, nn.Linear):
@@ -39,28 +39,28 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """x [..., input_size] to ([..., output_size], None)."""
+        """Map x [..., input_size] to ([..., output_size], None)."""
         return super().forward(x), None
 
 
 class Router(TopKRouter):
-    """megatron-core's router on the device where its weights are (the original moves CPU weights to the GPU), with
-    `mtpkit.kernels.moe.route`, which knows what megatron-core's routing does not. Its bias stays as it is."""
+    """megatron-core's router, run on the device of its weights (the original moves CPU weights to the GPU). It routes
+    with `mtpkit.kernels.moe.route`, which has options that megatron-core's routing lacks. Its bias is not updated."""
 
     config: TransformerConfig
 
     def gating(self, input: Tensor) -> Tensor:
-        """input [..., hidden] to fp32 logits [..., experts]."""
+        """Map input [..., hidden] to fp32 logits [..., experts]."""
         return router_gating_linear(input, self.weight, self.bias, torch.float32)
 
     def choose(
         self, x: Tensor, norm: RMSNorm | None, rows: Tensor | None = None, shared: Shared = "apart"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] to its norm, its experts [T, k] and their weights, without waiting for the host.
+        """Return the norm of x [T, hidden], its experts [T, k] and their weights, without waiting for the host.
 
         Args:
-            norm: None: there is none.
-            rows: the weight in place of the router's own: [E + 1 or more, hidden] with a `gated` shared expert.
+            norm: applied to x; None: no norm.
+            rows: weight to use instead of the router's own: [E + 1 or more, hidden] with a `gated` shared expert.
             shared: see `mtpkit.kernels.moe.route`.
         """
         weight = self.weight if rows is None else rows
@@ -71,7 +71,8 @@ class Router(TopKRouter):
         return normed, *self._route(logits[:, : self.num_experts + (shared == "gated")], shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [s, b, experts] to weights [T, experts], 0 where an expert is not chosen, and whether it is."""
+        """Map logits [s, b, experts] to weights [T, experts], 0 where not chosen, and a mask [T, experts] of the
+        choice."""
         assert padding_mask is None, "nothing pads sequences"
         flat = logits.flatten(0, -2)
         chosen, weights = self._route(flat)
@@ -87,9 +88,9 @@ class Router(TopKRouter):
 class MoELayer(MegatronMoELayer):
     """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3).
 
-    Where nothing is differentiated and `stack_experts` has been called, all routed experts are two products between a
-    sort and a sum. Otherwise it is megatron-core's own forward with `Experts`, which needs a host-device sync for the
-    number of tokens of each expert.
+    Without gradients and after `stack_experts`, all routed experts run as two products between a sort and a sum.
+    Otherwise megatron-core's own forward runs with `Experts`, which needs a host-device sync for the number of tokens
+    of each expert.
     """
 
     config: TransformerConfig
@@ -115,11 +116,12 @@ class MoELayer(MegatronMoELayer):
         self.fc2_latent_proj = DuplicatedLinear(latent, config.hidden_size, config)
 
     _stacks: list[Tensor] | None = None
-    """fc1 and fc2 of all experts, behind them those of a shared expert of the same size; then, if that has a gate, the
-    weights of the router and of the gate, and zeros. The parameters are views of them."""
+    """fc1 of all experts and fc2 of all experts, each followed by that of a shared expert that joins them. If the
+    shared expert has a gate, a third tensor has the weights of the router and of the gate, then zeros. The parameters
+    are views of these tensors."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [s, b, hidden] to (the same shape, bias or None)."""
+        """Map hidden_states [s, b, hidden] to (the same shape, bias or None)."""
         if torch.is_grad_enabled() or not self.is_stacked:
             return super().forward(hidden_states, *args, **kwargs)
         return self.add_to(None, hidden_states), None
@@ -135,12 +137,12 @@ class MoELayer(MegatronMoELayer):
     def stack_experts(self) -> bool:
         """Lay the weights of all routed experts side by side; the parameters become views of them.
 
-        Where ranks share a sequence, or experts without sharing the other matrices, experts stay apart: only
-        megatron-core's own pass exchanges tokens. So do weights that lie in a buffer of somebody else's, such as an
-        optimizer's, and those made in inference mode, which cannot be moved.
+        Experts stay apart under sequence parallelism, and if ranks split the experts but not the other matrices: only
+        megatron-core's own pass exchanges tokens. They also stay apart if their weights cannot be moved: weights in
+        another owner's buffer, such as an optimizer's, and weights made in inference mode.
 
         Returns:
-            Whether they lie side by side now.
+            Whether the weights lie side by side now.
         """
         together = self._together
         if self._stacks is not None and all(map(_are_parts_of, self._stacks, together)):
@@ -155,13 +157,13 @@ class MoELayer(MegatronMoELayer):
 
     @property
     def _same_tokens(self) -> bool:
-        """Whether the ranks that share the experts, or split each, are those that share the other matrices: they all
-        have the same tokens, and the sum over them is complete."""
+        """Whether the ranks that split the experts, or each expert, are the ranks that split the other matrices. Then
+        they all have the same tokens, and the sum over them is complete."""
         return self.ep_group.size() * self.experts.tp_group.size() == self.attn_tp_group.size()
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the experts lie side by side; of a model that was moved since, or copied, they do not."""
+        """Whether the experts lie side by side; False after the model was moved or copied."""
         return self._stacks is not None and all(
             weights[0].data_ptr() == stack.data_ptr()
             for weights, stack in zip(self._together, self._stacks, strict=True)
@@ -169,8 +171,8 @@ class MoELayer(MegatronMoELayer):
 
     @property
     def _joins(self) -> Shared:
-        """Whether the shared expert can be one of the routed ones: if it is as wide, and what it reads, too, and no
-        other rank has some of them."""
+        """Way in which the shared expert joins the routed ones: `apart` unless its width, its input and its dtype are
+        the same as theirs and no other rank has a part of the layer."""
         sizes = self.config.mtpkit.moe
         if not self.use_shared_expert or self.config.moe_latent_size or self.attn_tp_group.size() > 1:
             return "apart"
@@ -182,7 +184,7 @@ class MoELayer(MegatronMoELayer):
 
     @property
     def _together(self) -> list[list[Tensor]]:
-        """The weights that lie side by side, see `_stacks`."""
+        """The weights to lay side by side, see `_stacks`."""
         experts, joins = list(self.experts.local_experts), self._joins
         if joins != "apart":
             experts.append(self.shared_experts)
@@ -190,13 +192,13 @@ class MoELayer(MegatronMoELayer):
         return [*pairs, [self.router.weight, self.shared_experts.gate_weight]] if joins == "gated" else pairs
 
     def add_to(self, residual: Tensor | None, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """residual [..., hidden], which may be overwritten, plus the stacked experts of norm(x), x [..., hidden].
+        """Add the stacked experts of norm(x), x [..., hidden], to residual [..., hidden], which may be overwritten.
 
-        Each rank adds up what its experts, or its parts of them, give; one sum over ranks completes it.
+        Each rank adds up the outputs of its experts, or of its parts of them; one sum over ranks completes the result.
         """
         assert self._stacks is not None, "stack_experts comes first"
         flat, activation, joins = x.flatten(0, -2), self.config.mtpkit.mlp.activation, self._joins
-        first = self.attn_tp_group.rank() == 0  # the first rank adds the residual, once
+        first = self.attn_tp_group.rank() == 0  # only the first rank adds the residual
         total = residual.contiguous().flatten(0, -2) if residual is not None and first else None
         some = self.experts.local_experts[0]
         fc1 = self._stacks[0].unflatten(0, (-1, len(some.linear_fc1.weight)))
@@ -219,7 +221,7 @@ class MoELayer(MegatronMoELayer):
                 inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
             if shared.gate_weight is not None:
                 gate = linear(flat, shared.gate_weight)[:, :, None]
-                inner = sigmoid_gate(inner, gate.expand(-1, inner.shape[1], 1))  # one number scales a token
+                inner = sigmoid_gate(inner, gate.expand(-1, inner.shape[1], 1))  # one gate per token
             total = linear(inner, shared.linear_fc2.weight, residual=total)
         if self.config.moe_latent_size:
             small = linear(flat, self.fc1_latent_proj.weight)
@@ -231,7 +233,7 @@ class MoELayer(MegatronMoELayer):
 
 
 def _can_move(weight: Tensor) -> bool:
-    """Whether nobody else holds the memory of a weight."""
+    """Return whether a weight is alone in its storage and was not made in inference mode."""
     alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
     return alone and not weight.is_inference()
 
@@ -247,7 +249,7 @@ def _are_parts_of(stack: Tensor, weights: list[Tensor]) -> bool:
 
 
 def _stack(weights: list[Tensor], multiple: int) -> Tensor:
-    """The rows of all weights in one tensor, which they become views of; then zeros, up to a multiple of rows."""
+    """Copy all weights' rows into one tensor, with zeros up to a multiple of rows; the weights become its views."""
     padding = weights[0].new_zeros(-sum(map(len, weights)) % multiple, *weights[0].shape[1:])
     stack = torch.cat([*(weight.detach() for weight in weights), padding])
     for weight, part in zip(weights, _parts(stack, weights), strict=True):
@@ -257,15 +259,15 @@ def _stack(weights: list[Tensor], multiple: int) -> Tensor:
 
 @torch.inference_mode(False)
 def stack_experts(model: nn.Module) -> bool:
-    """Make the experts of `model` one tensor per layer, for decoding; needs the memory of one layer's beside the model.
+    """Stack the experts of each layer of `model` for decoding; needs memory for one layer's experts beside the model.
 
     Returns:
-        Whether all are, see `MoELayer.stack_experts`.
+        Whether the experts of all layers are stacked, see `MoELayer.stack_experts`.
     """
     stacked = []
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         before = layer.is_stacked
         stacked.append(layer.stack_experts())
         if stacked[-1] and not before and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what the single experts lay in is of no size that others need
+            torch.cuda.empty_cache()  # other allocations cannot reuse the single experts' blocks
     return all(stacked)

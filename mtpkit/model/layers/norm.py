@@ -13,8 +13,8 @@ ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
 def norm_weight(size: int, config: TransformerConfig) -> nn.Parameter:
-    """Make the weight of a norm of whole hidden states, on megatron-core's device and in its dtype, such that the norm
-    multiplies by 1."""
+    """Make the weight of a norm of whole hidden states, on megatron-core's device and in its dtype. The norm multiplies
+    by 1 at first."""
     value = 0.0 if config.layernorm_zero_centered_gamma else 1.0
     weight = nn.Parameter(torch.full((size,), value, dtype=config.params_dtype, device=torch.cuda.current_device()))
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -46,5 +46,5 @@ class GatedRMSNorm(SplitOverRanks):
         self.weight = split_parameter(ones)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z: [..., hidden_size]; returns the dtype of x, computed in fp32."""
+        """Norm x * silu(z), both [..., hidden_size], in fp32; returns the dtype of x."""
         return gated_rms_norm(x, z, self.weight, self.group_size, self.eps)

@@ -1,4 +1,4 @@
-"""What mixers with a recurrent state share: projections, causal convolution, and the ways in which a layer runs."""
+"""Base class of mixers with a recurrent state: projections, causal convolution, and how a layer runs each input."""
 
 from abc import abstractmethod
 from functools import partial
@@ -24,7 +24,7 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 class Places(NamedTuple):
-    """Where R rows find the states that they continue, and leave those after them."""
+    """Places where R rows read the states that they continue, and write the states after them."""
 
     states: Tensor
     """States of all slots."""
@@ -37,12 +37,12 @@ class Places(NamedTuple):
 def fold_rings(model: nn.Module, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
     """Fold the committed entries of all rings of base and heads into the states, as a chunk would have left them.
 
-    The counts of the rings are 0 from then on, which the caller writes. Does not wait for the device.
+    The counts of the rings are 0 afterwards, which the caller must write. Does not wait for the device.
 
     Args:
-        slots: [R] int64, each once; -1: a null row.
-        context_lens: [R] int64, committed positions.
-        committed: of these R rows.
+        slots: [R] int64, each slot once; -1: a null row.
+        context_lens: [R] int64, number of committed positions.
+        committed: the committed part of these R rows.
 
     Raises:
         NotImplementedError: a layer that keeps a ring cannot fold it.
@@ -66,18 +66,18 @@ def fold_rings(model: nn.Module, states: States, slots: Tensor, context_lens: Te
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):
-    """A mixer of five parts: `in_proj`, a depthwise causal convolution of some of what it gives, a recurrence over what
-    the convolution gives, a norm with a gate, `out_proj`.
+    """A mixer of five parts: `in_proj`, a depthwise causal convolution of a part of its output, a recurrence over the
+    convolution's output, a gated norm, and `out_proj`.
 
-    What `in_proj` gives lies in three pieces: the input of the convolution, the gate, and the rates at which the
+    The output of `in_proj` has three pieces: the input of the convolution, the gate, and the rates at which the
     recurrence forgets and learns.
 
-    Shape legend: b batch, s sequence, T tokens of rows behind one another, R rows, h heads, p head width, c channels of
-    the convolution; `inner` = h p.
+    Shape legend: b batch, s sequence, T tokens of concatenated rows, R rows, h heads, p head width, c channels of the
+    convolution; `inner` = h p.
     """
 
     pieces: ClassVar[tuple[str, str, str]]
-    """`gate`, `conv` and `rates` in the order in which `in_proj` gives them."""
+    """`gate`, `conv` and `rates`, in their order in the output of `in_proj`."""
     layer_name: str
     """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
     conv1d_bias: nn.Parameter | None
@@ -130,20 +130,21 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
 
     @abstractmethod
     def normed(self, y: Tensor, z: Tensor) -> Tensor:
-        """The norm with the gate: y, z [..., inner] to the same."""
+        """Norm y with the gate z, both [..., inner]; returns the same shape."""
 
     @abstractmethod
     def scan(self, conv_out: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
-        """Whole sequences, differentiable: conv_out [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
+        """Run whole sequences, differentiably: conv_out [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
 
     @abstractmethod
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
-        """MTP depth k at every position i, continuing depth 1's state at i, see `DepthInput`; shapes as for `scan`."""
+        """Run MTP depth k at every position i, continuing depth 1's state at i, see `DepthInput`; shapes as in
+        `scan`."""
 
     @abstractmethod
     def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
-        """Rows that begin at `starts` [R + 1], without a gradient: conv_out [T, c], rates [T, ...] to y [T, h, p].
-        Without `places` all rows begin at zero states."""
+        """Run rows that begin at `starts` [R + 1], without a gradient: conv_out [T, c], rates [T, ...] to y [T, h, p].
+        Without `places`, all rows begin with zero states."""
 
     @abstractmethod
     def update(
@@ -155,17 +156,17 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         lens: tuple[Tensor, Tensor],
         tree: TreeInput | None = None,
     ) -> Tensor:
-        """Decode rows: conv_out [R, T, c], rates [R, T, ...] to y [R, T, h, p].
+        """Run decode rows: conv_out [R, T, c], rates [R, T, ...] to y [R, T, h, p].
 
         Args:
-            slots: [R] of the states.
+            slots: [R], slots of the rows' states.
             lens: [R] context lengths, and [R] counts of the state's counter.
-            tree: the trees that the rows are, with parents; None: chains.
+            tree: the rows' trees, with `parents`; None: the rows are chains.
         """
 
     @abstractmethod
     def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
-        """Fold what is committed in rings into the states at `slots` [R]; `lens` as for `update`."""
+        """Fold the committed entries of rings into the states at `slots` [R]; `lens` as for `update`."""
 
     def forward(
         self,
@@ -183,7 +184,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
             residual: [s, b, h], to which the output is added; may be overwritten by the sum.
 
         Returns:
-            ([s, b, h], or [N, 1, h] of the tokens `StepInput.keep`; bias or None).
+            ([s, b, h], or [N, 1, h] for the tokens `StepInput.keep`; bias or None).
         """
         inputs = SequenceInput() if inference_context is None else inference_context
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, ...]
@@ -205,7 +206,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         return self.out_proj(self.normed(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)), residual)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate, input of the convolution and rates."""
+        """Split the output of `in_proj` into the gate, the input of the convolution, and the rates."""
         found = dict(zip(self.pieces, projected.split(self._widths, -1), strict=True))
         return found["gate"], found["conv"], found["rates"]
 
@@ -218,7 +219,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         return not exact and on_kernels(conv_in) and no_grad(conv_in, *self.parameters(recurse=False))
 
     def _documents(self, conv_in: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
-        """Whole sequences, one document behind the other: conv_in [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
+        """Run whole sequences, one document after the other: conv_in [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
         shape = conv_in.shape[:2]
         starts = inputs.starts(shape[0], shape[1], conv_in.device)
         return self._rows(conv_in.flatten(0, 1), rates.flatten(0, 1), starts).unflatten(0, shape)
@@ -226,11 +227,11 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
     def _rows(
         self, conv_in: Tensor, rates: Tensor, starts: Tensor, window: Tensor | None = None, places: Places | None = None
     ) -> Tensor:
-        """Rows that begin at `starts` [R + 1]: conv_in [T, c] and rates [T, ...] to y [T, h, p].
+        """Run rows that begin at `starts` [R + 1]: conv_in [T, c] and rates [T, ...] to y [T, h, p].
 
         Args:
-            window: windows of all slots, which the rows continue and leave; given with `places`. None: they and the
-                states begin at zero.
+            window: windows of all slots, which the rows continue and update; given together with `places`. None:
+                windows and states begin at zero.
         """
         _, slots, context_lens = places or (None, None, None)
         conv_out = causal_conv1d_varlen(
@@ -239,7 +240,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         return self.scan_rows(conv_out, rates, starts, places)
 
     def _step(self, conv_in: Tensor, rates: Tensor, step: StepInput) -> Tensor:
-        """Decode rows, then prefill chunks: conv_in [T, c], rates [T, ...] to y [T, h, p]."""
+        """Run prefill chunks, then decode rows, which come first in conv_in [T, c], rates [T, ...] and y [T, h, p]."""
         window, recurrent = step.states[self.layer_name]
         assert isinstance(window, ConvWindow) and isinstance(recurrent, Snapshot | Replay)
         split = step.num_decode_tokens
@@ -266,16 +267,16 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
     def _prefill(
         self, conv_in: Tensor, rates: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
     ) -> Tensor:
-        """One chunk of each prefill row, [T', ...].
+        """Run one chunk of each prefill row, [T', ...].
 
-        A chunk never follows a decode step of the same request: what it continues is what a chunk left.
+        A chunk never follows a decode step of the same request: it continues the states as a chunk leaves them.
         """
         first = step.num_decode_rows
         places = Places(recurrent.folded, step.state_slots[first:], step.context_lens[first:])
         return self._rows(conv_in, rates, step.query_start[first:], window.folded, places)
 
     def _depth(self, conv_in: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
-        """MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`."""
+        """Run MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`."""
         raw = inputs.leave(f"{self.layer_name}.conv", conv_in)
         if inputs.depth == 1:
             conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
@@ -284,8 +285,8 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         return self.scan_depth(conv_out, rates, inputs)
 
     def _depth_conv(self, raw: list[Tensor], documents: Tensor | None) -> Tensor:
-        """Convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at i, the older ones depth 1 at
-        i, i - 1, .. inside the document. raw[d - 1]: inputs of depth d, [b, s, c]."""
+        """Run the convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at i, the older taps
+        read depth 1 at i, i - 1, .. inside the document. raw[d - 1]: inputs of depth d, [b, s, c]."""
         first, length = raw[0], raw[0].shape[1]
         out: Tensor = first.new_zeros(()) if self.conv1d_bias is None else self.conv1d_bias
         for lag in range(self.conv_kernel):
@@ -300,8 +301,8 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Megatron's distributed-checkpoint entries: `in_proj` and the convolution split into their parts, so that a
-        checkpoint loads at any tensor parallelism."""
+        """Return Megatron's distributed-checkpoint entries, with `in_proj` and the convolution split into their parts,
+        so that a checkpoint loads at any tensor parallelism."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for entry in ("in_proj.weight", "conv1d_weight", "conv1d_bias"):
             parts = self.channels if entry.startswith("conv1d") else self.rows

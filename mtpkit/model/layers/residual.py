@@ -1,9 +1,8 @@
-"""megatron-core's layers with few kernels each in decoding.
+"""megatron-core's layers with few kernels per layer in decoding.
 
-For a `StepInput` a layer is x + mixer(norm(x)), the norm where Megatron's parameters put it (in the linear that follows
-it; before a mixture of experts with the router's product, or by itself) and the addition inside the last matrix
-product. That sum may overwrite x.
-For every other input megatron-core's own forward runs.
+For a `StepInput`, a layer computes x + mixer(norm(x)). The norm runs where Megatron's parameters put it: in the linear
+that follows it, or, before a mixture of experts, with the router's product or by itself. The addition runs inside the
+last matrix product, and its sum may overwrite x. For every other input, megatron-core's own forward runs.
 """
 
 import torch
@@ -25,7 +24,7 @@ class MambaLayer(MegatronMambaLayer):
     def forward(
         self, hidden_states: Tensor, *args: object, inference_context: LayerInput | None = None, **kwargs: object
     ) -> Tensor:
-        """hidden_states [s, b, h] to the same shape."""
+        """Map hidden_states [s, b, h] to the same shape."""
         if not isinstance(inference_context, StepInput):
             return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
         return self.mixer(hidden_states, inference_context=inference_context, residual=hidden_states)[0]
@@ -35,13 +34,13 @@ class _StepTransformerLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, *args: object, inference_context: LayerInput | None = None, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [s, b, h] to (the same shape, megatron-core's unused context)."""
+        """Map hidden_states [s, b, h] to (the same shape, megatron-core's unused context)."""
         if not isinstance(inference_context, StepInput):
             return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
         return self._step(hidden_states, inference_context), None
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        """x [T, 1, h] plus what the layer makes of it."""
+        """Return x [T, 1, h] plus the output of the layer for x."""
         raise NotImplementedError
 
 
@@ -49,17 +48,17 @@ class AttentionLayer(_StepTransformerLayer):
     """Self-attention and its residual connection."""
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        # A norm that stands alone, or nothing.
+        # input_layernorm is a separate norm, or the identity if the mixer's first linear norms.
         return self.self_attention(self.input_layernorm(x), inference_context=step, residual=x)[0]
 
 
 class MLP(MegatronMLP):
-    """megatron-core's parameters, with an activation that is not kept for the backward."""
+    """megatron-core's MLP, with an activation that the backward recomputes instead of keeping it."""
 
     config: TransformerConfig
 
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [s, b, h] to (the same shape, bias or None)."""
+        """Map hidden_states [s, b, h] to (the same shape, bias or None)."""
         inner, bias = self.linear_fc1(hidden_states)
         assert bias is None, "built without"
         return linear_of(self.linear_fc2, ACTIVATIONS[self.config.mtpkit.mlp.activation], inner)

@@ -1,4 +1,4 @@
-"""Transformer Engine's linears, norms and attention with the parameters, checkpoint keys and calls of the local ones.
+"""Transformer Engine's linears, norms and attention, with the parameters, checkpoint keys and calls of local ones.
 
 Import this only where the `te` backend was chosen: Transformer Engine is optional, and builds its modules on a GPU.
 """
@@ -51,16 +51,16 @@ class NormColumnParallelLinear(NoExtraState, megatron_te.TELayerNormColumnParall
     """Column-parallel linear of the RMS norm of its input, in one module."""
 
     def normed(self, input_: Tensor) -> Tensor:
-        """The norm of input_ [..., input_size] alone."""
+        """Return only the norm of input_ [..., input_size]."""
         return rms_norm(input_, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
 
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
-        """The activation of the output."""
+        """Return the activation of the output."""
         return ACTIVATIONS[activation](self(input_)[0])
 
 
 class CopiedLinear(NoExtraState, megatron_te.TELinear):
-    """Linear without bias that every tensor-parallel rank has whole."""
+    """Linear without bias that every tensor-parallel rank holds whole."""
 
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__(
@@ -75,7 +75,7 @@ class CopiedLinear(NoExtraState, megatron_te.TELinear):
         )
 
     def forward(self, input_: Tensor) -> Tensor:
-        """input_ [..., in] to [..., out]."""
+        """Map input_ [..., in] to [..., out]."""
         return super().forward(input_)[0]
 
 
@@ -83,21 +83,21 @@ class RowParallelLinear(NoExtraState, megatron_te.TERowParallelLinear):
     """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
 
     def forward(self, input_: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
+        """Map input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
         output, bias = super().forward(input_)
         return (output if residual is None else residual + output), bias
 
     def gated(
         self, input_: Tensor, gate: Tensor, norm: GatedRMSNorm, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` of norm(input_, gate)."""
+        """Run `forward` on norm(input_, gate)."""
         return self(norm(input_, gate), residual)
 
 
 class CoreAttention(megatron_te.TEDotProductAttention):
     """Causal attention over sequences by cuDNN or FlashAttention, as Transformer Engine chooses."""
 
-    # The local module has no such key, and megatron-core writes none into checkpoints.
+    # The local module has no extra-state key, and megatron-core writes none into checkpoints.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
@@ -112,7 +112,7 @@ class CoreAttention(megatron_te.TEDotProductAttention):
             out = super().forward(q, k, v, None, AttnMaskType.causal)  # [s, b, heads * d]
             return out.view(s, b, q.shape[2], -1).transpose(0, 1)
         width = v.shape[-1]
-        if width < q.shape[-1]:  # packed sequences take values as wide as keys alone
+        if width < q.shape[-1]:  # packed sequences need values as wide as keys
             v = F.pad(v, (0, q.shape[-1] - width))
         self.hidden_size_per_attention_head_v = v.shape[-1]
         q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
@@ -151,7 +151,7 @@ class SpecProvider(TESpecProvider):
 
 
 def check_fp8(model: HybridModel) -> None:
-    """Raises UserError: the GPU, or a matrix or the experts of the base `model.decoder`, are none for fp8."""
+    """Raise UserError if the GPU has no fp8, or a matrix of the base `model.decoder` has a size not divisible by 16."""
     available, why = te.is_fp8_available(return_reason=True)
     if not available:
         raise UserError(f"base_fp8 is not possible here: {why}; set base_fp8=false")
@@ -167,7 +167,7 @@ def check_fp8(model: HybridModel) -> None:
 
 @contextmanager
 def fp8_forward() -> Iterator[None]:
-    """Linears inside multiply in fp8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), a scale a tensor from its own
-    largest entry. Of frozen weights the fp8 numbers are made once and kept."""
+    """Make linears inside multiply in fp8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), with one scale per tensor
+    from its own largest entry. The fp8 copies of frozen weights are made once and kept."""
     with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
         yield

@@ -1,6 +1,6 @@
-"""What layers keep of a request from step to step: one file per kind of state.
+"""States that layers keep of each request from step to step: one file per kind of state.
 
-The engine asks these for bytes, allocation and rollback; a layer finds its own in `StepInput.states`.
+The engine asks the states for bytes, allocation and rollback; a layer finds its own states in `StepInput.states`.
 """
 
 from mtpkit.model.state.base import (

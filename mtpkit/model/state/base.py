@@ -1,8 +1,8 @@
-"""What every kind of state answers for: its tensors and bytes, and what of it is committed.
+"""Interface of every kind of state: its tensors, its bytes, and its committed part.
 
-A layer names its states as `StateSpec`s; a `State` is one of them, allocated for all requests of an engine. A new kind
-is a subclass of each, in a file of its own. What tells the accepted tokens from the rejected ones is a `Counter` that
-its spec names, and that the engine keeps for each request without knowing what it counts.
+A layer lists its states as `StateSpec`s; a `State` is one of them, allocated for all requests of an engine. A new kind
+is a subclass of each, in a separate file. A `Counter` named by the spec separates the accepted tokens from the rejected
+ones; the engine keeps it for each request without knowing what it counts.
 
 Shape legend: R rows (requests) of a step, K speculative tokens; a unit is a block of the paged cache or the slot of a
 request.
@@ -23,32 +23,32 @@ Unit = Literal["block", "slot"]
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What the engine decides about the states of all layers."""
+    """Sizes and types that the engine sets for the states of all layers."""
 
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     decode_width: int
-    """Most tokens that a decode step feeds a row: 1 + K, and `behind` more."""
+    """Most tokens that a decode step feeds per row: 1 + K, and `behind` more."""
     rollback: Rollback
-    """How recurrent state is taken back after a rejection."""
+    """Method that rolls recurrent state back after a rejection."""
     dtype: torch.dtype
     """Type of the model's activations."""
     state_dtype: torch.dtype = torch.float32
     """Type of recurrent state."""
     behind: int = 0
-    """Positions that a step feeds again before those that it computes first: the states stop this far behind what is
-    committed. Deeper depths of distinct heads do this, see `DistinctDrafter`."""
+    """Positions that a step feeds again before its new positions: the states lag the committed tokens by this many.
+    Distinct heads do this at their deeper depths, see `DistinctDrafter`."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Shape of one unit of a tensor."""
+    """Shape and type of one unit of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """None: that of the model's activations."""
+    """None: the dtype of the model's activations."""
     in_ring: bool = False
-    """Whether it is there only to take rejected tokens back."""
+    """Whether the tensor is a ring, which exists only to roll back rejected tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class Counter(ABC):
 
     @abstractmethod
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
-        """[R] a new tensor: the counts once rows with `counts` [R] were fed `width` tokens and `new` [R] of them
-        stand."""
+        """Return a new tensor [R]: the counts after rows with `counts` [R] were fed `width` tokens each, of which `new`
+        [R] were accepted."""
 
 
 @dataclass(frozen=True)
 class Newest(Counter):
-    """The index of the newest token that stands among those that the last step fed; `start` where none of them does,
-    which is at position 0 of states that are behind."""
+    """The index of the newest accepted token among those that the last step fed; `start` if none was accepted, which
+    happens at position 0 of states that are behind."""
 
     @classmethod
     def of(cls, written: int, sizes: StateSizes) -> Self:
-        """That of a state into whose first `written` places a step writes; one that is behind has what a chunk left
-        after them, where no step overwrites it."""
+        """Return the counter of a state to whose first `written` places a step writes. If the state is behind, a
+        prefill chunk leaves its part after those places, where no step overwrites it."""
         return cls(behind=sizes.behind, start=written if sizes.behind else 0)
 
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
@@ -83,18 +83,18 @@ class Newest(Counter):
         return torch.where(new > 0, new - 1, self.start) if self.behind else new - 1
 
     def places(self, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Where the `length` places of what is committed are for `counts` [R], and where a chunk leaves them; see
-        `State.settling`."""
+        """Return the `length` places of the committed part for `counts` [R], and the places where a chunk leaves that
+        part; see `State.settling`."""
         steps = torch.arange(length, device=counts.device)
         return counts[:, None] + steps, self.start + steps
 
 
 @dataclass(frozen=True)
 class Committed:
-    """Which part of what the states hold is committed, for the rows of a step or for all slots.
+    """The committed part of the states, for the rows of a step or for all slots.
 
-    Drafts form a chain, whose accepted part the index of its last token tells; the accepted path through a tree of
-    drafts is made one, see `States.keep_path`.
+    Drafts form a chain, so the index of the last accepted token is enough. The accepted path through a tree of drafts
+    is first made a chain, see `States.keep_path`.
     """
 
     counts: Mapping[Counter, Tensor]
@@ -102,15 +102,15 @@ class Committed:
 
     @classmethod
     def none(cls, counters: Iterable[Counter], rows: int, device: torch.device) -> Self:
-        """Rows after a prefill chunk, or before one; each tensor is its own."""
+        """Return rows as after a prefill chunk, or before one; counters share no tensor."""
         return cls({one: torch.full((rows,), one.start, dtype=torch.int64, device=device) for one in counters})
 
     def at(self, slots: Tensor | slice) -> Self:
-        """The rows at `slots`."""
+        """Return the rows at `slots`."""
         return replace(self, counts={counter: held[slots] for counter, held in self.counts.items()})
 
     def restarted(self, first: int) -> Self:
-        """These rows, those from `first` on as after a prefill chunk."""
+        """Return these rows, with those from `first` on as after a prefill chunk."""
         parts = ((one, held[:first], held[first:]) for one, held in self.counts.items())
         counts = {
             one: torch.cat([kept, torch.full_like(rest, one.start)]) if len(rest) else kept for one, kept, rest in parts
@@ -118,22 +118,22 @@ class Committed:
         return replace(self, counts=counts)
 
     def followed_by(self, rows: int) -> Self:
-        """These rows and `rows` more as after a prefill chunk."""
+        """Return these rows, followed by `rows` more as after a prefill chunk."""
         more = {one: torch.cat([held, held.new_full((rows,), one.start)]) for one, held in self.counts.items()}
         return replace(self, counts=more)
 
     def put(self, slots: Tensor | slice, rows: Self) -> None:
-        """Write `rows` to the rows at `slots`."""
+        """Overwrite the rows at `slots` with `rows`."""
         for counter, held in self.counts.items():
             held[slots] = rows.counts[counter]
 
     def after(self, context_lens: Tensor, width: int, new: Tensor) -> Self:
-        """These rows after a decode step.
+        """Return these rows after a decode step.
 
         Args:
-            context_lens: [R] int64, positions that were committed before it.
+            context_lens: [R] int64, positions that were committed before the step.
             width: tokens that each row was fed.
-            new: [R] int64, how many of them stand.
+            new: [R] int64, number of accepted tokens of each row.
         """
         stand = {0: new}
         for behind in {counter.behind for counter in self.counts} - {0}:
@@ -143,17 +143,17 @@ class Committed:
         return replace(self, counts=counts)
 
     def fed(self, width: int, new: Tensor) -> Self:
-        """These rows after they were fed `width` tokens each, counted as the states themselves see them, of which `new`
-        [R] stand."""
+        """Return these rows after the states were fed `width` tokens per row, of which `new` [R] were accepted. Unlike
+        in `after`, both include the tokens that states that are behind are fed again."""
         return replace(self, counts={one: one.after(held, width, new) for one, held in self.counts.items()})
 
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """Where the decode rows of a step leave entries: R rows of T tokens."""
+    """Places where a step's decode rows store their entries: R rows of T tokens."""
 
     context_lens: Tensor
-    """[R] int64, tokens that were committed before the step."""
+    """[R] int64, number of tokens that were committed before the step."""
     kv_slots: Tensor
     """[R, T] int64, see `StepInput.kv_slots`."""
     state_slots: Tensor
@@ -166,25 +166,25 @@ class State:
 
     unit: ClassVar[Unit] = "slot"
     tensors: dict[str, Tensor]
-    """[units, ...] each, by the names of `StateSpec.parts`."""
+    """Tensors [units, ...], by the names of `StateSpec.parts`."""
 
     def fork(self, slots: Tensor) -> Self:
-        """A state whose slot r is a copy of slot slots[r]: an MTP depth goes on from what is committed here, on a copy
-        that is then forgotten."""
+        """Return a state whose slot r is a copy of slot slots[r]. An MTP depth continues from the committed part on
+        such a copy, which is dropped afterwards."""
         return replace(self, tensors={name: tensor[slots] for name, tensor in self.tensors.items()})
 
     @property
     def chunk_end(self) -> dict[str, Tensor]:
-        """[units, ...] by name, views of what a prefill chunk reads and leaves."""
+        """Views [units, ...], by name, of the part that a prefill chunk reads and leaves."""
         return self.tensors
 
     def settling(self, committed: Committed) -> tuple[Tensor, Tensor] | None:
-        """The places in each of `of_tokens` that hold what is committed of R rows, [R, P] int64, and those where a
-        chunk would have left it, [P] int64; see `States.settle`. None: a chunk would have left it where it is, except
-        rings, which only the layer can fold.
+        """Return the places in each tensor of `of_tokens` that hold the committed part of R rows, [R, P] int64, and the
+        places where a chunk would have left it, [P] int64; see `States.settle`. None: it already is where a chunk would
+        have left it, except for rings, which only the layer can fold.
 
         Args:
-            committed: of these rows.
+            committed: the committed part of these rows.
         """
         if any(isinstance(value, Counter) for value in vars(self).values()):
             raise NotImplementedError(
@@ -198,20 +198,20 @@ class State:
         return list(self.tensors.values())
 
     def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
-        """[R, P] int64, the entries, counted over all units, that the tokens `index` [R, P] of a step's rows have in
-        each of `of_tokens`; negative for null rows. States of one class whose tensors have equally many places have the
-        same."""
+        """[R, P] int64, the entries of the tokens `index` [R, P] of a step's rows in each tensor of `of_tokens`,
+        counted over all units; negative for null rows. States of one class whose tensors have the same number of places
+        have the same entries."""
         raise NotImplementedError(f"{type(self).__name__} does not say where it keeps the tokens of a tree")
 
     def _at(self, step: StepPlaces, place: Tensor) -> Tensor:
-        """The entries at the places [R, P] of the rows' slots."""
+        """Return the entries, counted over all slots, at the places [R, P] of the rows' slots."""
         return step.state_slots[:, None] * self.of_tokens[0].shape[1] + place
 
 
 @dataclass(frozen=True)
 class PagedState(State):
-    """A state with an entry for each position, in blocks. Rejected tokens are taken back by forgetting their positions,
-    which later tokens overwrite."""
+    """A state with an entry for each position, in blocks. Rollback forgets the positions of rejected tokens, which
+    later tokens overwrite."""
 
     unit = "block"
 
@@ -220,7 +220,7 @@ class PagedState(State):
         return step.kv_slots.gather(1, index)
 
     def fork(self, slots: Tensor) -> Self:
-        """Itself: what a depth writes beyond the committed positions is overwritten before anything reads it."""
+        """Return the state itself: entries that a depth writes past committed positions are overwritten before use."""
         return self
 
 
@@ -229,27 +229,27 @@ class StateSpec(ABC):
 
     unit: ClassVar[Unit] = "slot"
     kind: ClassVar[Callable[..., State]]
-    """What has these sizes; its fields are the tensors and the counters."""
+    """Class of the states with these sizes; its fields are the tensors and the counters."""
 
     @abstractmethod
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
-        """The tensors, by name."""
+        """Return the shapes of the tensors, by name."""
 
     def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> State:
-        """The state that has these tensors."""
+        """Make the state that has these tensors."""
         return self.kind(tensors, *self.counters(sizes))
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
-        """What has to be counted for each request."""
+        """Return the counters that the state needs for each request."""
         return ()
 
     def unit_bytes(self, sizes: StateSizes, only_rings: bool = False) -> int:
-        """Bytes of one unit, or what its rings take of them."""
+        """Return the bytes of one unit, or only those of its rings."""
         parts = [part for part in self.parts(sizes).values() if part.in_ring or not only_rings]
         return sum(math.prod(part.shape) * (part.dtype or sizes.dtype).itemsize for part in parts)
 
     def allocate(self, units: int, sizes: StateSizes, device: torch.device) -> State:
-        """The state for `units` units, uninitialised: a layer reads only what was written for the request."""
+        """Allocate the state for `units` units, uninitialised: a layer reads only what was written for its request."""
         tensors = {
             name: torch.empty(units, *part.shape, dtype=part.dtype or sizes.dtype, device=device)
             for name, part in self.parts(sizes).items()

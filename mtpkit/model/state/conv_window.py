@@ -1,4 +1,4 @@
-"""The inputs that a causal convolution still reads, widened by K columns: rollback is an index, not a copy."""
+"""Window of the inputs that a causal convolution still reads, K columns wider, so that rollback is only an index."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ class ConvWindow(State):
     """Inputs of the convolution of one layer."""
 
     newest: Newest
-    """Tells where the committed window starts."""
+    """Counter that says where the committed window starts."""
     taps: int
-    """Inputs before a token that it reads: the kernel's width - 1."""
+    """Number of earlier inputs that the convolution reads for a token: the kernel's width - 1."""
 
     @property
     def columns(self) -> Tensor:
-        """[slots, taps - 1 + decode width, channels]; of a window that is behind `taps` more, see `Newest.of`. With
-        count c of `newest` the next token reads columns c .. c + taps - 1."""
+        """[slots, taps - 1 + decode width, channels]; `taps` more columns if the state is behind, see `Newest.of`. With
+        count c of `newest`, the next token reads columns c .. c + taps - 1."""
         return self.tensors["columns"]
 
     @property
@@ -28,7 +28,7 @@ class ConvWindow(State):
         return self.columns[:, self.newest.start :][:, : self.taps]
 
     def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
-        """See `State.entries_of`: a step's columns come after those of the window, of which the first is dropped."""
+        """See `State.entries_of`: a step's columns follow the window's columns, of which the first is dropped."""
         return self._at(step, self.taps - 1 + index)
 
     @property

@@ -1,4 +1,4 @@
-"""The states of all layers: their bytes before they are allocated, and what is done to all of them after."""
+"""The states of all layers: their bytes before allocation, and operations on all of them after it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from mtpkit.kernels.move_entries import move_entries
 from mtpkit.model.state.base import Committed, Counter, State, StateSizes, StateSpec, StepPlaces, Unit
 
 _HEADS = "mtp."
-"""How the names of the layers of MTP heads start."""
+"""Prefix of the layer names of MTP heads."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class _Alike:
 
     @property
     def state(self) -> State:
-        """One of them."""
+        """One of the states, from which to ask the places that all of them share."""
         return self.states[0]
 
     @cached_property
     def entries(self) -> list[Tensor]:
-        """[entries, ...] each, `State.of_tokens` of all of them, counted over all units."""
+        """Tensors [entries, ...]: `State.of_tokens` of all states, with the entries of all units in one dimension."""
         return [tensor.flatten(0, 1) for state in self.states for tensor in state.of_tokens]
 
 
 @dataclass(frozen=True)
 class States:
-    """The states of every layer, in the order in which the layer names them."""
+    """The states of every layer, in the order in which the layer lists them."""
 
     layers: Mapping[str, tuple[State, ...]]
 
@@ -46,7 +46,7 @@ class States:
         return [state for states in self.layers.values() for state in states]
 
     def fork_heads(self, slots: Tensor) -> "States":
-        """These, but those of MTP heads forked: see `State.fork`."""
+        """Return these states with those of MTP heads forked, see `State.fork`."""
         forked = {
             name: tuple(state.fork(slots) for state in states)
             for name, states in self.layers.items()
@@ -55,12 +55,12 @@ class States:
         return States({**self.layers, **forked})
 
     def keep_path(self, step: StepPlaces, path: Tensor, accepted: Tensor) -> None:
-        """Move what the base's layers keep of an accepted path through a tree to where a chain's tokens would have left
-        it. Does not wait for the device.
+        """Move the entries of an accepted tree path, in the states of the base's layers, to where a chain's tokens
+        would have left them. Does not wait for the device.
 
         Args:
-            path: [R, 1 + K] int64, the tokens of each row on its path, of which the first one is token 0.
-            accepted: [R] int64, how many follow that one; the others are not read.
+            path: [R, 1 + K] int64, the tokens of each row on its path, beginning with token 0.
+            accepted: [R] int64, number of accepted tokens after token 0; later elements of `path` are not read.
         """
         depth = torch.arange(1, path.shape[1], device=path.device)
         stands = depth <= accepted[:, None]
@@ -70,12 +70,12 @@ class States:
             move_entries(sources, targets, *group.entries)
 
     def settle(self, slots: Tensor, committed: Committed) -> None:
-        """Bring what is committed of requests to where a chunk would have left it, except rings, which only layers can
-        fold. Does not wait for the device.
+        """Move the committed part of requests' states to where a chunk would have left it, except rings, which only
+        layers can fold. Does not wait for the device.
 
         Args:
-            slots: [R] int64, each once; -1: a null row, which has no states.
-            committed: of these rows; `Committed.none` from then on, which the caller writes.
+            slots: [R] int64, each slot once; -1: a null row, which has no states.
+            committed: the committed part of these rows; afterwards it is `Committed.none`, which the caller must write.
         """
         for group in self._alike:
             settling = group.state.settling(committed) if group.state.unit == "slot" else None
@@ -86,7 +86,7 @@ class States:
 
     @cached_property
     def _alike(self) -> "list[_Alike]":
-        """All states that have an entry for each token of a step, those that have the same ones together."""
+        """All states with an entry for each token of a step, grouped by the places of those entries."""
         groups: dict[tuple, list[State]] = {}
         for name, states in self.layers.items():
             for state in (one for one in states if one.of_tokens):
@@ -103,10 +103,10 @@ class StateLayout:
     specs: Mapping[str, tuple[StateSpec, ...]]
     sizes: StateSizes
     behind: int = 0
-    """Positions that the states of MTP heads are behind those of the base, see `StateSizes.behind`."""
+    """Number of positions by which the states of MTP heads are behind the base's, see `StateSizes.behind`."""
 
     def sizes_of(self, layer: str) -> StateSizes:
-        """The sizes of the states of one layer."""
+        """Return the sizes of the states of one layer."""
         behind = self.behind if layer.startswith(_HEADS) else 0
         return replace(self.sizes, decode_width=self.sizes.decode_width + behind, behind=behind)
 
@@ -117,27 +117,27 @@ class StateLayout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of recurrent state of one request over all layers."""
+        """Bytes of one request's slots over all layers: its recurrent states and convolution windows."""
         return self._bytes("slot")
 
     @property
     def head_slot_bytes(self) -> int:
-        """What the layers of MTP heads take of `slot_bytes`."""
+        """The part of `slot_bytes` that belongs to layers of MTP heads."""
         return self._bytes("slot", layers=_HEADS)
 
     @property
     def ring_bytes(self) -> int:
-        """What the replay rings take of `slot_bytes`."""
+        """The part of `slot_bytes` that belongs to replay rings."""
         return self._bytes("slot", only_rings=True)
 
     @property
     def counters(self) -> tuple[Counter, ...]:
-        """What has to be counted for each request, each counter once."""
+        """The counters that the states need for each request, each counter once."""
         found = (counter for spec, sizes in self._all() for counter in spec.counters(sizes))
         return tuple(dict.fromkeys(found))
 
     def allocate(self, num_blocks: int, num_slots: int, device: torch.device) -> States:
-        """The states of all layers, uninitialised."""
+        """Allocate the states of all layers, uninitialised."""
         units: dict[Unit, int] = {"block": num_blocks, "slot": num_slots}
         return States(
             {
@@ -147,7 +147,7 @@ class StateLayout:
         )
 
     def _all(self, layers: str = "") -> list[tuple[StateSpec, StateSizes]]:
-        """The states of the layers whose names start so, and their sizes."""
+        """The states of the layers whose names start with `layers`, and their sizes."""
         specs = {name: specs for name, specs in self.specs.items() if name.startswith(layers)}
         return [(spec, self.sizes_of(name)) for name, own in specs.items() for spec in own]
 

@@ -1,4 +1,4 @@
-"""Paged latents and rotary keys, from which multi-head latent attention makes the keys and values of all heads."""
+"""Paged latents and rotary keys, from which multi-head latent attention computes the keys and values of all heads."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class PagedLatent(PagedState):
 
 @dataclass(frozen=True)
 class PagedLatentSpec(StateSpec):
-    """Sizes of the row that one layer keeps for a token. Tensor-parallel ranks have the same rows."""
+    """Sizes of the row that one layer keeps for a token. All tensor-parallel ranks keep the same rows."""
 
     unit = "block"
     latent_width: int

@@ -1,4 +1,4 @@
-"""Recurrent state with the rollback that the engine is set to."""
+"""Recurrent state with the rollback that the engine is configured for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from mtpkit.model.state.snapshot import SnapshotSpec
 
 @dataclass(frozen=True)
 class RecurrentSpec(StateSpec):
-    """Sizes of the recurrent state of one layer and of the inputs that advance it, by name: a `Snapshot` or a `Replay`
-    by `StateSizes.rollback`."""
+    """Sizes of one layer's recurrent state and, by name, of the inputs that advance it. `StateSizes.rollback` chooses
+    between a `Snapshot` and a `Replay`."""
 
     shape: tuple[int, ...]
     inputs: Mapping[str, Part]
 
     def chosen(self, sizes: StateSizes) -> SnapshotSpec | ReplaySpec:
-        """The spec with the rollback that is set."""
+        """Return the spec for the configured rollback."""
         return SnapshotSpec(self.shape) if sizes.rollback == "snapshot" else ReplaySpec(self.shape, self.inputs)
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:

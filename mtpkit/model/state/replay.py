@@ -1,7 +1,7 @@
 """Recurrent state as one state and a ring of the small inputs that came after it.
 
-A step reads the state once and writes it only when its tokens no longer fit into the ring; rejecting tokens is
-forgetting their inputs.
+A step reads the state once, and writes it only when the step's tokens no longer fit into the ring. Rejected tokens are
+rolled back by forgetting their inputs.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from mtpkit.model.state.base import Committed, Counter, Part, State, StateSizes,
 
 @dataclass(frozen=True)
 class Ring(Counter):
-    """Counts the committed inputs in rings of `length` places that are not folded into the state yet: those of the
-    last positions of a request. There are never more than `ring_capacity(length)`, so that a step writes to places that
-    it does not read."""
+    """Counts the committed inputs in rings of `length` places that are not folded into the state yet: those of a
+    request's last positions. The count never exceeds `ring_capacity(length)`, so that a step never writes to places
+    that it reads."""
 
     length: int
 
@@ -29,13 +29,13 @@ class Ring(Counter):
 
 @dataclass(frozen=True)
 class Replay(State):
-    """The recurrent state of one layer and, for each replayed input, the ring of what came after it."""
+    """The recurrent state of one layer and, for each replayed input, the ring of its values after that state."""
 
     ring: Ring
 
     @property
     def folded(self) -> Tensor:
-        """[slots, ...], the state before the inputs in the ring; none are there after a prefill chunk."""
+        """[slots, ...], the state before the inputs in the ring; after a prefill chunk the ring is empty."""
         return self.tensors["state"]
 
     @property
@@ -47,7 +47,7 @@ class Replay(State):
         """See `State.settling`: the layer folds the rings."""
 
     def inputs(self, name: str) -> Tensor:
-        """[slots, L, ...] the latest inputs `name`, that of position i at place i % L."""
+        """Return the latest inputs `name`, [slots, L, ...], with the input of position i at place i % L."""
         return self.tensors[name]
 
     @property
@@ -62,14 +62,14 @@ class Replay(State):
 
 @dataclass(frozen=True)
 class ReplaySpec(StateSpec):
-    """Sizes of a recurrent state and of the inputs that are replayed to it, by name."""
+    """Sizes of a recurrent state and, by name, of the inputs that are replayed onto it."""
 
     kind = Replay
     shape: tuple[int, ...]
     inputs: Mapping[str, Part]
 
     def ring(self, sizes: StateSizes) -> Ring:
-        """The ring of each input; a kind whose kernel wants another length overrides this."""
+        """Return the counter of the rings; a kind whose kernel needs another ring length overrides this."""
         return Ring(ring_length(sizes.decode_width), behind=sizes.behind)
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:

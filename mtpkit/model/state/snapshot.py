@@ -1,4 +1,4 @@
-"""Recurrent state kept after each token of a step and committed by index: the simple reference for `replay`."""
+"""Recurrent state stored after each token of a step and committed by index: the simple reference for `replay`."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ class Snapshot(State):
     """The recurrent state of one layer after each token of a step."""
 
     newest: Newest
-    """Tells the entry of the committed state."""
+    """Counter that says which entry is the committed state."""
 
     @property
     def entries(self) -> Tensor:
-        """[slots, decode width, ...], the state after each token of a step; of one that is behind one more, see
+        """[slots, decode width, ...], the state after each token of a step; one entry more if the state is behind, see
         `Newest.of`."""
         return self.tensors["state"]
 

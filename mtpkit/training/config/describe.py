@@ -1,4 +1,4 @@
-"""Descriptions of settings: commented YAML of all of them, and messages about unknown keys and sections."""
+"""Descriptions of settings: a commented YAML of all settings, and messages about unknown keys and sections."""
 
 import dataclasses
 import difflib
@@ -15,9 +15,9 @@ _WIDTH = 100
 
 
 def describe_settings() -> str:
-    """YAML of every setting with its default under a comment, which `load_config` reads.
+    """Return every setting with its default and a comment, as YAML that `load_config` reads.
 
-    A setting without a default is `???`, which `load_config` refuses.
+    A setting without a default has the value `???`, which `load_config` reports as missing.
     """
     return "\n".join(_lines(TrainConfig, ""))
 
@@ -36,13 +36,13 @@ def describe_unknown(key: str) -> str:
 
 
 def describe_section(key: str) -> str:
-    """A message about a value given in place of a section of settings; empty for a key that is no section."""
+    """A message about a single value where a section of settings belongs; empty if `key` is not a section."""
     is_section = dataclasses.is_dataclass(field_types(TrainConfig).get(key))
     return f"{key} is a section of settings: set {example(key)}, and so on" if is_section else ""
 
 
 def example(key: str) -> str:
-    """An example of a setting, or of the first setting of a section."""
+    """An example `key=value` for a setting, or for the first setting of a section."""
     kind, fields = field_types(TrainConfig).get(key), []
     if dataclasses.is_dataclass(kind):
         fields = list(dataclasses.fields(kind))
@@ -53,12 +53,12 @@ def example(key: str) -> str:
 
 
 def field_types(cls: Any) -> dict[str, Any]:
-    """Type of each field without its constraints."""
+    """The type of each field of a settings class, without its constraints."""
     return {name: info.annotation for name, info in cls.__pydantic_fields__.items()}
 
 
 def setting_names(cls: Any, prefix: str = "") -> Iterator[str]:
-    """All settings as `section.key`."""
+    """Yield the names of all settings, those in a section as `section.key`."""
     for name, kind in field_types(cls).items():
         if dataclasses.is_dataclass(kind):
             yield from setting_names(kind, f"{prefix}{name}.")

@@ -31,7 +31,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     OmegaConf's syntax: `${output}`, `${oc.env:HOME}`.
 
     Raises:
-        UserError: an unreadable file, an unknown key, a missing or wrong value, settings that do not fit together.
+        UserError: the file is unreadable, a key is unknown, a value is missing or wrong, or settings do not fit
+            together.
     """
     malformed = [override for override in overrides if "=" not in override]
     if malformed:
@@ -54,7 +55,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 
 
 def _read(path: str | Path | None) -> Any:
-    """Load a YAML file with OmegaConf; refuse what is not YAML of settings."""
+    """Load a YAML file with OmegaConf; refuse a file that is not a YAML mapping of settings."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -86,7 +87,7 @@ def _size(node: yaml.Node | None, known: dict[int, float] | None = None) -> floa
     """The number of values in a YAML document with its anchors expanded; infinity if an anchor contains itself."""
     known = {} if known is None else known
     if id(node) not in known:
-        known[id(node)] = math.inf  # while its parts are counted
+        known[id(node)] = math.inf  # found again while its parts are counted: it contains itself
         parts = node.value if node is not None and not isinstance(node.value, str) else []
         each = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
         known[id(node)] = 1 + sum(_size(part, known) for part in each)
@@ -94,11 +95,11 @@ def _size(node: yaml.Node | None, known: dict[int, float] | None = None) -> floa
 
 
 def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]) -> dict[Any, Any]:
-    """Plain values of a file's settings with the overrides on top; malformed overrides go to `problems` by index."""
+    """Put the overrides on top of a file's settings, as plain values; errors of overrides go to `problems` by index."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # The last four: an object where a list should be, numbers of too many digits, too deep nesting.
+    # The last four are raised for an object in place of a list, numbers with too many digits, and too deep nesting.
     unfit = OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError
     for index, text in enumerate(overrides):
         try:
@@ -110,14 +111,14 @@ def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[
             problems[index] = describe_section(key) or _one_line(error) + hint
     try:
         values = OmegaConf.to_container(settings, resolve=True)
-    except unfit as error:  # a reference
+    except unfit as error:  # a reference cannot be resolved
         raise UserError(f"{source}: {_one_line(error)}") from error
     assert isinstance(values, dict)
     return values
 
 
 def _quoted(override: str) -> str:
-    """`key=value` with quotes around texts that YAML reads as something else: nothing, `*.jsonl`, and `-`."""
+    """Quote values of `key=value` that YAML would not read as text: an empty value, `*.jsonl`, and the pattern `-`."""
     key, value = override.split("=", 1)
     if not value or (key == "heads.pattern" and value[0] not in "'\""):
         return f"{key}='{value}'"
@@ -125,8 +126,8 @@ def _quoted(override: str) -> str:
 
 
 def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Values in the types of their fields where YAML reads other types: numbers as texts, texts as numbers, one file as
-    a list of one. Missing values are left out, and missing sections added."""
+    """Convert values that YAML reads as another type than their field's: numbers to texts, texts to numbers, a single
+    file to a list of one. Missing values are left out, and missing sections are added."""
     types = field_types(cls)
     fitted: dict[str, Any] = {
         name: {} for name, kind in types.items() if dataclasses.is_dataclass(kind) and name not in values
@@ -146,7 +147,7 @@ def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _scalar(kind: Any, value: object) -> object:
-    """A number as a text, or a text as a number, if the field has the other type; else the value itself."""
+    """Convert a number to text, or text to a number, if the field has that type; else return the value itself."""
     if kind is str and isinstance(value, int | float):
         return str(value)
     if kind in (int, float) and isinstance(value, str):
@@ -156,7 +157,8 @@ def _scalar(kind: Any, value: object) -> object:
 
 
 def _blame(clauses: Sequence[str], overrides: Sequence[str], problems: dict[int, str]) -> None:
-    """Add each clause to `problems` under the index of the last override of its key, or -1 if there is none."""
+    """Add each clause to `problems` under the index of its key's last override, or under -1 if no override has this
+    key."""
     keys = [override.split("=", 1)[0] for override in overrides]
     rest = []
     for key, text in map(_told, sorted(clauses, key=lambda clause: clause.endswith(" is missing"))):
@@ -199,7 +201,7 @@ def _cut(text: str, most: int) -> str:
 
 
 class _Scanner(yaml.SafeLoader):
-    """Takes `*name` for an alias only where the text has an anchor `&name`."""
+    """A YAML loader that reads `*name` as an alias only if the text has an anchor `&name`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -214,12 +216,12 @@ class _Scanner(yaml.SafeLoader):
 
 
 def quote_patterns(text: str, names: bool = False) -> str:
-    """The same YAML with quotes around plain texts that begin with `*`, which YAML takes for aliases.
+    """Put quotes around plain texts that begin with `*`, which YAML would read as aliases.
 
     Example: "train: [*.jsonl, b.txt]" becomes "train: ['*.jsonl', b.txt]"
 
     Args:
-        names: all plain texts are names of files and put in quotes: `001` is no number.
+        names: True: quote every plain text, since all are file names: `001` is not a number then.
 
     Raises:
         yaml.YAMLError: the text is not YAML for another reason.

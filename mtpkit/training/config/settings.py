@@ -27,10 +27,10 @@ class DataConfig:
     """Data for training and evaluation."""
 
     train: tuple[str, ...] = Field(title=_FILES)
-    """Files, folders and globs of text, jsonl, csv or parquet, and directories of `mtpkit data prepare`. Each is a
-    source, named after its file or folder, or by `name=path`."""
+    """Training data: files, folders and globs of text, jsonl, csv or parquet, and directories written by `mtpkit data
+    prepare`. Each entry is a source, named after its file or folder unless it is given as `name=path`."""
     eval: tuple[str, ...] = Field(default=(), title=_FILES.replace("train", "eval"))
-    """Held-out data of the same kinds, to measure acceptance during training; empty: no evaluation."""
+    """Held-out data to measure acceptance during training, of the same kinds as `train`; empty: no evaluation."""
     text_column: str = "text"
     """Column of plain text in jsonl, csv and parquet; every token of it is trained on."""
     prompt_column: str = "prompt"
@@ -39,15 +39,15 @@ class DataConfig:
     """Column of the response in prompt/response data; its tokens are trained on."""
     messages_column: str = "messages"
     """Column of the conversations in chat data, rendered by the tokenizer's chat template; the assistant's messages are
-    trained on. The columns of prepared data were chosen when it was prepared."""
+    trained on. Columns have no effect on prepared data, since they were chosen when it was prepared."""
     sequence_length: Annotated[int, Field(ge=3, le=2**24)] = 1024
-    """Tokens of a packed sequence."""
+    """Length of a packed sequence in tokens."""
     micro_batch_size: Ranks = 1
     """Sequences per forward and backward pass on one rank."""
     global_batch_size: Ranks = 8
     """Sequences per optimizer step over all ranks; a multiple of micro_batch_size times the number of ranks."""
     eval_sequences: Count = 32
-    """Held-out sequences per source and evaluation, over all ranks."""
+    """Number of held-out sequences that each evaluation reads per source, over all ranks."""
 
     @field_validator("train", "eval")
     @classmethod
@@ -59,7 +59,7 @@ class DataConfig:
         return names
 
     def problems(self) -> Iterator[str]:
-        """Yield one clause for every setting that cannot be run."""
+        """Yield one clause for every wrong setting."""
         if self.global_batch_size % self.micro_batch_size:
             yield (
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.micro_batch_size "
@@ -72,36 +72,37 @@ class HeadsConfig:
     """The heads that are trained, and how they attend to the past."""
 
     num_depths: Annotated[int, Field(ge=1, le=256)] = 3
-    """K, the number of tokens the heads learn to predict beyond the base's own."""
+    """K, the number of tokens that the heads learn to predict after the base's next token."""
     init: Literal["auto", "checkpoint", "fresh", "base"] = "auto"
     """`checkpoint`: continue from the model's heads. `fresh`: new heads with random weights. `base`: new heads that
     start as copies of the base's last layers and learn in fewer steps. `auto`: `checkpoint` if the model has heads,
     else `fresh`."""
     fit_tokens: Amount = 65536
-    """Tokens of the training data on which `init: base` fits the input projection of a head; 0: it starts as the sum of
-    embedding and hidden state."""
+    """Number of training tokens on which `init: base` fits the heads' input projection; 0: no fit, the projection
+    starts as the sum of embedding and hidden state."""
     pattern: str = "auto"
-    """Layers of one depth of new heads: M Mamba2, G gated delta net, * attention, + latent attention, - MLP, E mixture
-    of experts. `auto`: the pattern of the model's heads; without heads that of its family, if all heads of the family
-    have the same, else `*-`, or `*E` for a base with experts and no MLPs, with `+` in place of `*` for a base with
-    latent attention."""
+    """Pattern of the layers of one depth of new heads: M Mamba2, G gated delta net, * attention, + latent attention, -
+    MLP, E mixture of experts. `auto`: the pattern of the model's heads. For a model without heads: attention (Mamba2 or
+    G if the base has no attention), then an MLP, or experts if the base has no MLPs or if heads of its family always
+    have experts."""
     repeated: bool = True
-    """Fresh heads share one block over all depths, rather than one per depth."""
+    """Let all depths of new heads share one block, instead of one block per depth."""
     attention: HeadAttention = "auto"
-    """`serving`: each depth attends to what it attends to in decoding. `per_depth`: causal attention over each depth's
-    own stream, which for distinct heads is the same as in decoding. `auto`: `serving` for a repeated head, `per_depth`
-    for distinct heads."""
+    """Attention of the heads in training. `serving`: each depth attends to the same past as in decoding. `per_depth`:
+    causal attention over each depth's own stream, which for distinct heads is the same as in decoding. `auto`:
+    `serving` for a repeated head, `per_depth` for distinct heads."""
     reads_of_base: Literal["auto"] | HiddenState = "auto"
-    """The hidden state of the base that the first depth reads: `after_final_norm` or `before_final_norm`; what is
-    served must read the same. `auto`: that of the model's heads, or of its family where it has none."""
+    """Hidden state of the base that the first depth reads: `after_final_norm` or `before_final_norm`. The heads must
+    read the same state when they are served. `auto`: the choice of the model's heads, or of its family if it has no
+    heads."""
     reads_of_depth: Literal["auto"] | HiddenState = "auto"
-    """The hidden state of a depth that the next depth reads, alike."""
+    """Hidden state of a depth that the next depth reads, with the same choices as `reads_of_base`."""
     zero_first_embedding: Literal["auto"] | bool = "auto"
-    """Depths read zeros in place of the embedding at position 0 of each document, as vLLM has it for some families.
+    """Let depths read zeros in place of the embedding at position 0 of each document, as vLLM does for some families.
     `auto`: as for `reads_of_base`."""
     recompute: bool = False
-    """Recompute each depth's activations in the backward pass: a third more work in the heads, and memory for the
-    activations of one depth instead of K."""
+    """Recompute each depth's activations in the backward pass. This adds a third to the work in the heads, and memory
+    holds the activations of one depth instead of K."""
 
 
 @checked("loss settings")
@@ -109,26 +110,28 @@ class LossConfig:
     """The training loss."""
 
     kind: LossKind = "kl"
-    """`kl` forward KL to the base's distribution, `tv` total variation distance to it, `ce` against the tokens."""
+    """Loss of each depth. `kl`: forward KL to the base's distribution. `tv`: total variation distance to it. `ce`:
+    cross-entropy against the text's tokens."""
     temperature: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
     """Temperature of both distributions in `kl`."""
     depth_weights: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] = ()
-    """Weight of each depth, normalised to sum to 1; empty: beta^(k-1)."""
+    """Weight of each depth, normalised to sum to 1; empty: beta^(k-1) for depth k."""
     beta: Annotated[float, Field(ge=0, le=10)] = 0.6
     """Decay of the default depth weights."""
     top_k: Amount = 0
     """Restrict the base's distribution in `kl` to its k most likely tokens, renormalised. 0: all tokens."""
     hidden_mix: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the base's hidden states in the inputs of each depth after the first in training; 0: the head's own
-    hidden states alone, as in decoding."""
+    """Share of the base's hidden states in the training inputs of each depth after the first; 0: only the head's own
+    hidden states, as in decoding."""
     hidden_mix_kind: MixKind = "sample"
-    """`sample`: each position reads one of the two at random. `blend`: each position reads the weighted sum."""
+    """Way of mixing the base's and the head's hidden states. `sample`: each position reads one of the two at random.
+    `blend`: each position reads their weighted sum."""
     chunk_size: Amount = 0
-    """Tokens whose logits are in memory at once; 0: as many as fit in 384 MiB on a GPU or 16 MiB on a CPU, at least
-    64."""
+    """Number of tokens whose logits are in memory at once; 0: as many as fit in 384 MiB on a GPU or 16 MiB on a CPU, at
+    least 64."""
 
     def problems(self) -> Iterator[str]:
-        """Yield one clause for every setting that cannot be run."""
+        """Yield one clause for every wrong setting."""
         for name, value, neutral in (("temperature", self.temperature, 1), ("top_k", self.top_k, 0)):
             if value != neutral and self.kind != "kl":
                 yield (f"{name} has no effect on loss.kind={self.kind}: set loss.{name}={neutral} or loss.kind=kl")
@@ -146,7 +149,7 @@ class OptimizerConfig:
     """AdamW or Muon, with linear warm-up and cosine decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for matrices and AdamW for the rest, which needs fewer but costlier steps."""
+    """Optimizer of the heads. `muon`: Muon for matrices and AdamW for the rest, with fewer but costlier steps."""
     lr: Annotated[float, Field(ge=1e-30, le=10)] = 1e-3
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0, le=10)] = 1e-4
@@ -154,7 +157,7 @@ class OptimizerConfig:
     warmup_steps: Amount = 20
     """Steps in which the learning rate rises from zero to `lr`."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.01
-    """Applies to matrices; norms and biases do not decay."""
+    """Weight decay of matrices; norms and biases do not decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     momentum: Decay = 0.95
@@ -162,16 +165,16 @@ class OptimizerConfig:
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     clip_grad: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    """Largest global norm of the gradient; 0: no clipping."""
+    """Global norm to which larger gradients are clipped; 0: no clipping."""
     distributed: bool = True
     """Shard the fp32 weights and moments over data-parallel ranks."""
     offload: bool = False
-    """Keep AdamW's fp32 weights and moments in host memory: saves 12 bytes per parameter on the GPU, and takes up to 24
-    on the host, since torch rounds page-locked tensors up to powers of two. The update runs while the base runs on the
-    next batch."""
+    """Keep AdamW's fp32 weights and moments in host memory. This saves 12 bytes per parameter on the GPU and needs up
+    to 24 on the host, since torch rounds page-locked tensors up to powers of two. The update runs while the base runs
+    on the next batch."""
 
     def problems(self) -> Iterator[str]:
-        """Yield one clause for every setting that cannot be run."""
+        """Yield one clause for every wrong setting."""
         if self.offload and self.kind != "adamw":
             yield (
                 f"offload is for AdamW, not optimizer.kind={self.kind}: set optimizer.offload=false or "
@@ -183,18 +186,19 @@ class OptimizerConfig:
 
 @checked("parallel settings")
 class ParallelConfig:
-    """Sizes of the parallel groups. The remaining factor of the number of processes is data-parallel."""
+    """Sizes of the parallel groups. Data parallelism gets the remaining factor of the number of processes."""
 
     tensor: Ranks = 1
-    """Tensor-parallel ranks: they split matrices, attention heads and vocabulary, and between layers the sequence."""
+    """Number of tensor-parallel ranks, which split matrices, attention heads and vocabulary, and also the sequence
+    between layers."""
     pipeline: Ranks = 1
-    """Pipeline stages of the base's layers. In training the last one trains the heads; the others only run forward,
-    ahead of it."""
+    """Number of pipeline stages for the base's layers. In training the last stage trains the heads; the earlier stages
+    only run forward, ahead of the last one."""
     expert: Ranks = 1
-    """Expert-parallel ranks: data-parallel ranks that split the experts of each layer."""
+    """Number of expert-parallel ranks, which are data-parallel ranks that split the experts of each layer."""
     balance: Balance = "memory"
     """Balance pipeline stages by memory or by time. `time` gives fewer layers to the last stage, which also trains the
-    heads, and more to the others: faster if the memory suffices."""
+    heads, and more to the other stages, which is faster if the memory suffices."""
 
 
 @checked("log settings")
@@ -202,7 +206,7 @@ class LogConfig:
     """Destinations of metrics besides `metrics.jsonl`, `report.html` and TensorBoard."""
 
     wandb: str = ""
-    """Weights & Biases project; needs the package wandb. Empty: none."""
+    """Weights & Biases project that also gets the metrics; needs the package wandb. Empty: none."""
 
 
 @checked("training config")
@@ -210,7 +214,7 @@ class TrainConfig:
     """All settings of a run. Read one with `load_config`.
 
     Raises:
-        UserError: wrong settings; names all of them.
+        UserError: settings are wrong; names all of them.
     """
 
     model: str
@@ -225,22 +229,23 @@ class TrainConfig:
     steps: Count = 1000
     """Optimizer steps of the whole run."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """Seed of new heads, of the order of the data, and of torch."""
+    """Seed for the weights of new heads, the order of the data, and torch's generator."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations. `auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer keeps gradients,
     master weights and moments of the heads in fp32 in either case."""
     backend: Literal["auto", "local", "te"] = "auto"
-    """Implementation of the layers: `local`, mtpkit's kernels and torch; `te`, Transformer Engine. `auto`: `te` if
-    it is installed and there is a GPU. Checkpoints are the same."""
+    """Implementation of the layers: `local`, mtpkit's kernels and torch; `te`, Transformer Engine. `auto`: `te` if it
+    is installed and there is a GPU. Checkpoints do not depend on it."""
     base_fp8: bool = False
-    """Multiply in fp8 in the frozen base. Backend `local` keeps the base's matrices in fp8 only, in half the memory;
-    `te` keeps bf16 copies too. Checkpoints hold the original weights."""
+    """Run the matrix products of the frozen base in fp8. Backend `local` keeps the base's matrices only in fp8, in half
+    the memory; `te` keeps bf16 copies too. Checkpoints hold the original weights."""
     cache: str = ""
-    """Directory of the base's hidden states of all sequences, as heads read them. Missing ones are written first; then
-    heads are trained without the base in memory (`heads.init: base` still loads it for the initial weights). See
-    `mtpkit data cache`. Empty: the base runs in every step."""
+    """Directory that caches the base's hidden states of all sequences, as the heads read them. Missing states are
+    written first; then the heads are trained without the base in memory (`heads.init: base` still loads it for the
+    initial weights). See `mtpkit data cache`. Empty: the base runs in every step."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = "auto"
-    """Dtype of the cache; `float8_e4m3fn` has a scale per token. `auto`: `dtype`, which leaves losses the same."""
+    """Dtype of the cache; `float8_e4m3fn` stores one scale per token. `auto`: the same as `dtype`, so that the losses
+    do not change."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of fp32 matrix products, as in `torch.set_float32_matmul_precision`: `high` uses TF32 and `medium` bf16
     internally if the hardware has them, which is faster. Transformer Engine uses TF32 regardless."""
@@ -254,8 +259,8 @@ class TrainConfig:
     keep_checkpoints: Count = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Save a checkpoint after each evaluation with the best acceptance length so far, and keep it until a better one:
-    OUTPUT/best, a model directory."""
+    """Save a checkpoint after each evaluation that gives the best acceptance length so far, and keep it until a better
+    one is found. OUTPUT/best leads to it and is a model directory."""
     resume: bool = True
     """Continue from the newest checkpoint in `output`, if any."""
 
@@ -267,7 +272,7 @@ class TrainConfig:
         return output
 
     def problems(self) -> Iterator[str]:
-        """Yield one clause for every setting that cannot be run together with others."""
+        """Yield one clause for every wrong combination of settings."""
         data, depths, loss, optimizer = self.data, self.heads.num_depths, self.loss, self.optimizer
         if data.sequence_length < depths + 2:
             yield (
@@ -283,7 +288,7 @@ class TrainConfig:
             )
         if loss.hidden_mix and depths == 1:
             yield "loss.hidden_mix has no effect on one depth: set loss.hidden_mix=0 or heads.num_depths=2 or more"
-        if self.base_fp8 and self.dtype == "float32":  # of `auto` too, once it is resolved
+        if self.base_fp8 and self.dtype == "float32":  # checked again once `auto` is resolved
             yield "base_fp8 needs dtype=bfloat16: set it, or base_fp8=false"
         if self.cache_dtype != "auto" and not self.cache:
             yield f"cache_dtype={self.cache_dtype} has no effect without a cache: set cache=DIR or cache_dtype=auto"

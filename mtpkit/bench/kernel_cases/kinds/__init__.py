@@ -1,4 +1,4 @@
-"""Ops of each layer kind, one file each, and the table from letters of patterns to them."""
+"""Cases of each layer kind, one file per kind, and the table from letters of patterns to cases."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ def _none(shapes: Shapes, size: object = None) -> Iterable[Case]:
 
 @dataclass(frozen=True)
 class KindCases:
-    """Functions that make the cases of a layer kind, but those of its linears, which `LayerKind.linears` tells."""
+    """Functions that make the cases of a layer kind, except those of its linears, which `LayerKind.linears` lists."""
 
     decode: Callable[[Shapes], Iterable[Case]] = _none
     """The ops of a step of decoding requests."""
     prefill: Callable[[Shapes, tuple[int, ...]], Iterable[Case]] = _none
     """The ops of a step of prompts of the given lengths."""
     base: Callable[[Shapes, int], Iterable[Case]] = _none
-    """The ops in which the base reads a training sequence of the given length."""
+    """The ops of the base on a training sequence of the given length."""
     heads: Callable[[Shapes, int], Iterable[Case]] = _none
-    """The ops of the MTP heads on such a sequence, with their backwards."""
+    """The ops of the MTP heads on such a sequence, with their backward passes."""
 
 
 CASES: dict[str, KindCases] = {}

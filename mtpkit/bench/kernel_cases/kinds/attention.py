@@ -1,4 +1,4 @@
-"""Attention: through the paged cache, over sequences, and what runs around it.
+"""Attention through the paged cache and over sequences, and the ops around it.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, B blocks per row.
 """
@@ -53,7 +53,7 @@ def _heads(shapes: Shapes) -> Heads:
 
 
 def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values, and the block tables [R, B] of rows with so many tokens each, the blocks lying anywhere."""
+    """Keys, values, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in random places."""
     sizes, blocks = shapes.config.attention, -(-tokens // _BLOCK)
     page = (_BLOCK, sizes.num_query_groups, sizes.kv_channels)
     key, value = (shapes.normal(rows * blocks, *page) for _ in range(2))
@@ -61,7 +61,7 @@ def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _cached_bytes(shapes: Shapes, tokens: float) -> float:
-    """Keys and values of so many tokens in one layer."""
+    """Bytes of the keys and values of `tokens` tokens in one layer."""
     sizes = shapes.config.attention
     return 2 * tokens * sizes.num_query_groups * sizes.kv_channels * shapes.dtype.itemsize
 
@@ -103,11 +103,11 @@ def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 
 def store_kv(shapes: Shapes) -> Case:
-    """Writing the step's keys and values, each token's to any place."""
+    """Writing the step's keys and values, each token's to a random slot."""
     sizes, count = shapes.config.attention, shapes.count
 
     def make() -> Args:
-        key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)  # what lies before them is not touched
+        key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)  # earlier entries are not touched
         fused = shapes.normal(count, sizes.num_query_groups, 2 * sizes.kv_channels)
         slots = shapes.permutation(len(key) * _BLOCK)[:count]
         return fused[..., : sizes.kv_channels], fused[..., sizes.kv_channels :], key, value, slots
@@ -116,7 +116,7 @@ def store_kv(shapes: Shapes) -> Case:
 
 
 def place_qkv(shapes: Shapes) -> Case:
-    """Norms and rotation of the step's queries and keys, slices of the projection, and writing keys and values."""
+    """Norms and rotation of the step's queries and keys, slices of the projection, then writing keys and values."""
     config, sizes, count = shapes.config, shapes.config.attention, shapes.count
     groups, width = sizes.num_query_groups, sizes.kv_channels
     heads = sizes.num_attention_heads // groups
@@ -135,7 +135,7 @@ def place_qkv(shapes: Shapes) -> Case:
 
 
 def move_entries(shapes: Shapes) -> Case:
-    """Moving a step's keys and values to where those of an accepted path belong; here all of them."""
+    """Moving the keys and values of an accepted path to their final slots; here those of all tokens of a step."""
     sizes, rows, tokens = shapes.config.attention, shapes.rows, shapes.tokens
 
     def make() -> Args:
@@ -150,7 +150,7 @@ def move_entries(shapes: Shapes) -> Case:
 
 
 def rotate(shapes: Shapes) -> Case:
-    """Rotary embedding of a step's queries, views of the projection."""
+    """Rotary embedding of a step's queries, which are views of the projection."""
     sizes, count = shapes.config.attention, shapes.count
     groups, width = sizes.num_query_groups, sizes.kv_channels
     per_group, half = sizes.num_attention_heads // groups, int(width * sizes.rotary_percent) // 2
@@ -163,7 +163,7 @@ def rotate(shapes: Shapes) -> Case:
 
 
 def sigmoid_gate(shapes: Shapes) -> Case:
-    """The gate of attention's output, a slice of the projection."""
+    """The gate of attention's output, which is a slice of the projection."""
     sizes, count = shapes.config.attention, shapes.count
     groups, width = sizes.num_query_groups, sizes.num_attention_heads * sizes.kv_channels
 

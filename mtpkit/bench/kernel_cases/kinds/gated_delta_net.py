@@ -1,4 +1,4 @@
-"""Gated delta nets: state update, rule over sequences, and what runs around them.
+"""Gated delta nets: state update, rule over sequences, and the ops around them.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
@@ -112,7 +112,7 @@ def snapshot(shapes: Shapes) -> Case:
 
 
 def inputs(shapes: Shapes, count: int) -> Case:
-    """Queries and keys of unit length, decays and rates, as prompts and sequences have them made."""
+    """Making queries and keys of unit length, decays and rates for prompts and training sequences."""
 
     def make() -> Args:
         q, k, _, *rest = _raw(shapes, count)
@@ -133,13 +133,13 @@ def _made(shapes: Shapes, count: int) -> tuple[Tensor, ...]:
 
 
 def _flops(shapes: Shapes, tokens: int) -> float:
-    """FLOPs of the recurrence: a key and a query read the state, which takes up one product."""
+    """FLOPs of the recurrence: a key and a query read the state, and one product is added to it."""
     sizes = shapes.config.gated_delta_net
     return 3 * _PER_PAIR * tokens * sizes.value_width * sizes.key_head_dim
 
 
 def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
-    """The rule over prompts, each after a state."""
+    """The rule over prompts, each of which continues from a state."""
     rows = len(lens)
 
     def make() -> Args:

@@ -1,4 +1,4 @@
-"""Mamba2: state update, scan, and what runs around them.
+"""Mamba2: state update, scan, and the ops around them.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
@@ -134,7 +134,7 @@ def snapshot(shapes: Shapes) -> Case:
 
 
 def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
-    """The scan over prompts, each after a state."""
+    """The scan over prompts, each of which continues from a state."""
     config, rows = shapes.config, len(lens)
 
     def make() -> Args:
@@ -165,7 +165,7 @@ def scan(shapes: Shapes, length: int) -> Case:
         f"s = {length}, with backward",
         lambda: scan_inputs(shapes, length)[:-1],
         moved,
-        # A token adds to a state and reads it; both have a gradient of either factor.
+        # A token adds to a state and reads it; both products have a gradient for each factor.
         flops=3 * 4.0 * length * sizes.inner * sizes.state_dim,
         name="ssd_scan",
         reference=split(inspect.unwrap(ssd.ssd_scan)),

@@ -44,14 +44,14 @@ def _heads(shapes: Shapes) -> Heads:
 
 
 def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """The cache, and the block tables [R, B] of rows with so many tokens each, the blocks lying anywhere."""
+    """The cache, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in random places."""
     blocks = -(-tokens // _BLOCK)
     cache = shapes.normal(rows * blocks, _BLOCK, shapes.config.mla.row)
     return cache, shapes.permutation(rows * blocks).view(rows, blocks)
 
 
 def _queries(shapes: Shapes, *lead: int) -> tuple[Tensor, Tensor]:
-    """Queries in latents, a product of all heads at once, and rotated ones."""
+    """Latent queries, laid out as a product of all heads at once leaves them, and rotary queries."""
     sizes, heads = shapes.config.mla, shapes.config.attention.num_attention_heads
     latent = shapes.normal(heads, *lead, sizes.kv_lora_rank).movedim(0, -2)
     return latent, shapes.normal(*lead, heads, sizes.qk_pos_emb_head_dim)
@@ -62,7 +62,7 @@ def _row_bytes(shapes: Shapes, tokens: float) -> float:
 
 
 def _flops(shapes: Shapes, pairs: float) -> float:
-    """FLOPs of so many pairs of a token and one that it attends to."""
+    """FLOPs of `pairs` pairs of a token and a token that it attends to."""
     sizes = shapes.config.mla
     return 2.0 * pairs * shapes.config.attention.num_attention_heads * (sizes.row + sizes.kv_lora_rank)
 
@@ -89,12 +89,12 @@ def step(shapes: Shapes) -> Case:
 
 
 def _starts(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
-    """[R + 1], first token of each prompt and the end of the last one, for prompts of one length."""
+    """Indices [R + 1] of each prompt's first token, and the end of the last prompt, for prompts of one length."""
     return lens[0] * (shapes.full(1, len(lens) + 1).cumsum(0) - 1)
 
 
 def context(shapes: Shapes, lens: tuple[int, ...]) -> Case:
-    """Attention of chunks of one length to as many tokens that were computed before."""
+    """Attention of chunks of one length to an equal number of earlier tokens."""
     rows, length = len(lens), lens[0]
 
     def make() -> Args:
@@ -112,7 +112,7 @@ def context(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 
 def chunk(shapes: Shapes, lens: tuple[int, ...]) -> Case:
-    """Attention of the tokens of chunks of one length to each other, beside what came before."""
+    """Attention within chunks of one length, joined with the attention to earlier tokens."""
     rows, length, sizes = len(lens), lens[0], shapes.config.mla
     heads = shapes.config.attention.num_attention_heads
 
@@ -132,12 +132,12 @@ def chunk(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 
 def store(shapes: Shapes) -> Case:
-    """Writing the step's latents and rotary keys, each token's to any place."""
+    """Writing the step's latents and rotary keys, each token's to a random slot."""
     sizes, count = shapes.config.mla, shapes.count
     widths = [sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim]
 
     def make() -> Args:
-        cache, _ = _cache(shapes, shapes.rows, shapes.tokens)  # what lies before them is not touched
+        cache, _ = _cache(shapes, shapes.rows, shapes.tokens)  # earlier entries are not touched
         new = shapes.normal(count, 1, sizes.row).split(widths, -1)
         slots = shapes.permutation(len(cache) * _BLOCK)[:count]
         return *new, *cache[:, :, None].split(widths, -1), slots

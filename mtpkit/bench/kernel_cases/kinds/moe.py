@@ -19,7 +19,7 @@ def decode(shapes: Shapes) -> Iterator[Case]:
 
 
 def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:
-    """The ops of prompts, under names of their own."""
+    """The ops of prompts, with names that differ from those of a decode step."""
     for case in (route(shapes, sum(lens)), expert_mlp(shapes, sum(lens))):
         yield replace(case, name=f"{case.op}, prefill")
 
@@ -44,7 +44,7 @@ def router_logits(shapes: Shapes) -> Case:
 
 
 def route(shapes: Shapes, tokens: int) -> Case:
-    """The experts of each token."""
+    """Choosing the experts of each token."""
     config, count = shapes.config, shapes.config.moe.num_experts
     rest = config.moe.routing
 
@@ -66,7 +66,7 @@ def route(shapes: Shapes, tokens: int) -> Case:
 
 
 def expert_mlp(shapes: Shapes, tokens: int) -> Case:
-    """The routed experts, each token's drawn at random; bytes are of the experts that were drawn."""
+    """The routed experts, drawn at random for each token; bytes count only the experts that were drawn."""
     config = shapes.config
     count, inner, top_k = config.moe.num_experts, config.moe.ffn_hidden_size, config.moe.router_topk
     width, rows = config.moe.latent_size or config.hidden_size, inner * (2 if config.mlp.activation == "swiglu" else 1)
