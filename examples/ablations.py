@@ -4,15 +4,15 @@
     python examples/ablations.py --corpus outputs/corpus --output outputs/ablations --jobs 8
 
 All heads of the tiny base start alike. train/train_mtp.py trains each with examples/train_tiny.yaml and the row's
-settings. The data is `text`, the corpus itself, or as many tokens that the base wrote after prompts from the corpus: at
-temperature 1 (`own`) or 0 (`greedy`). The columns are acceptance lengths of greedy drafts:
+settings. The data is the corpus itself (`text`), or the same number of tokens that the base wrote after prompts from
+the corpus, at temperature 1 (`own`) or 0 (`greedy`). The columns are acceptance lengths of greedy drafts:
 
-- trained: teacher-forced on held-out text, with the attention of the training;
+- trained: teacher-forced on held-out text, with the attention used in training;
 - in serving: the same, with the attention of serving;
 - served: teacher-forced on the base's own answers to held-out prompts, with the attention of serving;
-- engine: counted by the engine on these prompts.
+- engine: counted by the engine on the same prompts.
 
-The last line printed is one JSON object. A row that is finished is not trained again.
+The last line printed is one JSON object. Rows that were trained by an earlier call are not trained again.
 """
 
 import argparse
@@ -118,14 +118,14 @@ def train(options: argparse.Namespace, loss: str, attention: str, data: str, k: 
 
 
 def call(*arguments: object) -> None:
-    """Run Python in the repository; show its output if it fails."""
+    """Run Python with these arguments in the repository; exit with the end of its output if it fails."""
     done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, arguments))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def held_out_prompts(corpus: Path, count: int) -> Iterator[list[int]]:
-    """Yield the first tokens of the corpus's prompts."""
+    """Yield the first tokens of each held-out prompt of the corpus."""
     tokenizer = load_tokenizer(BASE)
     for prompt in read_prompts(corpus / "prompts.jsonl", count):
         yield list(encode(prompt, tokenizer, prompt["name"])[1][:PROMPT])
@@ -166,7 +166,7 @@ def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]],
 
 
 def show(rows: list[dict]) -> None:
-    """Print the table."""
+    """Print the rows as a table."""
     table = Table()
     for name in ("loss", "attention", "data", "K", "trained", "in serving", "served", "engine", "engine, each depth"):
         table.add_column(name)

@@ -10,7 +10,7 @@ PAGE = ROOT / "docs" / "tree.md"
 
 
 def tree() -> str:
-    """The text of the page."""
+    """Text of docs/tree.md."""
     lines = ["# Every module", "", "Written by `python tools/tree.py` from the modules' own docstrings."]
     folder = None
     files = (path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))

@@ -1,10 +1,11 @@
-"""megatron-core's own training step on the work of `mtpkit bench train`: a frozen base, MTP heads, cross-entropy.
+"""Time megatron-core's own training step on the work of `mtpkit bench train`: frozen base, MTP heads, cross-entropy.
 
 Needs a GPU, megatron-core (0.19.2 made the figures of docs/performance.md) with Transformer Engine, mamba-ssm and
 causal-conv1d, and a config directory from write_config.py whose head has the pattern to train. The model is
-megatron-core's `HybridModel` of its own `hybrid_stack_spec`; only the heads have gradients. Weights and tokens are
-random. mtpkit is not needed. A CPU cannot run it, because Transformer Engine needs a GPU: there the step was tried with
-mtpkit's layers in place of Transformer Engine's. This version of the script has not been run on a GPU yet.
+megatron-core's `HybridModel` with megatron-core's own `hybrid_stack_spec`; only the heads have gradients. Weights and
+tokens are random. mtpkit is not needed. The script cannot run on a CPU, because Transformer Engine needs a GPU: there
+its step was tried with mtpkit's layers in place of Transformer Engine's. This version of the script has not been run on
+a GPU yet.
 """
 
 import json
@@ -24,7 +25,7 @@ _LEARNING_RATE = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """Optimizer steps of one sequence length."""
+    """Speed and memory of optimizer steps at one sequence length."""
 
     sequence_length: int
     tokens: int
@@ -66,7 +67,7 @@ def main(
 
 
 def start_process() -> None:
-    """Set up process groups of one process, unless there are some."""
+    """Set up process groups of one process, unless they are set up already."""
     from megatron.core import parallel_state
 
     if not torch.distributed.is_initialized():
@@ -83,19 +84,19 @@ def start_process() -> None:
 
 
 def stack_spec(config: Any) -> Any:
-    """megatron-core's own layers, of Transformer Engine, mamba-ssm and causal-conv1d."""
+    """Spec of megatron-core's own layers, which use Transformer Engine, mamba-ssm and causal-conv1d."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     return hybrid_stack_spec
 
 
 def transformer_config(shape: dict[str, Any], num_depths: int, dtype: torch.dtype) -> Any:
-    """megatron-core's config of a config.json; keys that megatron-core has no counterpart for have its defaults."""
+    """Translate a config.json into megatron-core's config; other settings have megatron-core's defaults."""
     from megatron.core.activations import squared_relu
     from megatron.core.transformer import TransformerConfig
 
     if shape.get("mlp_hidden_act", "relu2") != "relu2" or "n_routed_experts" in shape:
-        fail("only Nemotron-H's squared ReLU and no experts: other shapes were not compared")
+        fail("only shapes with squared ReLU and without experts are supported: others were not compared")
     return TransformerConfig(
         num_layers=len(shape["hybrid_override_pattern"]),
         hidden_size=shape["hidden_size"],
@@ -158,7 +159,7 @@ class Trainer:
                 weight_decay=0.1,
                 adam_beta1=0.9,
                 adam_beta2=0.95,
-                clip_grad=1.0 if cuda else 0.0,  # its clip needs CUDA tensors
+                clip_grad=1.0 if cuda else 0.0,  # megatron-core's clipping needs CUDA tensors
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
             ),
@@ -184,18 +185,18 @@ class Trainer:
         return Row(length, sequences * length, median, sequences * length / median, peak)
 
     def step(self, tokens: torch.Tensor) -> None:
-        """One forward, backward and update on `tokens` [sequences, length + 1]."""
+        """Run one forward pass, backward pass and update on `tokens` [sequences, length + 1]."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         positions = torch.arange(inputs.shape[1], device=self.device).expand_as(inputs)
         losses = self.model(inputs, positions, None, labels=labels, loss_mask=torch.ones_like(labels).float())
-        loss = losses.float().mean()  # the heads' losses hang on the hidden states
+        loss = losses.float().mean()  # the heads' losses are attached to the hidden states
         loss.backward()
         self.model.finish_grad_sync()
         updated, _, _ = self.optimizer.step()
         if not updated or not loss.isfinite():
-            fail(f"the loss is {float(loss)}, or the optimizer left its step out: the times are of no worth")
+            fail(f"the loss is {float(loss)}, or the optimizer skipped its step: the times mean nothing")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the file of requests, errors, percentiles and the line of results."""
+"""Functions that the scripts of this folder share: the file of requests, errors, percentiles and printed results."""
 
 import importlib
 import json
@@ -23,17 +23,17 @@ class Request:
     prompt_token_ids: list[int]
     max_tokens: int
     arrival: float
-    """Seconds after the first request at one request per second; at a rate of r, 1/r of it."""
+    """Seconds after the first request at one request per second; at a rate of r, divide by r."""
 
 
 def fail(message: str) -> NoReturn:
-    """End the script with one line."""
+    """End the script with a one-line error."""
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(2)
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The requests of a file that `mtpkit bench load --save-requests FILE` wrote."""
+    """Read the requests of a file that `mtpkit bench load --save-requests FILE` wrote."""
     try:
         return [Request(**one) for one in json.loads(path.read_text())["requests"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -41,7 +41,7 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def require(package: str, wanted: str) -> ModuleType:
-    """Import a peer, which is no dependency of mtpkit; `wanted` is the version of docs/performance.md."""
+    """Import a peer, which is no dependency of mtpkit; `wanted` names the package and version to install."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -51,9 +51,9 @@ def require(package: str, wanted: str) -> ModuleType:
 def vllm_arguments(
     model: Path, k: int, acceptance: float, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> dict[str, Any]:
-    """Arguments of vLLM's engines: dummy weights of a config directory, fp32 state, synthetic acceptance.
+    """Arguments for vLLM's engines: dummy weights in the shape of a config directory, fp32 state, synthetic acceptance.
 
-    vLLM's rates are unconditional: `acceptance` to the power of the depth.
+    vLLM's acceptance rates are unconditional: `acceptance` to the power of the depth.
     """
     if not (model / "config.json").is_file():
         fail(f"{model} has no config.json; write one: python benchmarks/peers/write_config.py {model}")
@@ -80,7 +80,7 @@ def vllm_arguments(
 
 
 def percentiles_ms(seconds: Sequence[float]) -> list[float] | None:
-    """The 50th and the 99th percentile in milliseconds, between neighbours by a straight line; None of nothing."""
+    """The 50th and the 99th percentile in milliseconds, with linear interpolation; None if `seconds` is empty."""
     ordered = sorted(seconds)
 
     def at(share: float) -> float:

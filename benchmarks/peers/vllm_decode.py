@@ -1,9 +1,9 @@
-"""vLLM's tokens/s while all requests of a batch decode: the peer of `mtpkit bench decode`.
+"""Measure vLLM's tokens/s while all requests of a batch decode, for comparison with `mtpkit bench decode`.
 
 Needs vLLM (0.24.0 made the figures of docs/performance.md), a GPU, and a config directory from write_config.py. Steps
-are timed from when every request has its first token until one may end, as `mtpkit bench decode` does. Prompts and
-weights are random, acceptance is synthetic. mtpkit is not needed. The arguments are those of vLLM 0.24.0's sources;
-this version of the script has not been run beside vLLM yet.
+are timed from when every request has its first token until the first request may end, as in `mtpkit bench decode`.
+Prompts and weights are random, acceptance is synthetic. mtpkit is not needed. The names of the arguments were taken
+from vLLM 0.24.0's sources; this version of the script has not been run with vLLM yet.
 """
 
 import random
@@ -18,16 +18,16 @@ from peer import fail, print_rows, require, vllm_arguments
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size."""
+    """Results of one batch size."""
 
     batch_size: int
     k: int
     start_seconds: float
-    """From the engine's making, weights included, to its readiness."""
+    """Time to create the engine, weights included, until it is ready."""
     tokens_per_s: float
     step_ms: float
     run_tokens_per_s: list[float]
-    """Each run after the warm-up."""
+    """Tokens/s of each run after the warm-up."""
 
 
 def main(
@@ -70,7 +70,7 @@ def main(
 
 
 def time_window(engine: Any, prompts: list[list[int]], params: Any, name: str, longest: int) -> tuple[int, float, int]:
-    """Tokens, seconds and steps while all requests decode: until one has `longest` tokens."""
+    """Tokens, seconds and steps while all requests decode, until one has more than `longest` tokens."""
     lengths = {}
     for number, prompt in enumerate(prompts):
         request_id = f"{name} {number}"

@@ -1,9 +1,10 @@
-"""vLLM under the load of `mtpkit bench load`: the same requests from the file that `--save-requests` writes.
+"""Measure vLLM under the load of `mtpkit bench load`: the same requests, from the file of `--save-requests`.
 
 Needs vLLM (0.24.0 made the figures of docs/performance.md), a GPU, and a config directory from write_config.py.
-Requests queued at once go through `vllm.LLM.generate`, as the published figures were measured; arriving ones through
-`AsyncLLM`, each as a stream. Weights are random, acceptance is synthetic, prefix caching is off. mtpkit is not needed.
-The arguments are those of vLLM 0.24.0's sources; this version of the script has not been run beside vLLM yet.
+Requests queued at once go through `vllm.LLM.generate`, as the published figures were measured; requests that arrive one
+by one go through `AsyncLLM`, each as a stream. Weights are random, acceptance is synthetic, prefix caching is off.
+mtpkit is not needed. The names of the arguments were taken from vLLM 0.24.0's sources; this version of the script has
+not been run with vLLM yet.
 """
 
 import asyncio
@@ -22,16 +23,16 @@ from peer import Request, fail, percentiles_ms, print_rows, read_requests, requi
 
 @dataclass(frozen=True)
 class Row:
-    """All runs of one engine at one rate."""
+    """Results of all runs of one engine at one rate."""
 
     request_rate: float | str
     k: int
     start_seconds: float
-    """From the engine's making, weights included, to its readiness."""
+    """Time to create the engine, weights included, until it is ready."""
     first_seconds: float
-    """The first run, from the first arrival to the last output."""
+    """Time of the first run, from the first arrival to the last output."""
     seconds: float
-    """Median of the later runs; the first one's time if it is the only one."""
+    """Median time of the later runs; the first run's time if it is the only one."""
     tokens_per_s: float
     ttft_ms: list[float] | None
     """p50 and p99 over the later runs; None for requests queued at once, whose outputs come at the end."""
@@ -42,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its time, and when each output of each request came, and how many tokens there were then."""
+    """Times of one run: for each request its arrival, the time of each output, and its number of tokens by then."""
 
     seconds: float
     arrivals: list[float]
@@ -65,7 +66,7 @@ def main(
     """Serve the requests, and print one JSON object as the last line."""
     rates = [rate for rate in request_rate or () if rate != math.inf]
     if rates and len(rates) != len(request_rate or ()):
-        fail("--request-rate inf needs another engine than finite rates: run them one after the other")
+        fail("--request-rate inf cannot be combined with finite rates: run them separately")
     if any(not rate > 0 for rate in rates):
         fail(f"--request-rate is {rates}, must be positive")
     load = read_requests(requests)
@@ -84,7 +85,7 @@ def main(
 
 
 def summarize(rate: float | str, k: int, start: float, load: Sequence[Request], runs: Sequence[Run]) -> Row:
-    """A row of its runs."""
+    """Combine the runs at one rate into a row."""
     later = runs[1:] or runs
     seconds = statistics.median(run.seconds for run in later)
     streams = [one for run in later for one in zip(run.arrivals, run.times, run.lengths, strict=True)]
@@ -104,7 +105,7 @@ def summarize(rate: float | str, k: int, start: float, load: Sequence[Request], 
 
 
 def _generate(vllm: Any, llm: Any, load: Sequence[Request]) -> Run:
-    """One run with all requests queued at once."""
+    """Do one run with all requests queued at once."""
     params = [
         vllm.SamplingParams(temperature=0, max_tokens=one.max_tokens, ignore_eos=True, detokenize=False) for one in load
     ]
@@ -119,7 +120,7 @@ def _generate(vllm: Any, llm: Any, load: Sequence[Request]) -> Run:
 async def _serve(
     arguments: dict[str, Any], load: Sequence[Request], rates: Sequence[float], k: int, repeats: int
 ) -> list[Row]:
-    """All rates with one engine; its start is that of the first row."""
+    """Serve all rates with one engine, whose start time is in every row."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -137,7 +138,7 @@ async def _serve(
 
 
 async def _run(engine: Any, load: Sequence[Request], rate: float, name: str) -> Run:
-    """One run in which each request arrives at its time."""
+    """Do one run in which each request arrives at its time."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -167,7 +168,7 @@ async def _run(engine: Any, load: Sequence[Request], rate: float, name: str) -> 
 
 
 def check_lengths(load: Sequence[Request], lengths: Sequence[int]) -> None:
-    """Refuse outputs of another length than was asked for."""
+    """Fail if outputs have another length than was asked for."""
     wrong = sum(length != one.max_tokens for one, length in zip(load, lengths, strict=True))
     if wrong:
         fail(f"{wrong} of {len(load)} outputs have another length than was asked for")

@@ -1,4 +1,4 @@
-"""Write the config.json of a shape of `mtpkit bench` in the Hugging Face layout, which the other scripts read.
+"""Write the config.json, in the Hugging Face layout, of a model shape of `mtpkit bench` for the other scripts to read.
 
 Needs mtpkit. No weights are written: vLLM draws its own (`load_format="dummy"`), and so does megatron_train.py.
 """

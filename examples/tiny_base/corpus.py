@@ -1,4 +1,4 @@
-"""Make a corpus of text that every machine has: the sources of the running Python's standard library.
+"""Make a corpus from text that every machine has: the sources of the running Python's standard library.
 
     python examples/tiny_base/corpus.py OUT_DIR [--packages] [--limit N]
 
@@ -54,7 +54,7 @@ PACKAGES = [
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether a path relative to the library belongs to a held-out module."""
+    """Whether a path, relative to the library, belongs to a held-out module."""
     names = {part.removesuffix(".py").removeprefix("test_") for part in path.parts}
     return bool(names & set(HELD_OUT))
 
@@ -98,7 +98,7 @@ def write(out: Path, packages: bool = False, limit: int | None = None) -> dict[s
 
 
 def prompts(held_out: list[dict[str, str]], count: int = 32, characters: int = 400) -> list[str]:
-    """`count` pieces of held-out modules, each starting and ending with a line."""
+    """Cut `count` pieces out of held-out modules, each of whole lines."""
     texts = [sample["text"] for sample in held_out if len(sample["text"]) > 4 * characters]
     cut = []
     for index in range(count):

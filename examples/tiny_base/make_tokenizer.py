@@ -15,7 +15,7 @@ END = "<|endoftext|>"
 
 
 def main(corpus: Path, out: Path) -> None:
-    """Read CORPUS_DIR/train.jsonl, write the tokenizer files into MODEL_DIR."""
+    """Read CORPUS_DIR/train.jsonl and write the tokenizer files into MODEL_DIR."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -46,7 +46,7 @@ CONFIG = ModelConfig.of(
 
 
 def tokenize(path: Path, tokenizer) -> np.ndarray:
-    """All documents of a jsonl file, each with its end-of-sequence token, as one array."""
+    """Tokens of all documents of a jsonl file as one array; each document ends with the end-of-sequence token."""
     with path.open() as lines:
         texts = [json.loads(line)["text"] for line in lines]
     parts = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
@@ -54,14 +54,14 @@ def tokenize(path: Path, tokenizer) -> np.ndarray:
 
 
 def batch_of(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Windows [b, length + 1] of the tokens at `starts`, and the document index of each token."""
+    """Windows [b, length + 1] of the tokens that begin at `starts`, and the document index of each token."""
     ids = tokens[starts[:, None] + torch.arange(length + 1, device=tokens.device)]
     documents = (ids == 0).cumsum(1) - (ids == 0).int()
     return ids, documents
 
 
 def loss_of(model, ids: Tensor, documents: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, within documents."""
+    """Mean cross-entropy of the next token, without predictions across the end of a document."""
     hidden = base_forward(model, ids[:, :-1], SequenceInput(documents=documents[:, :-1]))
     logits = compute_logits(model, hidden.transpose(0, 1)).float()
     same = documents[:, 1:] == documents[:, :-1]
@@ -103,7 +103,7 @@ def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse, train, save."""
+    """Parse the arguments, train, and save the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument(

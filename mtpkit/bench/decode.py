@@ -26,7 +26,7 @@ class DecodeRow:
     k: Annotated[int | Literal["auto"], Column("K")]
     tokens_per_s: Annotated[float, Column("tokens/s", ".1f")]
     """Generated tokens over wall time, from when all requests decode to when the first one ends."""
-    step_ms: Annotated[float, Column("ms a step", ".3f")]
+    step_ms: Annotated[float, Column("ms per step", ".3f")]
     """Wall time per step in that window."""
     acceptance_length: Annotated[
         float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
@@ -161,7 +161,7 @@ class KernelShare:
     batch_size: Annotated[int, Column("batch")]
     k: Annotated[int | Literal["auto"], Column("K")]
     kernel: Annotated[str, Column("kernel", f".{_NAME_WIDTH}")]
-    ms: Annotated[float, Column("ms a step", ".3f")]
+    ms: Annotated[float, Column("ms per step", ".3f")]
     """Time of all its calls in a step."""
     share: Annotated[float, Column("share", ".1%")]
     """Share of the kernels' time."""

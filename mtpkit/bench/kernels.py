@@ -100,7 +100,7 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
     """
     cases = list(_cases(model, config, torch.device(device)))
     if device == "cpu":
-        yield "reference twins, which a CPU has alone, beside themselves: nothing is checked but that they run"
+        yield "a CPU has only the reference twins: nothing is checked but that they run"
     with torch.inference_mode():
         for case in cases:
             release_memory(torch.device(device))  # of the case before
@@ -189,7 +189,7 @@ def check(case: Case, args: Args) -> float:
         if not error <= allowed:
             raise MtpkitError(
                 f"{case.op}, {case.shape}: a {mine.dtype} tensor of shape {list(mine.shape)} differs from the "
-                f"reference's by {error:.2e}, {allowed:.0e} is let pass: its time is of no worth until that is mended"
+                f"reference's by {error:.2e}, more than {allowed:.0e}: its time means nothing until this is fixed"
             )
         largest = max(largest, error)
     return largest

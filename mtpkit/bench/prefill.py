@@ -32,7 +32,7 @@ class PrefillRow:
     batch_size: Annotated[int, Column("prompts", lambda row: f"{row.batch_size} x {row.prompt_len}")]
     prompt_len: int
     k: Annotated[int, Column("K")]
-    max_num_batched_tokens: Annotated[int, Column("tokens a step")]
+    max_num_batched_tokens: Annotated[int, Column("tokens per step")]
     seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]
     tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
     """Prompt tokens per second."""

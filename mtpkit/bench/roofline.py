@@ -257,9 +257,9 @@ class StepRow:
     batch_size: Annotated[int, Column("batch")]
     k: Annotated[int, Column("K")]
     acceptance_length: Annotated[float, Column("acceptance length", ".2f")]
-    bytes: Annotated[float, Column("GB a step", lambda row: significant(row.bytes / 1e9))]
-    flops: Annotated[float, Column("GFLOP a step", lambda row: significant(row.flops / 1e9))]
-    seconds: Annotated[float, Column("ms a step", lambda row: significant(row.seconds * 1e3))]
+    bytes: Annotated[float, Column("GB per step", lambda row: significant(row.bytes / 1e9))]
+    flops: Annotated[float, Column("GFLOP per step", lambda row: significant(row.flops / 1e9))]
+    seconds: Annotated[float, Column("ms per step", lambda row: significant(row.seconds * 1e3))]
     limit_tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
     """Tokens per second at the given bandwidth and matrix rate."""
 

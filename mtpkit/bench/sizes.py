@@ -19,7 +19,7 @@ NEMOTRON_H_8B = ModelConfig.of(
     mamba_state_dim=128,
     mamba_num_groups=8,
 )
-"""NVIDIA's Nemotron-H-8B (arXiv:2504.03624) with the repeated attention-only head that the field was measured with."""
+"""NVIDIA's Nemotron-H-8B (arXiv:2504.03624) with one repeated attention-only head, as in docs/performance.md."""
 
 NEMOTRON_H_TINY = NEMOTRON_H_8B.replace(
     vocab_size=512,

@@ -162,7 +162,7 @@ class SpeedupReport(Report):
         if changed:
             raise MtpkitError(
                 f"drafts changed the tokens of greedy {self.dtype} decoding, in a share of the prompts of "
-                f"{listed(changed, separator='; ')}: the speedups are of no worth until that is mended"
+                f"{listed(changed, separator='; ')}: the speedups mean nothing until this is fixed"
             )
 
 

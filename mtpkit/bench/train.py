@@ -52,7 +52,7 @@ class TrainRow:
 
     sequence_length: Annotated[int, Column("sequence")]
     loss: Annotated[LossKind, Column("loss")]
-    tokens: Annotated[int, Column("tokens a step")]
+    tokens: Annotated[int, Column("tokens per step")]
     """Tokens per step, over all ranks."""
     seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]
     """Median time of a step; the parts below are those of the rank that reports, and add up to it."""
@@ -65,7 +65,7 @@ class TrainRow:
     """Tokens per second over all ranks."""
     peak_memory: Annotated[int | None, Column("peak GB", lambda row: f"{row.peak_memory / 1e9:.1f}")]
     """Peak bytes that torch allocated on any rank, from the first step on; None on a CPU."""
-    flops_per_token: Annotated[float, Column("GFLOP a token", lambda row: f"{row.flops_per_token / 1e9:.3g}")]
+    flops_per_token: Annotated[float, Column("GFLOP per token", lambda row: f"{row.flops_per_token / 1e9:.3g}")]
     """FLOPs that `step_flops` counts."""
     flops_per_s: Annotated[float, Column("TFLOP/s", lambda row: f"{row.flops_per_s / 1e12:.3g}")]
     """FLOPs per second and device."""
@@ -223,7 +223,7 @@ class _Bench:
         weights = settings.loss.weights(settings.heads.num_depths)
         mean_loss = sum(weight * value for weight, value in zip(weights, sums.losses(), strict=True))
         if not sums.values.isfinite().all():
-            raise MtpkitError(f"the loss {loss} is not finite: the times are of no worth until that is mended")
+            raise MtpkitError(f"the loss {loss} is not finite: the times mean nothing until this is fixed")
         return self._row(sequence_length, loss, steps[config.warm_up_steps :], mean_loss)
 
     def _row(

@@ -102,7 +102,11 @@ def _rules(family: Family) -> list[Rule]:
     def tied(subject: Subject) -> Iterator[Finding]:
         deaf = tuple(server for server in SERVERS if server not in facts.ties)
         if subject.config.tie_word_embeddings and deaf:
-            yield Finding("embeddings are tied, which is ignored: store the output layer, and untie", True, deaf)
+            yield Finding(
+                "embeddings are tied, but the server ignores that: store lm_head and set tie_word_embeddings to false",
+                True,
+                deaf,
+            )
 
     def needs(subject: Subject) -> Iterator[Finding]:
         kinds = {kind.name for kind in kinds_in(subject.config.letters)}
@@ -144,9 +148,8 @@ def _fed(subject: Subject, family: Family) -> Iterator[Finding]:
     for key, value in heads.rules.items() if heads.num_layers else ():
         deaf = tuple(server for server in SERVERS if feeds.get(server, {}).get(key, usual[key]) != value)
         if deaf and (value != family.usual_rules[key] or key in costly):
-            text = (
-                f"the heads have {key} {json.dumps(value)}, which is not what they are fed: fewer drafts are accepted"
-            )
+            trained = f"the heads were trained with {key} {json.dumps(value)}"
+            text = f"{trained}, but are fed otherwise: fewer drafts are accepted"
             yield Finding(text, False, deaf)
 
 

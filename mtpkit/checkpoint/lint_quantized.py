@@ -57,7 +57,7 @@ def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreL
         yield f"quantised, but built without quantisation; store them in bf16: {listed(odd)}"
     yield from _halves(told)
     if odd := unlisted(server, [module for module in modules if module not in quantized], facts, ignored):
-        what = f"heads that are not quantised, and not in {CONFIG}'s {ignored.key}, which needs"
+        what = f"modules of the heads are not quantised, but missing from {CONFIG}'s {ignored.key}: add"
         yield f"{what} {listed(odd, most=100, width=2000)}"
 
 
@@ -120,7 +120,8 @@ def _uneven(subject: Subject, facts: Serving, module: str, shape: Shape, block: 
     if is_one_of(facts.split_rows) and (ranks > 1 or fused or ".experts." in module):
         shares = min(ranks, subject.config.attention.num_query_groups) if is_one_of(facts.split_groups) else ranks
         if shape[0] // shares % block.rows:
-            yield f"{part} has {shape[0]} rows, {shape[0] // shares} a rank, no multiple of blocks of {block.rows}"
+            rows = f"{shape[0]} rows, {shape[0] // shares} per rank"
+            yield f"{part} has {rows}, not a multiple of the block size {block.rows}"
     if is_one_of(facts.split_columns) and ranks > 1 and shape[1] // ranks % block.columns:
-        columns = f"{shape[1]} columns, {shape[1] // ranks} a rank"
-        yield f"{part} has {columns}, no multiple of blocks of {block.columns}"
+        columns = f"{shape[1]} columns, {shape[1] // ranks} per rank"
+        yield f"{part} has {columns}, not a multiple of the block size {block.columns}"

@@ -30,11 +30,11 @@ def acceptance(
     ] = None,
     attention: Annotated[
         HeadAttention,
-        typer.Option(help="What depths see; auto: what they see when this model decodes."),
+        typer.Option(help="Tokens that each depth attends to; auto: as when this model decodes."),
     ] = "auto",
     sequence_length: Annotated[
         int | None,
-        typer.Option(help="Tokens in a packed sequence; by default as in the run, where the model is one's."),
+        typer.Option(help="Tokens in a packed sequence; by default the run's, if the model is from a run."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward pass.")] = 1,
     num_sequences: Annotated[

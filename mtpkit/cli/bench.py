@@ -56,15 +56,15 @@ def decode(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Real prompts, text or .jsonl, in turn until the batch is full; without --acceptance drafts are then "
+            help="Real prompts (text or .jsonl), repeated until the batch is full. Without --acceptance, drafts are "
             "verified."
         ),
     ] = None,
     acceptance: Annotated[
         list[float] | None,
         typer.Option(
-            help="Synthetic: rate at which each depth is accepted where all before it were; the last one holds for all "
-            "further depths."
+            help="Synthetic rate at which the draft of each depth is accepted, given that all before it were; the last "
+            "one holds for all further depths."
         ),
     ] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Number of first tokens to draft among.")] = None,
@@ -94,9 +94,11 @@ def decode(
     sizes = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
     first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
     if kernels and not config.trace:
-        raise typer.BadParameter("they are known by tracing", param_hint="--kernels / --no-trace")
+        raise typer.BadParameter(
+            "the kernels' times need tracing: leave one of the two out", param_hint="--kernels / --no-trace"
+        )
     if kernels and not can_trace(default_device()):
-        raise typer.BadParameter("they are traced on a GPU, and there is none: leave it out", param_hint="--kernels")
+        raise typer.BadParameter("tracing needs a GPU, and there is none: leave it out", param_hint="--kernels")
     if draft_vocab is not None and draft_vocab_size is not None:
         raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
     if draft_vocab_size is not None:
@@ -184,7 +186,9 @@ def load(
     if stall and save_requests is not None:
         raise typer.BadParameter("--stall has no requests to save", param_hint="--stall / --save-requests")
     if conversing.turns and (stall or save_requests is not None):
-        raise typer.BadParameter("one of them at a time", param_hint="--turns / --stall / --save-requests")
+        raise typer.BadParameter(
+            "these options exclude each other: give one of them", param_hint="--turns / --stall / --save-requests"
+        )
     if save_requests is not None:
         check_writable(save_requests, file=True)
         print(save(save_requests, config, get_config(model, pattern).vocab_size))

@@ -75,8 +75,8 @@ def stitch_(
         bool,
         typer.Option(
             "--link/--copy",
-            help="Link the files without heads instead of copying them: no room is taken, but they are the source's "
-            "own files then.",
+            help="Link the files without heads instead of copying them: this takes no space, but the output then "
+            "shares the source's files.",
         ),
     ] = False,
 ) -> None:

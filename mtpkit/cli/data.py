@@ -117,7 +117,7 @@ def regenerate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only this many prompts, spread over all.")] = None,
     turns: Annotated[
-        Literal["last", "all"], typer.Option(help="Answers of a conversation that are written again, each by itself.")
+        Literal["last", "all"], typer.Option(help="Answers of a conversation to write again, each separately.")
     ] = "last",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")] = 0,
     *,

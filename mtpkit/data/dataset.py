@@ -211,8 +211,8 @@ class PackedDataset:
         damaged = f"data: {where} is damaged: sequence {row} has"
         if not len(mask) == len(ids) == lengths.sum() <= self.sequence_length or (len(lengths) and lengths.min() < 1):
             raise UserError(
-                f"{damaged} {len(ids)} tokens, a loss mask of {len(mask)}, documents of {lengths.sum()} and at most "
-                f"{self.sequence_length}; prepare the data again"
+                f"{damaged} {len(ids)} tokens, a loss mask of {len(mask)} and documents of {lengths.sum()} in all; "
+                f"these must be equal, and at most {self.sequence_length}: prepare the data again"
             )
         vocab_size = np.inf if self._vocab_size is None else self._vocab_size
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):

@@ -141,7 +141,7 @@ def _find(path: Path) -> tuple[list[Path], str]:
         found = sorted(p for p in path.rglob("*") if _is_data(p.relative_to(path)) and p.is_file())
         inside = [p.parent for p in found if p.name == MANIFEST]
         if inside:
-            return [], f"folder {path} holds prepared data in {inside[0]}, to be named by itself"
+            return [], f"folder {path} holds prepared data in {inside[0]}: name that directory itself"
         suffixes = " ".join(sorted((*TEXT_SUFFIXES, *TABLE_SUFFIXES)))
         problem = f"folder {path} has no data files ({suffixes}); a glob may name others"
     elif _is_glob(path):

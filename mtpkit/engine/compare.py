@@ -66,7 +66,7 @@ def lack_of_memory(directory: Path | str) -> str:
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     count = sum(torch.Size(info.shape).numel() for info in open_weights(directory).tensors.values())
     needed = count * (2 if on_gpu else 4) + _BESIDE_WEIGHTS
-    return f"takes {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free" if needed > free else ""
+    return f"needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free" if needed > free else ""
 
 
 def compare_decoding(

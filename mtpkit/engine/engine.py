@@ -203,7 +203,7 @@ class Engine:
             changed += self._take_up()
         plans = self.ranks.plan(self.scheduler, self.speculation.choose)
         if not plans and not self._under_way and self.scheduler.has_unfinished:
-            raise MtpkitError("requests are unfinished, but none can run and no step is under way")
+            raise MtpkitError("requests are unfinished, but no step is running and none can be planned")
         if plans:
             launched = (self.executor.launch(plan) for plan in plans)
             self._under_way.append([one for one in launched if one is not None])

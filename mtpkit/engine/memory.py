@@ -99,8 +99,8 @@ class MemoryPlan:
             if self.checkpoint_bytes
             else ""
         )
-        device = f"device {gb(self.total)}: weights and what others hold {gb(self.in_use)}, " if self.total else ""
-        drafts = f"embedding for drafts {self.draft_embedding / 1e6:.1f} MB of them on the last stage, "
+        device = f"device {gb(self.total)}: weights and other memory in use {gb(self.in_use)}, " if self.total else ""
+        drafts = f"of it a draft embedding of {self.draft_embedding / 1e6:.1f} MB on the last stage, "
         device += drafts if self.draft_embedding else ""
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)}, state "

@@ -254,19 +254,19 @@ def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (ranks := getattr(options, name)) > 1:
             raise UserError(
-                f"{count} replicas have a whole model each, {name} {ranks} splits it: leave one out, or "
-                "split the file of prompts and start torchrun for each part"
+                f"each of the {count} replicas holds a whole model, but {name} {ranks} splits it: leave one of the two "
+                "options out, or split the file of prompts and start torchrun for each part"
             )
     require_one_process(f"{count} replicas are started by one")
     if options.device not in (None, "cuda", "cpu"):
-        raise UserError(f"{count} replicas have a device each: leave out device {options.device!r}")
+        raise UserError(f"each of the {count} replicas gets its own device: leave out device {options.device!r}")
     if options.device == "cpu" or not torch.cuda.is_available():
         return []
     visible = os.environ.get(_VISIBLE)
     names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     names = names[: torch.cuda.device_count()]
     if count > len(names):
-        raise UserError(f"{count} replicas need as many GPUs, there are {len(names)} here: start {len(names)}")
+        raise UserError(f"{count} replicas need {count} GPUs, but this machine has {len(names)}: start {len(names)}")
     return names
 
 

@@ -31,7 +31,7 @@ def use_fp8_base(model: HybridModel) -> None:
         check_fp8(model)
         if not all(kind.fp8_products for kind in kinds_in(model.mtpkit_config.pattern)):
             raise UserError(
-                "fp8 needs a multiple of 8 tokens in each product, which experts do not get; set base_fp8=false"
+                "fp8 needs a multiple of 8 tokens per product, which experts may not get; set base_fp8=false"
             )
         model.base_context = fp8_forward
         return
@@ -39,7 +39,7 @@ def use_fp8_base(model: HybridModel) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_GPU:
         raise UserError(f"base_fp8: {torch.cuda.get_device_name(device)} has no fp8 products; set base_fp8=false")
     if model.config.tensor_model_parallel_size > 1:
-        raise UserError("base_fp8 with backend=local splits no matrices: set parallel.tensor=1, or backend=te")
+        raise UserError("base_fp8 with backend=local has no tensor parallelism: set parallel.tensor=1, or backend=te")
     linears = [
         module for module in model.decoder.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)
     ]

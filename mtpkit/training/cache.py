@@ -204,7 +204,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not path.is_file():
         if directory.exists() and (not directory.is_dir() or any(file.name[0] != "." for file in directory.iterdir())):
             raise UserError(
-                f"cache {directory} holds something else than hidden states; set cache to another directory"
+                f"cache {directory} holds other files, but no cache of hidden states; set cache to another directory"
             )
         return None
     return from_json(Manifest, path, f"remove {directory}, and it is written again", version=FORMAT)

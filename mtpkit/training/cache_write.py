@@ -128,8 +128,8 @@ def _plan(
     if before is not None:
         if differences := before.differences(now):
             raise UserError(
-                f"cache {directory} is of something else: {listed(differences, separator='; ')}; set cache to another "
-                "directory"
+                f"cache {directory} was written for other inputs: {listed(differences, separator='; ')}; set cache to "
+                "another directory"
             )
         # An existing cache keeps its shard sizes, which may come from other settings.
         splits = {split.name: split for split in (*now.splits, *before.splits)}
@@ -154,8 +154,8 @@ def _announce(directory: Path, manifest: Manifest, missing: Missing, size: int) 
     sequences = " and ".join(f"{split.num_sequences:,} {split.name}" for split in splits)
     tqdm.write(
         f"cache {directory}: hidden states of {sequences} sequences of {manifest.sequence_length:,} tokens, "
-        f"{manifest.hidden_size:,} {manifest.cache_dtype} a token: {_gigabytes(needed)} to write in {absent:,} of "
-        f"{shards:,} shards; {_gigabytes(free)} are free"
+        f"{manifest.hidden_size:,} {manifest.cache_dtype} values per token: {_gigabytes(needed)} to write in "
+        f"{absent:,} of {shards:,} shards; {_gigabytes(free)} are free"
     )
     if needed > free:
         raise UserError(

@@ -130,7 +130,7 @@ def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None
     elif copies and absent:
         problem = f"has {_named(absent)}, but heads.init=base copies layers of {config.model}, which has none"
     elif sizeless:
-        problem = f"has {_named(sizeless)}, of which {config.model} gives no sizes"
+        problem = f"has {_named(sizeless)}, whose sizes the config of {config.model} lacks"
     elif not pattern:
         problem = "is empty"
     else:

@@ -109,7 +109,9 @@ class Trainer:
         """Step, log, evaluate and save until the end or a signal."""
         config, throughput = self.config, Throughput()
         if self.explained is not None:
-            self.log.message(f"the heads' fitted inputs explain {self.explained:.0%} of what their layers expect")
+            self.log.message(
+                f"the fitted input projection explains {self.explained:.0%} of the inputs of the copied layers"
+            )
         if self.no_peak:
             self.log.message(self.no_peak)
         if 0 < self.step < config.steps:

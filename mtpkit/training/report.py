@@ -132,7 +132,7 @@ def write_report(directory: Path) -> Path:
 
     lines = read_lines(directory / METRICS)
     if not lines:
-        raise UserError(f"{directory} has no {METRICS} with anything in it; name the output of a training run")
+        raise UserError(f"{directory} has no {METRICS}, or an empty one; name the output of a training run")
     evals = [line for line in lines if isinstance(line, Evaluated)]
     panels = _panels([line for line in lines if isinstance(line, TrainLine)], evals)
     settings = directory / "config.yaml"

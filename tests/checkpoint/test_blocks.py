@@ -117,7 +117,7 @@ def test_lint_names_heads_that_servers_feed_something_else(tmp_path, family, own
     write(tmp_path)
     add_heads(tmp_path)
     edit_config(tmp_path, mtpkit=own)
-    found = [finding for finding in lint(tmp_path, server) if "not what they are fed" in finding.text]
+    found = [finding for finding in lint(tmp_path, server) if "but are fed otherwise" in finding.text]
     assert [re.search(r"mtp_\w+", finding.text)[0] for finding in found] == named
     assert not any(finding.fatal for finding in found)
 

@@ -66,7 +66,7 @@ def test_every_module_must_be_named(hf):
     """By whole names for one server, by parts of the path for the other."""
     found = fatal(hf)
     assert all("heads that are not quantised, and not in quantization_config's" in text for text in found.values())
-    assert all("modules_to_not_convert, which needs mtp.layers.0.eh_proj" in text for text in found.values())
+    assert all("modules_to_not_convert: add mtp.layers.0.eh_proj" in text for text in found.values())
     assert not any("mixer.gate" in text for text in found.values())
     for ignored, servers in (
         (["mtp"], {"sglang"}),
@@ -135,9 +135,13 @@ def test_quantised_weights_need_a_config(hf):
     [
         (8, 1, []),
         (16, 1, []),
-        (8, 2, ["up_proj has 24 rows, 12 a rank", "down_proj has 24 columns, 12 a rank"]),
-        (32, 1, ["k_proj has 16 rows, 16 a rank", "up_proj has 16 rows, 16 a rank"]),
-        (16, 4, ["k_proj has 16 rows, 8 a rank", "q_proj has 32 rows, 8 a rank", "o_proj has 32 columns, 8 a rank"]),
+        (8, 2, ["up_proj has 24 rows, 12 per rank", "down_proj has 24 columns, 12 per rank"]),
+        (32, 1, ["k_proj has 16 rows, 16 per rank", "up_proj has 16 rows, 16 per rank"]),
+        (
+            16,
+            4,
+            [f"{part}, 8 per rank" for part in ("k_proj has 16 rows", "q_proj has 32 rows", "o_proj has 32 columns")],
+        ),
     ],
 )
 def test_rows_and_columns_of_a_rank_are_whole_blocks(hf, block, ranks, says):
@@ -145,7 +149,7 @@ def test_rows_and_columns_of_a_rank_are_whole_blocks(hf, block, ranks, says):
     edit_config(hf, quantization_config=FP8_CONFIG | {"weight_block_size": [block, block]})
     found = [finding.text for finding in lint(hf, ranks=ranks) if finding.text.startswith("fp8:")]
     assert bool(found) == bool(says)
-    assert [text for text in says if f"fp8: {text}, no multiple of blocks of {block}" not in found] == []
+    assert [text for text in says if f"fp8: {text}, not a multiple of the block size {block}" not in found] == []
 
 
 def test_each_server_has_its_own_names(published, tmp_path):

@@ -97,8 +97,11 @@ def test_layers_without_experts(tmp_path, dense, in_vllm):
     """What a server builds where Qwen3-Next has an MLP, in the base and in the head."""
     write_family("qwen3_next", tmp_path, **SIZES, **dense)
     found = fatal(tmp_path)
-    assert f"layers {dense['mlp_only_layers']} have no experts, which are built in every layer" in found["sglang"]
-    assert ("the head is built without, too" in found["vllm"]) == in_vllm
+    assert (
+        f"layers {dense['mlp_only_layers']} have no experts, but the server builds experts in every layer"
+        in found["sglang"]
+    )
+    assert ("the server then builds the head without experts, too" in found["vllm"]) == in_vllm
 
 
 def test_packed_experts_of_next(copied):
@@ -151,7 +154,7 @@ def test_servers_that_do_not_tie(tmp_path):
     """Of Qwen3-Next both want an output layer; of Qwen3.5 and of MiMo both tie."""
     directory = tied(tmp_path / "next", "qwen3_next")
     assert "lm_head.weight" not in load_file(directory / "model.safetensors")
-    assert all("embeddings are tied, which is ignored" in text for text in fatal(directory).values())
+    assert all("embeddings are tied, but the server ignores that" in text for text in fatal(directory).values())
     write_family("mimo", tmp_path / "mimo", tie_word_embeddings=False)
     edit(tmp_path / "mimo", lambda tensors: tensors.pop("lm_head.weight"))
     edit_config(tmp_path / "mimo", tie_word_embeddings=True)

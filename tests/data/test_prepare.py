@@ -242,7 +242,7 @@ def test_damaged_data_is_refused(tmp_path, tokenizer) -> None:
 def test_prepared_data_is_no_text(prepared, tokenizer, tmp_path) -> None:
     with pytest.raises(UserError, match="is prepared already; name the files it is from"):
         prepare([prepared], tokenizer, LENGTH, tmp_path)
-    with pytest.raises(UserError, match=r"holds prepared data in .*, to be named by itself"):
+    with pytest.raises(UserError, match=r"holds prepared data in .*: name that directory itself"):
         build_dataset([prepared.parent], tokenizer, LENGTH)
 
 

@@ -209,7 +209,7 @@ def no_memory(rank: int, out: Path) -> None:
 
 def test_ranks_without_peer_memory(tmp_path):
     run_ranks(no_memory, tmp_path)
-    said = "what ranks exchange is left to gloo: rank 0 decodes on cpu, rank 1 decodes on cpu"
+    said = "ranks exchange data by gloo instead of peer memory: rank 0 decodes on cpu, rank 1 decodes on cpu"
     assert [json.loads((tmp_path / f"{rank}").read_text()) for rank in (0, 1)] == [[3.0, [said]], [3.0, []]]
 
 

@@ -121,11 +121,19 @@ def test_a_replica_ends_when_nobody_is_left_to_tell(model_dir):
 @pytest.mark.parametrize(
     "changes, environment, said",
     [
-        ({"tensor_parallel_size": 2}, {}, "2 replicas have a whole model each, tensor_parallel_size 2 splits it"),
-        ({"pipeline_parallel_size": 2}, {}, "2 replicas have a whole model each, pipeline_parallel_size 2 splits it"),
-        ({"device": "cuda:1"}, {}, "2 replicas have a device each: leave out device 'cuda:1'"),
+        (
+            {"tensor_parallel_size": 2},
+            {},
+            "each of the 2 replicas holds a whole model, but tensor_parallel_size 2 splits it",
+        ),
+        (
+            {"pipeline_parallel_size": 2},
+            {},
+            "each of the 2 replicas holds a whole model, but pipeline_parallel_size 2 splits it",
+        ),
+        ({"device": "cuda:1"}, {}, "each of the 2 replicas gets its own device: leave out device 'cuda:1'"),
         ({}, {"WORLD_SIZE": "2"}, "2 processes, but 2 replicas are started by one: start it without torchrun"),
-        ({}, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, "2 replicas need as many GPUs, there are 1 here: start 1"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, "2 replicas need 2 GPUs, but this machine has 1: start 1"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(monkeypatch, tmp_path, changes, environment, said):

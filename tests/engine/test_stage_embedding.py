@@ -48,7 +48,9 @@ def two_stages(rank: int, wanted: dict, out: Path) -> None:
             plan=str(llm.memory_plan),
         )
     if rank == 1:
-        with pytest.raises(UserError, match="given has an embedding of int4 for drafts, not int8: load it again"):
+        with pytest.raises(
+            UserError, match="the draft embedding of this model is already int4, not int8: load the model again"
+        ):
             round_embedding(model, "int8", 3, 2)
     model = split_model(TIED, ranks=1, stages=2)
     tokens, llm = decode(model, Case("mamba2", 3, settings=dict(draft_embedding_dtype="int8")), wanted["tied"])
@@ -99,7 +101,7 @@ def test_drafts_alone_change(decoded, dtype, monkeypatch):
     for stage in stages:
         assert stage[dtype]["tokens"] == wanted["seeded"] and stage[dtype]["drawn"] == drawn
         assert stage[dtype]["planned"] == len(table) * (table.shape[1] * BITS[dtype] // 8 + 4)
-        assert "embedding for drafts 0.0 MB of them on the last stage" in stage[dtype]["plan"]
+        assert "of it a draft embedding of 0.0 MB on the last stage" in stage[dtype]["plan"]
     assert [stage[dtype]["drafts"] for stage in stages] == [[], drafts]
     assert dtype == "int8" or (drafts != plain and drawn != wanted["drawn"])
 

@@ -202,5 +202,5 @@ def test_results_that_no_step_has_are_refused():
     ):
         wrong = good.copy()
         wrong[0, column] = value
-        with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which is not from"):
+        with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which must be from"):
             check_returned(wrong, columns)

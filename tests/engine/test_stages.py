@@ -407,7 +407,7 @@ def test_results_that_no_step_has_are_refused():
     ):
         wrong = good.copy()
         wrong[0, column] = value
-        with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which is not from"):
+        with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which must be from"):
             check_returned(wrong, columns)
 
 
@@ -437,9 +437,7 @@ def test_more_stages_than_layers_or_processes(decoded):
     path = decoded[0] / "hf"
     with pytest.raises(UserError, match="pipeline_parallel_size 6: the model's base has 5 layers; take no more stages"):
         LLM(path, pipeline_parallel_size=6)
-    with pytest.raises(
-        UserError, match="pipeline_parallel_size 2 needs as many processes, there is 1: start them with"
-    ):
+    with pytest.raises(UserError, match="pipeline_parallel_size 2 needs 2 processes, but there is 1: start them with"):
         LLM(path, pipeline_parallel_size=2)
     with pytest.raises(UserError, match=r"_size 2 x pipeline_parallel_size 2 needs as many .* --nproc-per-node 4"):
         LLM(path, tensor_parallel_size=2, pipeline_parallel_size=2)

@@ -205,7 +205,7 @@ def files(directory):
         ({"model": "{other}"}, r"something else: base /.*\), not /.*/other \(.{8}\); set cache"),
         ({"model": "{turned}"}, r"something else: config of the base \(.{8}\), not \(.{8}\); set cache"),
         ({"model": "{spoken}"}, r"something else: tokenizer .{8}, not .{8}; data\.train"),
-        ({"cache": "{full}"}, "holds something else than hidden states"),
+        ({"cache": "{full}"}, "holds other files, but no cache of hidden states"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(cached, toy_base, text_files, tmp_path, changes, says):

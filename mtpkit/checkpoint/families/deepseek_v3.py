@@ -144,7 +144,7 @@ SERVING = Serving(
     called={"sglang": (r"^model\.layers\.(?!61\.)\d+\.", "model.decoder.")},  # it knows only the published depth, 61
     needs=(
         Need("scoring_func", "vLLM routes by softmax without it", "sigmoid", kind="moe"),
-        Need("topk_method", "without it no bias is built", "noaux_tc", kind="moe"),
+        Need("topk_method", "without it servers build no router bias", "noaux_tc", kind="moe"),
     ),
     rules=(_sglang_kernel,),
 )

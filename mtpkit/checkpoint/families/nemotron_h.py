@@ -260,7 +260,7 @@ SERVING = Serving(
     head_letters="*E",
     fp32=(r"e_score_correction_bias$", r"A_log$"),
     needs=(
-        Need("hybrid_override_pattern", "the words of layers_block_type are refused", servers=("sglang",)),
+        Need("hybrid_override_pattern", "the server refuses the words of layers_block_type", servers=("sglang",)),
         Need("mtp_hybrid_override_pattern", "the layers of the heads are read from it", heads_only=True),
         Need("mamba_ssm_cache_dtype", "servers choose the dtype of Mamba's state", fatal=False, kind="mamba2"),
     ),

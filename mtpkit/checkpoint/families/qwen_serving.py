@@ -33,10 +33,13 @@ def dense_layers(subject: Subject) -> Iterator[Finding]:
     """SGLang builds experts in every layer; vLLM builds the head's second half by the rule for the base's layer 0."""
     feed = subject.config.pattern[1::2]
     if dense := [n for n, letter in enumerate(feed) if letter == MlpConfig.letter]:
-        yield Finding(f"layers {dense} have no experts, which are built in every layer", True, ("sglang",))
+        yield Finding(
+            f"layers {dense} have no experts, but the server builds experts in every layer", True, ("sglang",)
+        )
         if dense[0] == 0 and subject.config.mtp.pattern[1:] not in ("", MlpConfig.letter):
             text = (
-                "mlp_only_layers and decoder_sparse_step leave layer 0 without experts: the head is built without, too"
+                "mlp_only_layers and decoder_sparse_step leave layer 0 without experts: the server then builds the "
+                "head without experts, too"
             )
             yield Finding(text, True, ("vllm",))
 
@@ -66,7 +69,9 @@ def tied_at_both_levels(subject: Subject) -> Iterator[Finding]:
 def vision_tower(subject: Subject) -> Iterator[Finding]:
     """Under the published architecture name, neither server can build the text model alone."""
     if not any(name.startswith(VISION) for name in subject.carried):
-        yield Finding(f"no tensors {VISION}*, and the model is built with its vision tower; stitch into the original")
+        yield Finding(
+            f"no tensors {VISION}*, but servers build the vision tower: stitch the heads into the original checkpoint"
+        )
 
 
 STATE_DTYPE = Need(

@@ -46,4 +46,4 @@ class SigmoidRouter(Line):
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         routing = config.moe.routing
         if routing.num_groups > 1 and routing.group_best != _GROUP_BEST:
-            yield f"groups of experts whose best {routing.group_best} count, only whose best {_GROUP_BEST}"
+            yield f"groups of experts scored by their best {routing.group_best}, only by their best {_GROUP_BEST}"

@@ -43,4 +43,5 @@ class AttentionConfig(Section):
         yield from super().requirements(layers)
         rotated = int(self.kv_channels * self.rotary_percent)
         if self.position_embedding_type == "rope" and rotated % 2:
-            yield f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is odd, {rotated} channels"
+            share = f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels}"
+            yield f"{share} rotates {rotated} channels, an odd number"

@@ -126,6 +126,6 @@ class CachedBlocks(IdPool):
         unheld = [one for one in self._keys if not self._references[one] and one not in self._idle]
         if listed != len(self._ids) or astray or keyless or unheld:
             raise MtpkitError(
-                f"cached blocks are inconsistent: {listed} keys of ids for {len(self._ids)}, found at ids without them "
-                f"{astray}, idle without a key {keyless}, keys of free {unheld}"
+                f"cached blocks are inconsistent: ids list {listed} keys of {len(self._ids)}; ids that lack a key "
+                f"known for them: {astray}; idle ids without a key: {keyless}; free ids with keys: {unheld}"
             )

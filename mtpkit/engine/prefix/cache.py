@@ -288,4 +288,4 @@ class PrefixCache:
         self.slots.check_integrity(list(self._entries))
         listed = sorted(entry.checkpoint for entries in self._by_block.values() for entry in entries)
         if listed != sorted(self._entries) or not all(self._by_block.values()):
-            raise MtpkitError(f"checkpoints {listed} are found by hash, {sorted(self._entries)} are held")
+            raise MtpkitError(f"checkpoints found by hash: {listed}; checkpoints held: {sorted(self._entries)}")

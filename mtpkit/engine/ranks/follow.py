@@ -95,7 +95,7 @@ class Decision:
         for name, value in vars(decision).items():
             least, most = limits.get(name, (0, 2**62))
             if not least <= value <= most:
-                raise MtpkitError(f"rank 0 sent {name} {value}, which is not from {least} to {most}")
+                raise MtpkitError(f"rank 0 sent {name} {value}, which must be from {least} to {most}")
         return decision
 
     def differences(self, other: "Decision") -> list[str]:

@@ -66,7 +66,7 @@ def _require_processes(size: int, stages: int) -> None:
         named = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
         asked = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)
         raise UserError(
-            f"{asked} needs as many processes, there {'is' if processes == 1 else 'are'} "
+            f"{asked} needs {size * stages} processes, but there {'is' if processes == 1 else 'are'} "
             f"{processes}: start them with torchrun --standalone --nproc-per-node {size * stages}"
         )
 
@@ -153,7 +153,7 @@ def _problems(config: ModelConfig, ranks: int, whole_experts: bool) -> Iterator[
     whole = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     uneven = [UnevenSize(key, size, False) for key, size in whole.items() if size % ranks]
     for key, size, shared in (*uneven, *uneven_sizes(config, ranks, whole_experts)):
-        how = "do not divide each other" if shared else "cannot be divided"
+        how = "do not divide each other" if shared else "cannot be divided evenly"
         yield f"the model's {key} {size} {how}; take {'a divisor or a multiple' if shared else 'a divisor'} of it"
     counts = [count for kind in kinds_in(config.letters) if (count := kind.experts(config).count)]
     if whole_experts and not counts:

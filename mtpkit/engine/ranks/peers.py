@@ -100,7 +100,7 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
     problems = _of_all(control, problem)
     if found := [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]:
         if me == ranks[0]:
-            _logger.info("what ranks exchange is left to %s: %s", dist.get_backend(group), listed(found))
+            _logger.info("ranks exchange data by %s instead of peer memory: %s", dist.get_backend(group), listed(found))
         return None
     windows = tuple(held[rank] for rank in ranks)
     epochs = torch.zeros(CHANNELS, dtype=torch.int64, device=device)

@@ -136,4 +136,4 @@ def check_returned(packed: np.ndarray, columns: dict[str, Column]) -> None:
     for (name, (_, least, most)), values in zip(columns.items(), np.split(packed, ends, axis=1), strict=True):
         wrong = values[(values < least) | (values > most)]
         if len(wrong):
-            raise MtpkitError(f"the last stage sent {wrong[0]} for {name}, which is not from {least} to {most}")
+            raise MtpkitError(f"the last stage sent {wrong[0]} for {name}, which must be from {least} to {most}")

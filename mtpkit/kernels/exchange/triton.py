@@ -38,7 +38,7 @@ def _await_flags(window, channel, epoch, RANKS: tl.constexpr, MOST_RANKS: tl.con
         seen = tl.atomic_add(flags, rank.to(tl.int64) * 0, mask=rank < RANKS, sem="acquire", scope="sys")
         missing = tl.sum(((seen < epoch) & (rank < RANKS)).to(tl.int32), 0)
         polls += 1
-    tl.device_assert(missing == 0, "a rank waited in vain for another one's part")
+    tl.device_assert(missing == 0, "timed out waiting for the part of another rank")
     tl.debug_barrier()
 
 

@@ -159,7 +159,7 @@ class HeadLoss:
         temperature: float = 1.0,
         floor: Tensor | None = None,
     ):
-        assert students.stride(-1) == 1, "the gradient takes the students' place"
+        assert students.stride(-1) == 1, "the gradient overwrites the students, whose columns must be contiguous"
         chosen, teacher = mask.flatten(), with_rows(teacher)
         slots = (chosen.cumsum(0, dtype=torch.int32) - 1).masked_fill_(~chosen, -1)
         self.students, self.depths = students, len(mask)

@@ -73,5 +73,5 @@ def round_draft_embedding(model: HybridModel, bits: IntegerBits) -> None:
         model.embedding.word_embeddings = IntegerEmbedding(table, bits)
     elif table.rows.bits != bits:
         raise UserError(
-            f"the model given has an embedding of int{table.rows.bits} for drafts, not int{bits}: load it again"
+            f"the draft embedding of this model is already int{table.rows.bits}, not int{bits}: load the model again"
         )

@@ -162,7 +162,9 @@ def check_fp8(model: HybridModel) -> None:
         and any(size % 16 for size in module.weight.shape)
     ]
     if odd:
-        raise UserError(f"fp8 needs matrices whose sizes are multiples of 16, unlike {listed(odd)}; set base_fp8=false")
+        raise UserError(
+            f"fp8 needs matrix sizes that are multiples of 16, unlike those of {listed(odd)}; set base_fp8=false"
+        )
 
 
 @contextmanager
