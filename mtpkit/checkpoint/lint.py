@@ -102,11 +102,8 @@ def _rules(family: Family) -> list[Rule]:
     def tied(subject: Subject) -> Iterator[Finding]:
         deaf = tuple(server for server in SERVERS if server not in facts.ties)
         if subject.config.tie_word_embeddings and deaf:
-            yield Finding(
-                "embeddings are tied, but the server ignores that: store lm_head and set tie_word_embeddings to false",
-                True,
-                deaf,
-            )
+            text = "embeddings are tied, but the server ignores that: store lm_head, unset tie_word_embeddings"
+            yield Finding(text, True, deaf)
 
     def needs(subject: Subject) -> Iterator[Finding]:
         kinds = {kind.name for kind in kinds_in(subject.config.letters)}

@@ -57,7 +57,7 @@ def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreL
         yield f"quantised, but built without quantisation; store them in bf16: {listed(odd)}"
     yield from _halves(told)
     if odd := unlisted(server, [module for module in modules if module not in quantized], facts, ignored):
-        what = f"modules of the heads are not quantised, but missing from {CONFIG}'s {ignored.key}: add"
+        what = f"modules of the heads are not quantised, but not listed in {CONFIG}'s {ignored.key}: add"
         yield f"{what} {listed(odd, most=100, width=2000)}"
 
 

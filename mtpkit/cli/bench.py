@@ -94,9 +94,7 @@ def decode(
     sizes = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
     first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
     if kernels and not config.trace:
-        raise typer.BadParameter(
-            "the kernels' times need tracing: leave one of the two out", param_hint="--kernels / --no-trace"
-        )
+        raise typer.BadParameter("kernels are timed by tracing: leave one out", param_hint="--kernels / --no-trace")
     if kernels and not can_trace(default_device()):
         raise typer.BadParameter("tracing needs a GPU, and there is none: leave it out", param_hint="--kernels")
     if draft_vocab is not None and draft_vocab_size is not None:

@@ -50,8 +50,7 @@ class LLM:
         model_config = loading.config_of(options.model)
         adaptive = options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
-        # With "auto", each K would need its own graphs of mixed steps, so steps are not mixed. Everything is checked
-        # before weights are read.
+        # With "auto", each K would need its own graphs of mixed steps. Everything is checked before weights are read.
         mixed = 0 if adaptive else options.max_mixed_tokens
         options = replace(options, num_speculative_tokens=depths, max_mixed_tokens=mixed)
         loading.check_trained(options.model, model_config.mtp, depths)

@@ -17,8 +17,7 @@ from mtpkit.errors import MtpkitError, UserError
 
 _arrival = attrgetter("arrival")
 _GATHER_STEPS, _GATHER_SLOTS = 16, 8
-"""Prompts are held back, to gather, for at most `_GATHER_STEPS` steps, and only while fewer than 1 / `_GATHER_SLOTS` of
-the slots are free."""
+"""Prompts gather for at most `_GATHER_STEPS` steps, while fewer than 1 / `_GATHER_SLOTS` of the slots are free."""
 
 
 class Scheduler:
@@ -212,9 +211,8 @@ class Scheduler:
         """Room of the batch whose turn it is, which has `num_running` running requests: the number of its free slots,
         and the number of waiting requests that it may admit within its share of all requests.
 
-        While a request waits and a slot is free, some batch has room of both kinds. Reason: the smaller of a batch's
-        slots and its share of all requests is its share of min(all slots, all requests), and fewer requests than that
-        minimum run.
+        While a request waits and a slot is free, some batch has room of both kinds: the smaller of a batch's slots and
+        its share of all requests is its share of min(all slots, all requests), and fewer requests run.
         """
         share = len(range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches))
         return len(self._slots) - num_running, max(0, min(len(self.waiting), share - num_running))
@@ -472,8 +470,7 @@ class Scheduler:
         return "length" if request.num_output == params.max_tokens else None
 
     def _settle(self, request: Request) -> None:
-        """Release everything that a finished request holds, or the blocks that the rewind of an unfinished one leaves
-        empty."""
+        """Release all that a finished request holds, or the blocks that the rewind of an unfinished one empties."""
         if request.finished:
             if request.detokenizer:
                 request.detokenizer.flush()

@@ -65,7 +65,7 @@ def heads_of(directory):
 def test_every_module_must_be_named(hf):
     """By whole names for one server, by parts of the path for the other."""
     found = fatal(hf)
-    assert all("heads that are not quantised, and not in quantization_config's" in text for text in found.values())
+    assert all("not quantised, but not listed in quantization_config's" in text for text in found.values())
     assert all("modules_to_not_convert: add mtp.layers.0.eh_proj" in text for text in found.values())
     assert not any("mixer.gate" in text for text in found.values())
     for ignored, servers in (
@@ -200,12 +200,12 @@ def test_other_quantisations_are_judged(published, tmp_path, method, capsys):
     with pytest.raises(UserError, match="quantization_config"):
         load_config(hf)
     found = fatal(hf)
-    assert all(f"not in quantization_config's {key}" in found[server] for server in SERVERS)
+    assert all(f"not listed in quantization_config's {key}" in found[server] for server in SERVERS)
     assert not [finding.text for finding in lint(hf) if "missing" in finding.text or "unexpected" in finding.text]
     edit(hf, lambda tensors: tensors.pop("lm_head.weight"))
     assert convert("lint", hf) == 2
     out = capsys.readouterr().out
-    assert "1 tensors missing: lm_head.weight" in out and "heads that are not quantised" in out
+    assert "1 tensors missing: lm_head.weight" in out and "modules of the heads are not quantised" in out
     edit_config(hf, quantization_config=config | {key: ignored})
     assert {server for server, text in fatal(hf).items() if not text} == servers
     edit_config(hf, quantization_config={"quant_method": "other"})

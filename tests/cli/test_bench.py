@@ -82,9 +82,9 @@ def test_an_empty_batch_and_no_rates_are_refused(command, option, says, call, ca
 def test_decode_refuses_what_excludes_each_other(call, capsys, monkeypatch):
     monkeypatch.setattr("mtpkit.bench.timing.can_trace", lambda device: False)
     for options, says in (
-        ("--kernels --no-trace", "they are known by tracing"),
+        ("--kernels --no-trace", "kernels are timed by tracing"),
         ("--model nemotron-h-tiny --pattern=", "'--pattern': it is empty: name one, or leave it out"),
-        ("--model nemotron-h-tiny --kernels", "they are traced on a GPU, and there is none"),
+        ("--model nemotron-h-tiny --kernels", "tracing needs a GPU, and there is none"),
     ):
         assert call(app, "decode", *options.split()) == 2
         assert says in capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_load_of_conversations(call, capsys, tmp_path):
     assert (off["cached"], on["cached"]) == (False, True) and on["hit_share"] > 0.9 > off["hit_share"] == 0
     assert json.loads((tmp_path / "load_turns.json").read_text())["settings"]["turn_length"] == 9
     assert call(app, "load", *options, "--stall") == 2
-    assert "one of them at a time" in capsys.readouterr().err
+    assert "these options exclude each other" in capsys.readouterr().err
 
 
 def test_a_load_with_the_prefix_cache_says_its_hits(call, capsys):

@@ -439,7 +439,7 @@ def test_more_stages_than_layers_or_processes(decoded):
         LLM(path, pipeline_parallel_size=6)
     with pytest.raises(UserError, match="pipeline_parallel_size 2 needs 2 processes, but there is 1: start them with"):
         LLM(path, pipeline_parallel_size=2)
-    with pytest.raises(UserError, match=r"_size 2 x pipeline_parallel_size 2 needs as many .* --nproc-per-node 4"):
+    with pytest.raises(UserError, match=r"_size 2 x pipeline_parallel_size 2 needs 4 .* --nproc-per-node 4"):
         LLM(path, tensor_parallel_size=2, pipeline_parallel_size=2)
 
 

@@ -91,11 +91,12 @@ class MoeConfig(Section):
         grouped, size = self.router_num_groups > 1, self.num_experts // max(1, self.router_num_groups)
         if self.router_score_function == "softmax":
             if self.router_enable_expert_bias:
-                yield "moe_router_enable_expert_bias true needs moe_router_score_function 'sigmoid'"
+                yield "moe_router_enable_expert_bias true needs moe_router_score_function 'sigmoid', not 'softmax'"
             if self.router_normalize is not None:
                 yield "moe_router_normalize is for 'sigmoid' scores; for 'softmax' scores set moe_router_pre_softmax"
             if grouped:
-                yield f"moe_router_num_groups {self.router_num_groups} needs moe_router_score_function 'sigmoid'"
+                grouping = f"moe_router_num_groups {self.router_num_groups}"
+                yield f"{grouping} needs moe_router_score_function 'sigmoid', not 'softmax'"
         elif self.router_pre_softmax:
             yield "moe_router_pre_softmax true without moe_router_score_function 'softmax'"
         if grouped and not 1 <= (best := self.routing.group_best) <= size:

@@ -60,21 +60,16 @@ def accept_drawn_tree(
 
     At a token with target distribution p and draft distribution q, child d is accepted if u < p(d) / q(d). If d is
     rejected, p becomes the normalised (p - q)+, and d is removed from q, which is normalised again; the next child,
-    which was drawn from that q, is tested against the new p and q. A child d with q(d) = 0 by then cannot have been
-    drawn from q and is skipped. Once all children are rejected, the next token is drawn from the last p. The resulting
-    token is distributed as the first p, whatever q was.
+    which was drawn from that q, is tested against the new p and q, or skipped if its q is 0 by then. Once all children
+    are rejected, the next token is drawn from the last p. The token is distributed as the first p, whatever q was.
 
     Args:
         token_ids: [R, T] int64.
-        children: [T, C] int64, the children of each token in the order in which they were drawn, padded with -1; the
-            same for all rows.
+        children: [T, C] int64, the children of each token as they were drawn, then -1; the same for all rows.
         draft_probs: [R, E, v], q at each token that has children.
-        draft_index: [T] int64, index into the E of `draft_probs` for each token; any valid index for tokens without
-            children.
-        target_probs: [R, T, v], p after each token. A row whose path ends at a token with NaN in p gets `NO_TOKEN` as
-            its next token.
-        accept_uniforms, sample_uniforms: [R, T] float64, the u of each draft, and the uniform for the draw of a next
-            token after each token.
+        draft_index: [T] int64, place of each token in E; any valid one for tokens without children.
+        target_probs: [R, T, v], p after each token. A row whose path ends where p has NaN gets `NO_TOKEN` there.
+        accept_uniforms, sample_uniforms: [R, T] float64, the u of each draft, and that of the draw after each token.
         depth: K, the largest depth of a token.
         part: the part of the vocabulary that this rank holds; None: all of it. For each child, the ranks sum four
             numbers per row: p and q of the child, the mass of (p - q)+, and the mass of q without the child.

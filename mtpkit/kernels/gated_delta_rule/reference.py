@@ -247,15 +247,13 @@ def delta_replay_update(
     Args:
         state: [slots, h, v, k]; ring_k: [slots, L, j, k], of unit length; ring_u: [slots, L, h, v]; ring_g: [slots, L,
             h], log decays. L - `ring_capacity(L)` is at least T. Updated in place.
-        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: it touches no state, and its outputs are
-            zero.
+        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: no state changes, outputs are zero.
         q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
             A_log, dt_bias: [h].
         ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
 
     Returns:
-        o [R, T, h, v] in the dtype of v. After the call, `ring_base(ring_lens, T, L)` old entries of each row are still
-        needed.
+        o [R, T, h, v] in the dtype of v. `ring_base(ring_lens, T, L)` old entries of each row are still needed.
     """
     if bool((slots < 0).any()):
         live, out = slots >= 0, v.new_zeros(v.shape)
