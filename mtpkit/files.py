@@ -199,8 +199,8 @@ def staged_directory(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
 
     If the block fails, parent directories that were created for it vanish too. The content at `path`, or where a link
-    at `path` leads, is replaced; `check_destination` refuses to replace other content. Temporary directories that
-    killed processes of this machine left beside `path` are removed.
+    at `path` leads, is replaced; `check_destination` refuses to replace other content. Temporary directories for
+    `path` that killed processes of this machine left are removed.
 
     Raises:
         StorageError: writing failed, for instance on a full disk; the content at `path` is unchanged.

@@ -289,7 +289,7 @@ def gpu_uuid(device: int) -> str:
 
 
 def shares_memory(device: int, peer: int) -> bool:
-    """Whether kernels on a GPU can read the memory of `peer` and set flags there, as over NVLink; True for one GPU."""
+    """Whether kernels on a GPU can read memory of `peer` and set flags there, as over NVLink; True for the same GPU."""
     return device == peer or (torch.cuda.can_device_access_peer(device, peer) and _has_peer_atomics(device, peer))
 
 

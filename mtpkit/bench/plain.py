@@ -188,7 +188,7 @@ def _check_experts(model: HybridModel, hidden: Tensor, moved: Tensor, gaps: Tens
         moved: [n, h], the last n states, from moved embeddings.
     """
     noise = _gaps(compute_logits(model, hidden[-_NOISE_TOKENS:]), compute_logits(model, moved).argmax(-1))
-    # The engine rounds in every layer, and a single one of few tokens may lie far below.
+    # The engine rounds in every layer, and with few tokens a single one may lie far below.
     allowed = 2 * float(noise.mean()) + 4 * float(noise.std(correction=0)) / math.sqrt(len(gaps))
     if float(gaps.mean()) > allowed:
         raise MtpkitError(

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _FEW_STEPS, _WIDE_SPREAD = 100, 0.1
-"""A warning is given below this number of decode steps, or above this ratio of two standard errors to the length."""
+"""A warning is given below this number of decode steps, or if two standard errors of the acceptance length are more
+than this share of it."""
 _WARM_UP_TOKENS = 8
 _ROUNDS_PER_TURN = 4
 """Prompts of a turn, as a multiple of the batch size: few, yet enough to keep the batch full for most of the time."""

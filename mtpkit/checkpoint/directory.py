@@ -231,7 +231,7 @@ def open_weights(
 
     Args:
         fit_config: also check the names and shapes of a Megatron checkpoint's tensors against its own config, before a
-            model is built in the sizes that the config claims. Other checkpoints are always checked.
+            model is built in the sizes that the config claims. Hugging Face checkpoints are always checked.
         device: device that tensors are read to: a GPU; any other device means the CPU.
         fp8_as: dtype that weights stored in fp8 are read as.
 

@@ -141,7 +141,7 @@ class SeveralSources:
 
 
 def is_file_name(value: object) -> bool:
-    """Whether a value is a file name without a directory, as the index of a checkpoint must contain."""
+    """Whether a value is a file name without a directory; an index of a checkpoint may name only such files."""
     if not isinstance(value, str) or value in ("", ".", "..") or {"/", "\\", "\0"} & set(value):
         return False
     return len(value) <= _MOST_CHARACTERS

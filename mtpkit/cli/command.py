@@ -140,7 +140,7 @@ def _reworded(error: typer.BadParameter) -> str:
 
 
 def _problem(value: object, limit: int) -> str | None:
-    """Say what makes a value wrong for any option, or return None; `limit` is the largest size of whole numbers."""
+    """Say what makes a value wrong for any option, or return None; `limit`: the largest absolute value of an int."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if isinstance(value, int) and abs(value) > limit:

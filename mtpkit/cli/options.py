@@ -62,7 +62,8 @@ class Fields:
             )
 
     def make[T](self, cls: type[T], values: Mapping[str, Any], clauses: list[str]) -> T | None:
-        """Make the object from the options' values, or return None and add to `clauses` one clause per wrong value."""
+        """Make the object from the options' values, or return None. `clauses` gets one clause per wrong value, which
+        names its option."""
         names, wrong = self.names(cls), list[str]()
         given = {name: values[option] for name, option in names.items() if values[option] is not None}
         for name in given:

@@ -210,7 +210,7 @@ class ModelConfig:
         return cls(**values, mtp=parts.pop(MtpConfig), sections=tuple(parts.values()))
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some values changed, given by their keys in files. A changed number of depths is known."""
+        """A copy with some values changed, by their keys in files. A number of depths given here counts as known."""
         if "mtp_num_depths" in changes:
             changes = {"mtp_depths_known": True} | changes
         return type(self).of(**self.values() | changes)

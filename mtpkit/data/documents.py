@@ -28,7 +28,7 @@ BATCH = 256
 """Samples per call of the tokenizer, which works on them in parallel."""
 
 ROWS = 1000
-"""Sequences per record batch; few enough for Arrow, which counts the tokens of a record batch with 32 bits."""
+"""Most sequences per record batch, limited since Arrow counts the tokens of a record batch with 32 bits."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left_out.txt"
 SAMPLES_PER_PROCESS = 1000
-"""Smallest number of samples per process, unless the number of processes is given."""
+"""Smallest number of samples, or of sequences to pack, per process, unless the number of processes is given."""
 _TOKENS_AT_ONCE = 2**24
 """Tokens of sequences that are built at a time."""
 

@@ -193,7 +193,7 @@ class Executor:
         return Launched(plan, packed)
 
     def _opened(self, plan: Plan, slots: frozenset[int | None], store: Callable[[Tensor], Tensor]) -> Launched:
-        """Open a launched plan, whose results the last stage will send; see `_Open`."""
+        """Keep a plan open until the last stage sends its results, see `_Open`; returns the plan as launched."""
         launched = Launched(plan)
         self._open.append(_Open(launched, slots, [row.request.slot for row in plan.decode_rows if plan.trees], store))
         return launched

@@ -59,8 +59,8 @@ def chunk_bucket(tokens: int) -> int:
 
 
 def mixed_bucket(rows: int, tokens: int) -> tuple[int, int]:
-    """The captured numbers of decode rows and of chunk tokens beside them. They are coarser, since the numbers
-    multiply."""
+    """The captured numbers of decode rows and of chunk tokens beside them. They are coarser than those of
+    `bucket_size` and `chunk_bucket`, since every pair of them is a graph."""
     return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(tokens, (32, 32), (256, 64), beyond=128)
 
 
@@ -105,8 +105,8 @@ class StepGraphs:
     """Captures steps and replays them.
 
     Each call gets the captured function as `execute`, the same one each time. The function runs a batch without a
-    host-device sync and returns a tensor; `run` requires results of rows, [R, ...]. The function is not stored, since
-    it refers to the engine, which would then keep itself alive.
+    host-device sync and returns a tensor, which for `run` has an entry per row, [R, ...]. The function is not
+    stored, since it refers to the engine, which would then keep itself alive.
 
     Args:
         config: its limits determine the largest steps.

@@ -183,13 +183,13 @@ def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | No
 
 
 def check_children(tree: Tree | None, tokens: int) -> None:
-    """Check that there are enough tokens to draft for all children of a token of a tree.
+    """Check that no token of a tree has more children than there are tokens to choose drafts from.
 
     Args:
         tokens: number of tokens that drafts are chosen from.
 
     Raises:
-        UserError: a token of the tree has more children.
+        UserError: a token of the tree has more children than that.
     """
     if tree is not None and tree.most_children > tokens:
         raise UserError(
@@ -206,8 +206,8 @@ def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) ->
         stages: pipeline stages.
 
     Raises:
-        UserError: the draft embedding of a given model was already rounded to other integers, or `hidden_size` is odd
-            for int4.
+        UserError: the draft embedding of a given model was already rounded to another number of bits, or `hidden_size`
+            is odd for int4.
     """
     if dtype == "auto":
         return

@@ -20,8 +20,8 @@ _CPU_CACHE_BYTES = 4 << 30
 _CHECKPOINTS = 2
 """Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of its output."""
 _LEAST_CHECKPOINTS = 16
-"""Default minimum of checkpoints: with fewer, those that one request leaves would evict those that the next could
-use."""
+"""Least number of checkpoints by default, if there is memory for them: with fewer, those that one request leaves would
+evict those that the next could use."""
 _CHECKPOINTS_SHARE = 10
 """By default, checkpoints may take all memory that requests of full length leave, or one tenth of what the fewest
 blocks leave if that is more."""
@@ -214,7 +214,7 @@ def _device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | None) -> int:
-    """The number of blocks: `num_blocks` if given, else as many as requests of full length can use or as many as fit.
+    """The number of blocks: `num_blocks` if given, else what requests of full length can use, or fewer if fewer fit.
 
     Raises:
         UserError: the blocks do not fit; see `plan_memory`.

@@ -102,8 +102,8 @@ class EngineOptions:
     and checkpoints of recurrent state at the end of its prompt and of its output."""
     prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
     """Bytes for the checkpoints of recurrent state; 0: nothing is cached. By default, there is room for 2 *
-    `max_num_seqs` checkpoints, at least 16, if they fit in the cache memory that `max_num_seqs` requests of full length
-    leave, or in a tenth of the cache memory if that is more."""
+    `max_num_seqs` checkpoints, at least 16, as far as they fit in the cache memory that `max_num_seqs` requests of full
+    length leave, or in a tenth of the cache memory if that is more."""
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
     prefix_cache_interval: Count = 2048
@@ -208,7 +208,7 @@ class EngineConfig:
     """Launch a step before the results of the last one are read."""
     num_batches: Count = 1
     """Number of batches that requests are divided into, one per pipeline stage. Each step belongs to one batch; the
-    steps of the batches are planned and launched in turn and run one after another."""
+    steps of the batches are planned and launched in turn, and follow one another through the stages."""
     graphs: bool = False
     """Replay steps as CUDA graphs."""
     seed: int | None = field_of(EngineOptions, "seed")

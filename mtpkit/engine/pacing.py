@@ -126,7 +126,7 @@ class Pacing:
         if not tokens:
             self._decode[level] = _mean(self._decode.get(level), seconds)
             return
-        if decoding and level not in self._decode:  # under a load of prompts, no step may ever only decode
+        if decoding and level not in self._decode:  # while prompts keep coming, perhaps no step only decodes
             fed = sum(row.length for plan in plans for row in plan.decode_rows)
             left = 0.0 if known is None else seconds - tokens * known
             self._decode[level] = max(left, seconds * fed / (fed + tokens))

@@ -57,7 +57,7 @@ class SamplingParams:
     top_k: int = 0
     """Draw from the k most likely tokens; 0 or -1: from all."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Draw from the smallest set of most likely tokens whose probabilities add up to this value; 1: from all."""
+    """Draw from the smallest set of most likely tokens whose probabilities add up to at least this; 1: from all."""
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Leave out tokens that are less likely than this share of the most likely token's probability."""
     seed: Seed | None = None

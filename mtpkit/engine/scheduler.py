@@ -212,7 +212,7 @@ class Scheduler:
         and the number of waiting requests that it may admit within its share of all requests.
 
         While a request waits and a slot is free, some batch has room of both kinds: the smaller of a batch's slots and
-        its share of all requests is its share of min(all slots, all requests), and fewer requests run.
+        its share of all requests is its share of min(all slots, all requests), and fewer requests than that run.
         """
         share = len(range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches))
         return len(self._slots) - num_running, max(0, min(len(self.waiting), share - num_running))

@@ -30,7 +30,7 @@ class LayerInput:
         return False
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """[b, s] int64, position of each token in its document for layers with this input; depth k starts at k - 1."""
+        """[b, s] int64, position of each token in its document or request, plus `depth` - 1 with a `DepthInput`."""
         raise NotImplementedError
 
 
@@ -149,7 +149,7 @@ class TreeInput:
 
 @dataclass(frozen=True)
 class StepInput(LayerInput):
-    """One step of the engine over a flat batch of T tokens in R rows. Only the device knows how long the rows are.
+    """One step of the engine over a flat batch of T tokens in R rows. Only the device knows the chunks' lengths.
 
     Rows 0 .. num_decode_rows - 1 are decode rows with `decode_width` tokens each; the other rows are prefill chunks.
     Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row may continue a chunk of the same

@@ -262,7 +262,7 @@ def depth_forward(
 
 def _kept(model: HybridModel, layers: nn.ModuleList, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
     """Run a head's layers on x [T, 1, h] and return [N, 1, h] at tokens `keep` [N]; the other tokens stop at the last
-    layer that keeps a state."""
+    layer that keeps a state or cache."""
     assert isinstance(inputs, StepInput)
     pattern = model.mtpkit_config.mtp.pattern
     last = caching_length(pattern) - 1
@@ -315,9 +315,9 @@ def unroll_depths(
             one that decoding this model produces.
         documents, positions: [b, s], and `document_lens`: see `SequenceInput`.
         mix: for training, a function that makes the input of depth k + 1 from the states that depth k hands on and from
-            the base's hidden states that they predict, both [s, b, h]; element i of the base's is h_{i+k}, or 0 past
-            the end. The base's states are normed if depths hand on normed states. If depths hand on states before the
-            norm, the base must do so, too.
+            the base's hidden states that they stand in for, both [s, b, h]; element i of the base's is h_{i+k}, or 0
+            past the end. The base's states are normed if depths hand on normed states. If depths hand on states before
+            the norm, the base must do so, too.
         recompute: keep only the inputs of each depth and the entries that later depths read, and run the depth again in
             the backward (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
         forward: function that runs one depth, with the arguments and the result of `depth_forward`.

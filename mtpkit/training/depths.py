@@ -181,8 +181,8 @@ def count_accepted(matches: Tensor, selected: Tensor, rates: Tensor | None = Non
     The draft of depth k made at i stands at target position i + k. It counts as offered if it is selected, and drafts 1
     .. k - 1 made at the same i are selected and accepted.
 
-    On a text sampled from p, acceptance probabilities as `matches` give the expected numbers under sampling: if a step
-    continues past the text's token t with probability r(t), then it meets a token v and continues past it with
+    If the text is sampled from p and `matches` are probabilities, these are the expected numbers under sampling: if a
+    step continues past the text's token t with probability r(t), then it meets a token v and continues past it with
     probability p(v) r(v).
 
     Args:
@@ -241,8 +241,8 @@ def measure_depths(
 
     The heads read the text's tokens (teacher forcing). Greedy acceptance equals that of decoding on text that the base
     wrote greedily; acceptance under sampling equals that of decoding on text that the base sampled at temperature 1. A
-    step continues past the text's token t if t is the draft. For sampled drafts it does so with probability min(1, q(t)
-    / p(t)), which times the probability p(t) of t is min(p(t), q(t)).
+    step continues past the text's token t if t is the draft. For sampled drafts it does so with probability
+    min(1, q(t) / p(t)), so that it meets t and continues past it with probability min(p(t), q(t)).
 
     All positions count the same. A decoder skips positions whose drafts are accepted, so that its acceptance is lower
     if acceptance comes in runs; `served_acceptance` counts only the positions where greedy decoding starts a step.

@@ -201,7 +201,7 @@ class FlatBuffer:
         return self._bounds[bisect_left(own, kinds[0])], self._bounds[bisect_right(own, kinds[-1])]
 
     def _counted(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the buffer that count on this tensor-parallel rank only, with adjacent ranges joined."""
+        """Yield ranges of the buffer that this tensor-parallel rank counts and no other; adjacent ranges are joined."""
         start = end = 0
         for parameter, (first, after) in zip(self.parameters, itertools.pairwise(self._bounds), strict=True):
             if self.tensor_group.rank() == 0 or getattr(parameter, "tensor_model_parallel", False):

@@ -37,6 +37,15 @@ def test_an_empty_value_is_an_empty_text(tmp_path):
         load_config(path, ["parallel.pipeline=2"])
 
 
+def test_anchors_that_expand_to_too_much_are_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in itertools.pairwise("abcd")]
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"config\.yaml.* its anchors expand to more than 10,000 values; write"):
+        load_config(path)
+
+
 def test_a_single_file_of_data_needs_no_brackets(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model: base\noutput: run\ndata: {train: a.txt, eval: b.txt}\n")

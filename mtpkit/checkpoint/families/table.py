@@ -274,7 +274,7 @@ class Table:
 
     def _hf_shapes(self, entry: Entry) -> Iterator[tuple[str, Shape]]:
         shapes = [self._shapes[name] for name in entry.megatron]
-        if entry.transform is not SAME:  # saves a meta tensor for each of the many experts
+        if entry.transform is not SAME:  # avoids a meta tensor for each of the many experts
             blanks = [torch.empty(shape, device="meta") for shape in shapes]
             shapes = [tuple(blank.shape) for blank in entry.transform.to_hf(blanks)]
         return zip(entry.hf, shapes, strict=True)

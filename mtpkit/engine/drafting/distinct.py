@@ -60,10 +60,10 @@ class Window:
     """Flat layout of a step's positions and up to K - 1 positions before each row, W tokens in all.
 
     Every row of the step becomes a decode row of K - 1 + `decode_width` tokens here, so that shapes do not depend on
-    values that only the device knows. For a decode row of the step, it begins K - 1 positions earlier. For a chunk, it
-    begins at the chunk's K - 1 newest positions; the positions before these form a separate chunk, whose states the
-    decode row continues. A row that reaches beyond the step stays within the lookahead that the scheduler reserves; the
-    next window replaces those entries.
+    values that only the device knows. A decode row of the step now begins K - 1 positions earlier. A chunk of the step
+    becomes a decode row that begins at its K - 1 newest positions, and a chunk from K - 1 positions before it up to
+    there, from whose states the decode row continues. A row that reaches beyond the step stays within the lookahead
+    that the scheduler reserves; the next window replaces those entries.
 
     Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8 .. 13 and the chunk 2 .. 7.
     """

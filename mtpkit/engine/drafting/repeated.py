@@ -21,8 +21,8 @@ class RepeatedDrafter(MtpDrafter):
     """One physical layer at every depth, with one cache.
 
     Depth 1 runs over the whole step: entry j is computed from (h_j, t_{j+1}). Entries of rejected drafts are replaced
-    before any token attends to them. Depth k >= 2 runs on one token per row, (g^{k-1}_p, draft_{k-1}) at position p + k
-    - 1, where g^{k-1}_p is the output of depth k - 1. There, recurrent layers continue from a copy of their committed
+    before any token attends to them. Depth k >= 2 runs on one token per row, (g^{k-1}_p, draft_{k-1}), at position
+    p + k - 1; g^{k-1}_p is the output of depth k - 1. There, recurrent layers continue from a copy of their committed
     state, which is discarded after the step. In a step with K = 0 only depth 1 runs, which keeps the cache complete for
     later steps.
     """

@@ -1,4 +1,4 @@
-"""Blocks of the paged cache that keep their content after their last holder, until the room is needed."""
+"""Blocks of the paged cache that keep their content after their last release, until the room is needed."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable

@@ -87,7 +87,7 @@ class PrefixCache:
         ahead: number of tokens after a position on which the heads' entries for the position depend; 0 without heads.
         interval: a long prompt leaves a checkpoint at every multiple of this number of tokens.
         successors: whether the heads keep recurrent state. This state depends on the token after a checkpoint, so that
-            only requests with the same next token continue from there; they need not run the heads before it.
+            only requests with the same next token continue from there; no heads are run before they continue.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PrefixCache:
         """See `match`; the result is remembered if everything that it depends on is known."""
         tokens, size = request.token_ids, self.block_size
         present = self._present(request)
-        most = request.prefill_end - self.successors  # if it has no resumed row, a chunk must make its drafts
+        most = request.prefill_end - self.successors  # without a resumed row, a chunk must make the drafts
         hashes, hit, certain = request.chain[: request.prefill_end // size + 1], None, True
         for index, entry in self._entries_of(hashes):
             if entry.length > most or entry.rest != tuple(tokens[index * size : entry.length]):

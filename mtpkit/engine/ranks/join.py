@@ -115,7 +115,7 @@ def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
 
 
 def _sizes_of(options: EngineOptions) -> tuple[int, int, bool]:
-    """The same values for a model that is given as an object."""
+    """The values of `_asked_sizes` for a model that is given as an object."""
     config = options.model.config
     size, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     experts = config.expert_model_parallel_size

@@ -23,7 +23,7 @@ _MOST_READ = 2 << 20
 """Most bytes that each of more than two ranks reads. Each reads the tensors of all ranks, which is slower than NCCL for
 larger tensors."""
 _CLOSING = timedelta(seconds=5)
-"""Longest wait of a rank that ends for all other ranks, which may still read its memory."""
+"""Longest time that an ending rank waits for all other ranks, which may still read its memory."""
 _logger = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ def exchange_in_peer_memory(group: ProcessGroup, control: ProcessGroup, weight: 
 
 
 class PeerMemory(Exchange):
-    """Exchanges small tensors through windows of memory that all ranks map, larger ones by the group's backend."""
+    """Exchanges small tensors through windows of memory that all ranks map, all others by the group's backend."""
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows

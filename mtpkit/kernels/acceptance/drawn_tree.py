@@ -65,7 +65,7 @@ def accept_drawn_tree(
 
     Args:
         token_ids: [R, T] int64.
-        children: [T, C] int64, the children of each token as they were drawn, then -1; the same for all rows.
+        children: [T, C] int64, the children of each token in the order drawn, then -1; the same for all rows.
         draft_probs: [R, E, v], q at each token that has children.
         draft_index: [T] int64, place of each token in E; any valid one for tokens without children.
         target_probs: [R, T, v], p after each token. A row whose path ends where p has NaN gets `NO_TOKEN` there.

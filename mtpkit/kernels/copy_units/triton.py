@@ -45,7 +45,7 @@ def _width(tensor: Tensor) -> int:
 
 
 def _form(read: Tensor, written: Tensor) -> tuple[int, int, int, torch.dtype, torch.dtype]:
-    """Elements of a unit, strides from one unit to the next in both tensors, and both dtypes."""
+    """Elements of a unit, strides of units in both tensors, and both dtypes; a launch takes pairs with equal forms."""
     width = _width(read)
     assert width == _width(written)
     return width, read.stride(0), written.stride(0), read.dtype, written.dtype

@@ -110,8 +110,8 @@ def chunk_attention(
 
     Args:
         q, k: [T, heads, d], v: [T, heads, e]. All strides but the last may be arbitrary.
-        earlier: [T, heads, e], the values before the row, weighted by a softmax over those values alone; earlier_lse:
-            [T, heads] fp32, the logarithm of the sum of the exponentials of their scores, -inf where nothing comes
+        earlier: [T, heads, e], the values before the row, weighted by a softmax over their scores alone; earlier_lse:
+            [T, heads] fp32, the logarithm of the sum of the exponentials of these scores, -inf where nothing comes
             before.
         context_lens, query_start: as for `latent_context_attention`; a row with context -1 gets zeros.
         scale: factor of the scores.

@@ -129,8 +129,8 @@ def _linear_kernel(
     EARLY: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of all rows per program, summed over SPAN of the WIDTH input channels. The weight is the
-    left operand of the product; the right operand, x, may have as few as 16 rows. Longer than 70 lines because its
-    parts share nearly all pointers."""
+    left operand of the product; the right one may have as few as 16 columns, rows of x. Longer than 70 lines because
+    its parts share nearly all pointers."""
     SPLITS: tl.constexpr = WIDTH // SPAN
     NORMED: tl.constexpr = norm_ptr is not None
     tile, split = tl.program_id(0), tl.program_id(1)

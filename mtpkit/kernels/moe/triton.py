@@ -116,7 +116,7 @@ def _expert_kernel(
     EARLY: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
-    The weight is the left operand of the product; the right operand may have as few as 16 pairs."""
+    The weight is the left operand of the product; the right operand may have as few as 16 columns, the pairs."""
     wait_for_previous(EARLY)
     block = tl.program_id(1)
     if block >= tl.load(blocks.used):

@@ -11,9 +11,11 @@ from mtpkit.kernels.kv_store.triton import slot_stride, store_kv
 
 @triton.jit
 def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED):
-    """Normalise and rotate heads. Pointers [H, 1] are to their first channels; `heads` [H, 1] masks those that exist.
+    """Normalise and rotate heads.
 
     Args:
+        x_ptrs, out_ptrs: [H, 1], pointers to the first channels of the heads that are read and written.
+        heads: [H, 1], which heads exist.
         turns: cos, sin [1, BLOCK_W] of the angles.
     """
     cos, sin = turns

@@ -12,7 +12,7 @@ from mtpkit.kernels.ssd.scan import ScanTiles, alike, scan_tiles, ssd_varlen
 __all__ = ["ScanTiles", "scan_tiles", "ssd_scan", "ssd_varlen"]
 
 _CHUNK = 64
-"""Tokens per chunk, of which kernels may take an equal part. Rows with states are given it as their context length too,
+"""Tokens per chunk; kernels may divide it into equal parts. Rows with states are given it as their context length too,
 so that their first chunk starts with their first token."""
 
 

@@ -306,7 +306,8 @@ def ssm_replay_update(
 def _heads_and_registers(tiles: int) -> tuple[int, int | None]:
     """Heads per program and the register limit per thread, for `tiles` states or parts of a state.
 
-    A few tiles are spread over all programs; with many tiles, more resident programs are worth more than registers.
+    If there are few tiles, they are spread over as many programs as run at once. With many tiles, more resident
+    programs are worth more than registers.
     """
     if tiles > 16 * _WAVE:
         return 4, 168

@@ -66,7 +66,7 @@ class SplitOverRanks(nn.Module):
 
 @contextmanager
 def keeping_inputs() -> Iterator[None]:
-    """Make linears inside keep their inputs, for code that is recomputed as a whole and first runs without keeping."""
+    """Make linears inside keep their inputs: for code that is recomputed as a whole in the backward anyway."""
     token = _keeps.set(True)
     try:
         yield

@@ -172,7 +172,7 @@ class MoELayer(MegatronMoELayer):
     @property
     def _joins(self) -> Shared:
         """Way in which the shared expert joins the routed ones: `apart` unless its width, its input and its dtype are
-        the same as theirs and no other rank has a part of the layer."""
+        the same as theirs, its gate (if any) has the router's dtype, and no other rank has a part of the layer."""
         sizes = self.config.mtpkit.moe
         if not self.use_shared_expert or self.config.moe_latent_size or self.attn_tp_group.size() > 1:
             return "apart"

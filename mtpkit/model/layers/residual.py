@@ -1,7 +1,7 @@
 """megatron-core's layers with few kernels per layer in decoding.
 
 For a `StepInput`, a layer computes x + mixer(norm(x)). The norm runs where Megatron's parameters put it: in the linear
-that follows it, or, before a mixture of experts, with the router's product or by itself. The addition runs inside the
+that follows it, or by itself, or, before a mixture of experts, with the router's product. The addition runs inside the
 last matrix product, and its sum may overwrite x. For every other input, megatron-core's own forward runs.
 """
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's linears, norms and attention, with the parameters, checkpoint keys and calls of local ones.
+"""Transformer Engine's linears, norms and attention, with the parameters, checkpoint keys and calls of `local`.
 
 Import this only where the `te` backend was chosen: Transformer Engine is optional, and builds its modules on a GPU.
 """

@@ -75,7 +75,7 @@ class Newest(Counter):
     @classmethod
     def of(cls, written: int, sizes: StateSizes) -> Self:
         """Return the counter of a state to whose first `written` places a step writes. If the state is behind, a
-        prefill chunk leaves its part after those places, where no step overwrites it."""
+        prefill chunk stores the committed part after those places, where no step overwrites it."""
         return cls(behind=sizes.behind, start=written if sizes.behind else 0)
 
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class StateSpec(ABC):
 
     @abstractmethod
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
-        """Return the shapes of the tensors, by name."""
+        """Return the shape and type of each tensor, by name."""
 
     def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> State:
         """Make the state that has these tensors."""

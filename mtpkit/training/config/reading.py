@@ -64,7 +64,7 @@ def _read(path: str | Path | None) -> Any:
         _require_shallow(text)
         text = quote_patterns(text)
         if _size(yaml.compose(text)) > MOST_VALUES:
-            raise ValueError("its anchors expand to more than {MOST_VALUES:,} values; write the settings out")
+            raise ValueError(f"its anchors expand to more than {MOST_VALUES:,} values; write the settings out")
         from_file = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):

@@ -82,8 +82,8 @@ class HeadsConfig:
     starts as the sum of embedding and hidden state."""
     pattern: str = "auto"
     """Pattern of the layers of one depth of new heads: M Mamba2, G gated delta net, * attention, + latent attention, -
-    MLP, E mixture of experts. `auto`: the pattern of the model's heads. For a model without heads: attention (Mamba2 or
-    G if the base has no attention), then an MLP, or experts if the base has no MLPs or if heads of its family always
+    MLP, E mixture of experts. `auto`: the pattern of the model's heads. For a model without heads: the base's `*` or
+    `+` (M or G if the base has no attention), then `-`, or `E` if the base has no MLPs or if heads of its family always
     have experts."""
     repeated: bool = True
     """Let all depths of new heads share one block, instead of one block per depth."""
@@ -149,7 +149,7 @@ class OptimizerConfig:
     """AdamW or Muon, with linear warm-up and cosine decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the heads. `muon`: Muon for matrices and AdamW for the rest, with fewer but costlier steps."""
+    """Optimizer of the heads. `muon`: Muon for matrices and AdamW for the rest; needs fewer but costlier steps."""
     lr: Annotated[float, Field(ge=1e-30, le=10)] = 1e-3
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0, le=10)] = 1e-4
