@@ -221,7 +221,7 @@ def test_requests_that_arrive_one_by_one(run, vllm, requests_file, config_direct
         assert row["seconds"] >= requests[-1].arrival / row["request_rate"]
         assert 0 <= row["ttft_ms"][0] <= row["ttft_ms"][1] and row["itl_ms"][0] >= 0 and row["tpot_ms"] >= 0
     code, text = run("vllm_load", *given, "--request-rate", 8, "--request-rate", "inf")
-    assert code == 2 and "run them one after the other" in text
+    assert code == 2 and "run them separately" in text
     code, text = run("vllm_load", *given, "--request-rate", 0)
     assert code == 2 and "must be positive" in text
 

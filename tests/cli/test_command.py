@@ -257,7 +257,7 @@ def test_options_are_made_of_fields() -> None:
         "--loud / --no-loud": "Tell of it.  [default: loud]",
         "--most-2 <int>": "Most things.  [required]",
         "--drafts-2 INTEGER|auto": "Drafts.  [default: 3]",
-        "--top-p <float>": "Draw from the smallest set of most likely tokens that",
+        "--top-p <float>": "Draw from the smallest set of most likely tokens",
         "--drafts <str>": "Not what the field says.  [default: auto]",
         "--help": "Show this message and exit.",
     }

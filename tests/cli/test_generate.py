@@ -224,7 +224,10 @@ def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--data-parallel-size", 2, "--tensor-parallel-size", 2), "--tensor-parallel-size 2 splits it: leave one out"),
+        (
+            ("--data-parallel-size", 2, "--tensor-parallel-size", 2),
+            "--tensor-parallel-size 2 splits it: leave one of the two",
+        ),
         (
             ("--data-parallel-size", 2, "--max-model-len", 1),
             "prompts.txt:1: 1 prompt tokens + --max-tokens 1 exceed --max-model-len 1",

@@ -62,7 +62,7 @@ def test_verify_says_so(mimo, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "_BESIDE_WEIGHTS", 10**16)
     monkeypatch.setattr(compare, "compare_decoding", lambda *_: pytest.fail("it does not fit"))
     assert convert("verify", mimo, mimo, "--logits") == 0
-    assert f"not decoded: {mimo} takes 10000000.0 GB, of which" in capsys.readouterr().out
+    assert f"not decoded: {mimo} needs 10000000.0 GB, but only" in capsys.readouterr().out
 
 
 def test_other_vocabularies_are_refused(mimo, tmp_path):
