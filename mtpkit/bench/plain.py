@@ -19,8 +19,8 @@ from mtpkit.model.kinds import kinds_in, layers_of
 from mtpkit.model.kinds.base import LayerKind
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
-"""How far below the best logit a near tie may lie, in standard deviations of the logits at that place, by the precision
-that is rounded to. Of 131,072 random logits all but a few lie further below, most of them four deviations below."""
+"""Largest gap between the best logit and a near tie, in standard deviations of the logits at that place, by the
+precision that is rounded to. Of 131,072 random logits all but a few lie further below, most of them four deviations."""
 _STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
 """Share of tokens that may lie further below. A wrong cache or rewind affects a larger share."""
 _NOISE_TOKENS = 256

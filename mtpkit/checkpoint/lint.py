@@ -102,7 +102,7 @@ def _rules(family: Family) -> list[Rule]:
     def tied(subject: Subject) -> Iterator[Finding]:
         deaf = tuple(server for server in SERVERS if server not in facts.ties)
         if subject.config.tie_word_embeddings and deaf:
-            text = "embeddings are tied, but the server ignores that: store lm_head, unset tie_word_embeddings"
+            text = "embeddings are tied, but the server ignores that: store lm_head, set tie_word_embeddings=false"
             yield Finding(text, True, deaf)
 
     def needs(subject: Subject) -> Iterator[Finding]:

@@ -62,7 +62,7 @@ def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreL
 
 
 def _halves(told: Mapping[str, bool]) -> Iterator[str]:
-    """Of the modules that are built as one matrix, either all or none must be left out."""
+    """Either all or none of the modules that are built as one matrix must be left out."""
     for parts in _FUSED:
         for first in (m for m in told if m.endswith(f".{parts[0]}")):
             start = first.removesuffix(parts[0])

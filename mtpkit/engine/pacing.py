@@ -124,6 +124,8 @@ class Pacing:
         level, mixed = _level(decoding), any(plan.num_decode_rows and plan.num_chunk_tokens for plan in plans)
         known = self._token_seconds(mixed)
         if not tokens:
+            if not decoding:  # only copies between slots and checkpoints
+                return
             self._decode[level] = _mean(self._decode.get(level), seconds)
             return
         if decoding and level not in self._decode:  # while prompts keep coming, perhaps no step only decodes

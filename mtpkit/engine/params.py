@@ -42,7 +42,7 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 @answers_absent_fields(SAMPLING_ARGUMENTS)
 @checked("sampling parameters")
 class SamplingParams:
-    """How the tokens of a request are chosen and when the request ends. Names and defaults are vLLM's.
+    """Rules by which the tokens of a request are chosen and the request ends. Names and defaults are vLLM's.
 
     Raises:
         UserError: values out of range; the message names all of them.

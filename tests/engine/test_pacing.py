@@ -53,6 +53,13 @@ def test_requests_that_are_nearly_twice_as_many_have_a_time_of_their_own():
     assert [pacing.most_tokens(8192, rows, 1) for rows in (70, 125)] == pytest.approx([157, 210], abs=3)
 
 
+def test_a_step_without_rows_says_nothing_of_one_request():
+    pacing = timed(Pacing(None), rows=1)
+    before = pacing.most_tokens(8192, 1, 1)
+    pacing.observe([plan(0)], 10.0)
+    assert pacing.most_tokens(8192, 1, 1) == before
+
+
 def test_a_time_that_says_nothing_of_a_token_is_not_taken_up():
     pacing = timed(Pacing(None))
     before = pacing.most_tokens(8192, 16, 1)

@@ -279,7 +279,8 @@ def test_sizes_that_cannot_be_split(model_dir):
     with pytest.raises(UserError, match="tensor_parallel_size 2: enable_expert_parallel is set, but the model has no"):
         LLM(model_dir / "hf", tensor_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(
-        UserError, match=r"needs [0-9] processes, but there is 1: start them with torchrun --standalone"
+        UserError,
+        match="tensor_parallel_size 2 needs 2 processes, but there is 1: start them with torchrun --standalone",
     ):
         LLM(model_dir / "hf", tensor_parallel_size=2)
 

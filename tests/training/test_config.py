@@ -33,7 +33,7 @@ def test_an_empty_value_is_an_empty_text(tmp_path):
     path.write_text("model: base\noutput: run\ncache: hidden\ndata: {train: [a.txt]}\nlog: {wandb: project}\n")
     config = load_config(path, ["cache=", "log.wandb=", "parallel.pipeline=2"])
     assert config.cache == config.log.wandb == ""
-    with pytest.raises(UserError, match=r"set parallel\.pipeline=1, or leave cache out"):
+    with pytest.raises(UserError, match=r"set parallel\.pipeline=1, or an empty cache="):
         load_config(path, ["parallel.pipeline=2"])
 
 

@@ -280,7 +280,7 @@ class TrainConfig:
                 f"{data.sequence_length}"
             )
         if self.cache and self.parallel.pipeline > 1:
-            yield "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1, or leave cache out"
+            yield "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1, or an empty cache="
         if data.sequence_length % self.parallel.tensor:
             yield (
                 f"data.sequence_length {data.sequence_length} cannot be split over parallel.tensor="
