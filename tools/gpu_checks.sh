@@ -39,9 +39,9 @@ wanted() { [[ " $parts " == *" $1 "* ]]; }
 if wanted tests; then
     tests kernels "$last" -n "$workers" tests/kernels tests/bench &
     tests engine 0 -n "$workers" --dist worksteal tests --ignore tests/kernels --ignore tests/bench \
-        --ignore tests/engine/test_two_gpus.py --ignore tests/engine/test_rank_failures.py --ignore tests/training &
+        --ignore tests/engine/test_several_gpus.py --ignore tests/engine/test_rank_failures.py --ignore tests/training &
     # Those of two GPUs are skipped where there is one.
-    tests ranks "$(seq -s , 0 "$last")" -n 4 tests/engine/test_two_gpus.py tests/engine/test_rank_failures.py \
+    tests ranks "$(seq -s , 0 "$last")" -n 4 tests/engine/test_several_gpus.py tests/engine/test_rank_failures.py \
         tests/training &
     wait
 fi

@@ -60,11 +60,18 @@ class Case:
         return self.k == 2 and not self.penalised
 
 
-def config(base: str):
+FOR_FOUR = {"M": dict(mamba_num_groups=4), "G": dict(linear_num_key_heads=4), "E": dict(num_moe_experts=8)}
+"""Sizes that four tensor-parallel ranks can divide, by layer."""
+
+
+def config(base: str, ranks: int = 2):
+    """Of a model that `ranks` tensor-parallel ranks, 1, 2 or 4, can divide."""
     pattern, heads = BASES[base]
     groups = 1 if base == "attention" else 2  # fewer than ranks
     kind = "distinct" if base == "distinct heads" else "repeated"
-    return tiny_config(kind, pattern, heads).replace(vocab_size=VOCAB, num_query_groups=groups)
+    tiny = tiny_config(kind, pattern, heads).replace(vocab_size=VOCAB, num_query_groups=groups)
+    divided = [sizes for letter, sizes in FOR_FOUR.items() if ranks == 4 and letter in pattern]
+    return tiny.replace(**{key: size for sizes in divided for key, size in sizes.items()})
 
 
 def cases() -> list[Case]:
@@ -91,10 +98,11 @@ def names(case: Case) -> str:
     return f"{case.base} K={case.k} {'EP ' if case.whole_experts else ''}{case.settings or ''}{case.penalised or ''}"
 
 
-def one_rank(tested: Sequence[Case], **settings) -> list[list[list[int]]]:
+def one_rank(tested: Sequence[Case], ranks: int = 2, **settings) -> list[list[list[int]]]:
     """Outputs of each case; those of a seed are the same for every K, unless drafts are drawn.
 
     Args:
+        ranks: see `config`.
         settings: others of all engines, such as the device.
     """
     found: list[list[list[int]]] = []
@@ -105,7 +113,7 @@ def one_rank(tested: Sequence[Case], **settings) -> list[list[list[int]]]:
         if key not in known:
             plain = case if drawn else replace(case, guided=False, settings={})
             plain = replace(plain, settings=plain.settings | settings)
-            known[key] = decode(build_model(config(case.base), device="cpu", seed=1), plain)[0]
+            known[key] = decode(build_model(config(case.base, ranks), device="cpu", seed=1), plain)[0]
         found.append(known[key])
     return found
 

@@ -67,6 +67,10 @@ FOUR = [
     (Case("attention", 3, settings=CACHED), 2, 2),
     (Case("mamba2", 3, guided=False, settings=FIXED | CACHED), 2, 2),
     (Case("latent", 3, True, guided=False, settings=GROWN_SHAPE | CACHED), 2, 2),
+    (Case("mamba2", 3, settings=MIXED), 4, 1),
+    (Case("delta", 1), 4, 1),
+    (Case("latent", 3, True), 4, 1),
+    (Case("attention", 2), 4, 1),
 ]
 """For four processes: tensor-parallel ranks of each stage, and stages."""
 GRAPHS = [
@@ -257,7 +261,8 @@ def four_ranks(rank: int, wanted: list, out: Path) -> None:
     look_at_new_objects()
     found = []
     for (case, *sizes), truth in zip(FOUR, wanted, strict=True):
-        found.append(measured(split_model(config(case.base), case.whole_experts, *sizes), case, truth))
+        model = split_model(config(case.base, sizes[0]), case.whole_experts, *sizes)
+        found.append(measured(model, case, truth))
     (out / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -370,8 +375,8 @@ def test_stages_are_timed_by_the_benchmark(decoded):
 
 
 def test_four_ranks_decode_what_one_does(tmp_path):
-    """Two stages of two tensor-parallel ranks, and four stages."""
-    wanted = one_rank([case for case, *_ in FOUR])
+    """Two stages of two tensor-parallel ranks, four stages, and four tensor-parallel ranks."""
+    wanted = [one_rank([case], ranks)[0] for case, ranks, _ in FOUR]
     run_ranks(four_ranks, wanted, tmp_path, ranks=4)
     for rank in range(4):
         found = read(tmp_path / f"{rank}.json")

@@ -1,4 +1,4 @@
-"""Two GPUs decode what one decodes, token for token, in fp32: split matrices, whole experts, and pipeline stages.
+"""Two and four GPUs decode what one decodes, token for token, in fp32: split matrices, whole experts, pipeline stages.
 
 What two processes on CPUs cannot show: NCCL's sums in CUDA graphs, sums in the memory of the other GPU, and transfers
 between stages whose hosts launch ahead.
@@ -37,12 +37,28 @@ CASES = [
 ]
 EXPERTS = [Case("latent", 3, True, settings=MIXED), Case("recurrent experts", 2, True), Case("recurrent experts", 2)]
 IN_MEMORY = [Case("mamba2", 3, settings=MIXED), Case("attention", 0, settings=CACHED), *TREES, *EXPERTS]
-SPLITS = {"tensor": (2, 1), "peers": (2, 1), "stages": (1, 2)}
+SPLITS = {
+    "tensor": (2, 1),
+    "peers": (2, 1),
+    "stages": (1, 2),
+    "tensor of four": (4, 1),
+    "peers of four": (4, 1),
+    "peers and stages": (2, 2),
+    "four stages": (1, 4),
+}
 """Tensor-parallel ranks and stages; with `peers` ranks exchange in each other's memory."""
 FEWER = {"num_blocks": 20}
 """In place of those of `PREEMPTED` for stages: requests that wait for a step of the other batch give blocks back."""
 FEW = [replace(case, settings=case.settings | (FEWER if "num_blocks" in case.settings else {})) for case in CASES]
-TESTED = {"tensor": CASES + EXPERTS, "peers": IN_MEMORY, "stages": FEW}
+TESTED = {
+    "tensor": CASES + EXPERTS,
+    "peers": IN_MEMORY,
+    "stages": FEW,
+    "tensor of four": CASES + EXPERTS,
+    "peers of four": IN_MEMORY,
+    "peers and stages": FEW + EXPERTS,
+    "four stages": FEW,
+}
 
 
 def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, Any]:
@@ -68,7 +84,7 @@ def decode(model, case: Case, truth: list[list[int]], **settings) -> dict[str, A
     )
 
 
-def two_ranks(rank: int, split: str, wanted: list[list[list[int]]], out: Path) -> None:
+def decode_all(rank: int, split: str, wanted: list[list[list[int]]], out: Path) -> None:
     look_at_new_objects()
     models: dict[tuple, Any] = {}
     found = []
@@ -77,33 +93,35 @@ def two_ranks(rank: int, split: str, wanted: list[list[list[int]]], out: Path) -
         for case, truth in zip(TESTED[split], wanted, strict=True):
             key = case.whole_experts, case.base
             if key not in models:
-                models[key] = split_model(config(case.base), case.whole_experts, *SPLITS[split])
-            found.append(decode(models[key], case, truth, disable_custom_all_reduce=split != "peers"))
+                models[key] = split_model(config(case.base, SPLITS[split][0]), case.whole_experts, *SPLITS[split])
+            found.append(decode(models[key], case, truth, disable_custom_all_reduce="peers" not in split))
     (out / f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module", params=SPLITS)
 def decoded(request, tmp_path_factory):
-    """A way to split a model, what one GPU decoded, and what each of two did."""
-    need_gpus(2)
+    """A way to split a model, what one GPU decoded, and what each of several did."""
     split = request.param
+    tensor, stages = SPLITS[split]
+    need_gpus(tensor * stages)
 
     def make(path: Path) -> None:
-        wanted = one_rank([replace(case, settings={}) for case in TESTED[split]], device="cuda", enforce_eager=True)
+        plain = [replace(case, settings={}) for case in TESTED[split]]
+        wanted = one_rank(plain, tensor, device="cuda", enforce_eager=True)
         (path / "wanted.json").write_text(json.dumps(wanted))
-        run_ranks(two_ranks, split, wanted, path, device="cuda")
+        run_ranks(decode_all, split, wanted, path, ranks=tensor * stages, device="cuda")
 
-    path = made_once(tmp_path_factory, f"two_gpus_{split}", make)
-    return split, *(json.loads((path / f"{name}.json").read_text()) for name in ("wanted", 0, 1))
+    path = made_once(tmp_path_factory, f"gpus_{split}".replace(" ", "_"), make)
+    return split, *(json.loads((path / f"{name}.json").read_text()) for name in ("wanted", *range(tensor * stages)))
 
 
-def test_two_gpus_decode_what_one_does(decoded):
+def test_several_gpus_decode_what_one_does(decoded):
     split, wanted, *ranks = decoded
-    assert [[one["tokens"] for one in rank] for rank in ranks] == [wanted] * 2, split
+    assert [[one["tokens"] for one in rank] for rank in ranks] == [wanted] * len(ranks), split
     for found in zip(TESTED[split], *ranks, strict=True):
         case, trees = found[0], not found[0].settings.keys().isdisjoint(FIXED.keys() | GROWN_SHAPE.keys())
         for one in found[1:]:
             assert (one["preemptions"] > 0) == ("num_blocks" in case.settings), names(case)
             assert (one["graphs"] > 0) == ("enforce_eager" not in case.settings), names(case)
-            assert (one["sums"] > 0) == (split == "peers"), names(case)
+            assert (one["sums"] > 0) == ("peers" in split), names(case)
             assert one["accepted"] > 0 or not case.k or trees, names(case)
