@@ -47,7 +47,7 @@ SPLITS = {
     "four stages": (1, 4),
 }
 """Tensor-parallel ranks and stages; with `peers` ranks exchange in each other's memory."""
-FEWER = {"num_blocks": 20}
+FEWER = {"num_blocks": 19}
 """In place of those of `PREEMPTED` for stages: requests that wait for a step of the other batch give blocks back."""
 FEW = [replace(case, settings=case.settings | (FEWER if "num_blocks" in case.settings else {})) for case in CASES]
 TESTED = {
