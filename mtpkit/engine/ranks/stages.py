@@ -27,6 +27,9 @@ class Stage:
     returned_bytes = returned_rows = 0
     """Bytes of results that went back to one stage, and the number of their rows over all steps."""
 
+    def connect(self, device: torch.device) -> None:
+        """Connect the stages, on all of them at once, before anything is exchanged between tensors on `device`."""
+
     def receive(self, hidden: Tensor) -> None:
         """Fill `hidden` [T, 1, h] with the hidden states from the previous stage, on all stages but the first."""
 
@@ -59,6 +62,22 @@ class PipelineStage(Stage):
         self._most_sends = 2 * self.stages
         self.copies = (not self.first) + (0 if self.last else 2 + self._most_sends)
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def connect(self, device: torch.device) -> None:
+        """See `Stage.connect`; exchanges a byte with each stage that this one sends to or receives from.
+
+        NCCL connects two ranks at their first transfer, for which their hosts wait for each other. In the middle of a
+        run they could wait forever: the last stage for an earlier one to receive results, and the earlier one, before
+        it captures a graph, for the next stage to receive what was sent.
+        """
+        byte, last = torch.zeros(1, dtype=torch.uint8, device=device), self.stages - 1
+        pairs = [(self._forward, stage, stage + 1) for stage in range(last)]
+        pairs += [(self._back, last, stage) for stage in range(last)]
+        for group, source, destination in pairs:
+            if self._stage == source:
+                dist.send(byte, group=group, group_dst=destination)
+            elif self._stage == destination:
+                dist.recv(byte, group=group, group_src=source)
 
     def receive(self, hidden: Tensor) -> None:
         """See `Stage.receive`."""

@@ -1,0 +1,117 @@
+"""Stages decode where transfers wait as NCCL's do: the hosts of two ranks for each other at their first one, and the
+capture of a graph for all that was sent.
+"""
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from mtpkit.engine.capture import Capture
+from mtpkit.engine.ranks import stages as stages_module
+from mtpkit.engine.ranks.stages import PipelineStage
+from mtpkit.model import build
+from tests.engine.rank_cases import MIXED, Case, config, decode, one_rank, split_model
+from tests.engine.replayed import replay_on_cpu
+from tests.engine.test_stages import halves
+from tests.ranks import run_ranks
+from tests.shared import look_at_new_objects
+
+CASE = Case("mamba2", 3, settings=MIXED, guided=False)
+STAGES = 3
+
+
+class Sent:
+    """A transfer under way; gloo's own may be waited for once."""
+
+    def __init__(self, work: dist.Work, patience: timedelta) -> None:
+        self._work: dist.Work | None = work
+        self._patience = patience
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait(self._patience)
+            self._work = None
+
+
+class Transfers:
+    """`torch.distributed`'s transfers by gloo, which wait as NCCL's do.
+
+    Args:
+        groups: the number of groups that transfers are made in.
+        patience: how long one rank waits for another, before it is taken to wait forever.
+    """
+
+    def __init__(self, groups: int, patience: timedelta) -> None:
+        self._patience = patience
+        self._meetings = [dist.new_group(backend="gloo") for _ in range(groups)]
+        self._groups: list[dist.ProcessGroup] = []
+        self._met: set[tuple[int, int]] = set()
+        self.sent: list[Sent] = []
+
+    def isend(self, values: torch.Tensor, group: dist.ProcessGroup, group_dst: int) -> Sent:
+        self._meet(group, group_dst)
+        sent = Sent(dist.isend(values, group=group, group_dst=group_dst), self._patience)
+        if group_dst == group.rank() + 1:  # results, which go back, are few bytes: NCCL takes them at once
+            self.sent.append(sent)
+        return sent
+
+    def send(self, values: torch.Tensor, group: dist.ProcessGroup, group_dst: int) -> None:
+        self.isend(values, group, group_dst).wait()
+
+    def recv(self, values: torch.Tensor, group: dist.ProcessGroup, group_src: int) -> None:
+        self._meet(group, group_src)
+        dist.recv(values, group=group, group_src=group_src)
+
+    def _meet(self, group: dist.ProcessGroup, other: int) -> None:
+        if group not in self._groups:
+            self._groups.append(group)
+        place = self._groups.index(group)
+        if (place, other) in self._met:
+            return
+        self._met.add((place, other))
+        here, there = torch.zeros(1), torch.zeros(1)
+        meeting = self._meetings[place]
+        both = [dist.isend(here, group=meeting, group_dst=other), dist.irecv(there, group=meeting, group_src=other)]
+        for one in both:
+            assert one is not None
+            one.wait(self._patience)
+
+
+def decode_stages(rank: int, connected: bool, seconds: float, out: Path) -> None:
+    look_at_new_objects()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "stage_patterns", halves)
+        model = split_model(config(CASE.base), ranks=1, stages=STAGES)
+        transfers = Transfers(2, timedelta(seconds=seconds))
+        replay_on_cpu(patch)
+        graph = Capture.graph
+
+        def captured(self, function):
+            for sent in transfers.sent:
+                sent.wait()
+            return graph(self, function)
+
+        patch.setattr(Capture, "graph", captured)
+        names = SimpleNamespace(isend=transfers.isend, send=transfers.send, recv=transfers.recv)
+        patch.setattr(stages_module, "dist", names)
+        if not connected:
+            patch.setattr(PipelineStage, "connect", lambda self, device: None)
+        tokens = decode(model, CASE)[0]
+    (out / f"{rank}.json").write_text(json.dumps(tokens))
+
+
+def test_connected_stages_do_not_wait_for_each_other(tmp_path):
+    (wanted,) = one_rank([CASE], ranks=1)
+    run_ranks(decode_stages, True, 60.0, tmp_path, ranks=STAGES)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(STAGES)] == [wanted] * STAGES
+
+
+def test_stages_that_are_not_connected_wait_for_each_other(tmp_path):
+    with pytest.raises(ProcessRaisedException, match="Timed out waiting"):
+        run_ranks(decode_stages, False, 5.0, tmp_path, ranks=STAGES)
