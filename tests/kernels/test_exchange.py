@@ -11,7 +11,7 @@ import torch
 from triton.runtime import interpreter
 
 from mtpkit.kernels import NO_TOKEN
-from mtpkit.kernels.exchange.window import BUFFERS_AT, CHANNELS, Windows
+from mtpkit.kernels.exchange.window import BUFFERS_AT, CHANNELS, MOST_RANKS, Windows
 from tests.ranks import run_ranks
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64)
@@ -83,15 +83,35 @@ def exchanged(module, mine: Windows, size: int, seed: int) -> list[bool]:
     return [*found, tuple(part.tolist() for part in best) == best_in_order(value, token)]
 
 
+class Barriers:
+    """Barriers of this process's kernels, two per program, at which others overtake it. At the first one, before its
+    flags are set, it sometimes sleeps. At the second, after it has seen all flags, one process in turn goes on to read
+    only when another one has set a flag again, for which that one has written its next values."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.count = rank, 0
+        self.mine = torch.empty(0)
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count % 2:
+            time.sleep(random.choice([0, 0, 0.01]))
+        elif self.count // 2 % RANKS == self.rank:
+            flags = self.mine[:BUFFERS_AT].view(torch.int64).view(CHANNELS, MOST_RANKS)
+            late = time.monotonic() + 1  # nobody overtakes the last exchange
+            while (done := flags.sum(0)).max() == done[self.rank] and time.monotonic() < late:
+                time.sleep(0.0005)
+
+
 def exchanges(rank: int, path: Path) -> None:
     """Exchange tensors of many sizes one after another, in each case; say what was right."""
-    # This process stops for a while at some barriers of a kernel, so that others overtake it.
-    interpreter.interpreter_builder.create_barrier = lambda: time.sleep(random.choice([0, 0, 0.01]))
+    interpreter.interpreter_builder.create_barrier = barriers = Barriers(rank)
     found = {}
     for number, (name, (twins, sizes, broken)) in enumerate(CASES.items()):
         module = importlib.import_module(f"mtpkit.kernels.exchange.{twins[rank]}")
         windows = tuple(window(path / f"{number}.{other}") for other in range(RANKS))
         mine = Windows(rank, windows, torch.zeros(CHANNELS, dtype=torch.int64), LIMIT)
+        barriers.mine, barriers.count = windows[rank], 0
         found[name] = []
         with pytest.MonkeyPatch.context() as patch:
             for attribute, value in broken.items():
