@@ -28,7 +28,7 @@ class Stage:
     """Bytes of results that went back to one stage, and the number of their rows over all steps."""
 
     def connect(self, device: torch.device) -> None:
-        """Connect the stages, on all of them at once, before anything is exchanged between tensors on `device`."""
+        """Connect the stages' devices; `device` is this stage's. All stages must call this before the first step."""
 
     def receive(self, hidden: Tensor) -> None:
         """Fill `hidden` [T, 1, h] with the hidden states from the previous stage, on all stages but the first."""
