@@ -70,8 +70,7 @@ class LLM:
         )
         loading.round_embedding(self.model, options.draft_embedding_dtype, depths, stages)
         stacked, weight = stack_experts(self.model), next(self.model.parameters())
-        self.ranks.exchange_in_peer_memory(weight, not options.disable_custom_all_reduce)
-        self.ranks.stage.connect(weight.device)
+        self.ranks.connect(weight, not options.disable_custom_all_reduce)
         ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager, stages)
         config = _engine_config(options, model_config, depths, tree, self.ranks, ahead, graphs)
         if draft_ids is not None:

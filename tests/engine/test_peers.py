@@ -215,7 +215,7 @@ def test_ranks_without_peer_memory(tmp_path):
 
 def test_the_option_reaches_the_ranks(monkeypatch):
     said = []
-    monkeypatch.setattr(Ranks, "exchange_in_peer_memory", lambda self, weight, wanted: said.append(wanted))
+    monkeypatch.setattr(Ranks, "connect", lambda self, weight, peer_memory: said.append(peer_memory))
     for settings in ({}, {"disable_custom_all_reduce": False}, {"disable_custom_all_reduce": True}):
         LLM(tiny_model(), num_blocks=20, warm_up=False, **settings)
     assert said == [True, True, False]

@@ -143,8 +143,13 @@ class Ranks:
         """The `value` of rank 0."""
         return value
 
-    def exchange_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
-        """Choose how tensor-parallel ranks exchange, see `peers.exchange_in_peer_memory`."""
+    def connect(self, weight: torch.Tensor, peer_memory: bool) -> None:
+        """Prepare exchanges with other ranks' devices. All ranks must call this before the first step.
+
+        Args:
+            weight: a tensor on this rank's device.
+            peer_memory: whether tensor-parallel ranks may exchange in peer memory, see `exchange_in_peer_memory`.
+        """
 
     def settle(self) -> None:
         """Wait until all ranks have received what this rank has announced. Call it before the rank ends."""
@@ -220,9 +225,10 @@ class SplitRanks(Ranks):
         """See `Ranks.of_first`."""
         return self._tell([value])[0]
 
-    def exchange_in_peer_memory(self, weight: torch.Tensor, wanted: bool) -> None:
-        """See `Ranks.exchange_in_peer_memory`."""
-        exchange_in_peer_memory(self._tensor_group, self._control, weight, wanted)
+    def connect(self, weight: torch.Tensor, peer_memory: bool) -> None:
+        """See `Ranks.connect`."""
+        exchange_in_peer_memory(self._tensor_group, self._control, weight, peer_memory)
+        self.stage.connect(weight.device)
 
     def settle(self) -> None:
         """See `Ranks.settle`."""
