@@ -1,5 +1,5 @@
 """Stages decode where transfers wait as NCCL's do: the hosts of two ranks for each other at their first one, and the
-capture of a graph for all that was sent.
+capture of a graph for all that was sent. Sums of tensor-parallel ranks and rank 0's decisions wait by themselves.
 """
 
 import json
@@ -23,7 +23,8 @@ from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects
 
 CASE = Case("mamba2", 3, settings=MIXED, guided=False)
-STAGES = 3
+SPLITS = [(1, 3), (2, 2)]
+"""Tensor-parallel ranks of each stage, and stages."""
 
 
 class Sent:
@@ -77,17 +78,18 @@ class Transfers:
         self._met.add((place, other))
         here, there = torch.zeros(1), torch.zeros(1)
         meeting = self._meetings[place]
-        both = [dist.isend(here, group=meeting, group_dst=other), dist.irecv(there, group=meeting, group_src=other)]
+        rank = dist.get_global_rank(group, other)
+        both = [dist.isend(here, group=meeting, dst=rank), dist.irecv(there, group=meeting, src=rank)]
         for one in both:
             assert one is not None
             one.wait(self._patience)
 
 
-def decode_stages(rank: int, connected: bool, seconds: float, out: Path) -> None:
+def decode_stages(rank: int, split: tuple[int, int], connected: bool, seconds: float, out: Path) -> None:
     look_at_new_objects()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "stage_patterns", halves)
-        model = split_model(config(CASE.base), ranks=1, stages=STAGES)
+        model = split_model(config(CASE.base), False, *split)
         transfers = Transfers(2, timedelta(seconds=seconds))
         replay_on_cpu(patch)
         graph = Capture.graph
@@ -106,12 +108,15 @@ def decode_stages(rank: int, connected: bool, seconds: float, out: Path) -> None
     (out / f"{rank}.json").write_text(json.dumps(tokens))
 
 
-def test_connected_stages_do_not_wait_for_each_other(tmp_path):
-    (wanted,) = one_rank([CASE], ranks=1)
-    run_ranks(decode_stages, True, 60.0, tmp_path, ranks=STAGES)
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(STAGES)] == [wanted] * STAGES
+@pytest.mark.parametrize("split", SPLITS)
+def test_connected_stages_do_not_wait_for_each_other(split, tmp_path):
+    ranks = split[0] * split[1]
+    (wanted,) = one_rank([CASE], split[0])
+    run_ranks(decode_stages, split, True, 60.0, tmp_path, ranks=ranks)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)] == [wanted] * ranks
 
 
-def test_stages_that_are_not_connected_wait_for_each_other(tmp_path):
-    with pytest.raises(ProcessRaisedException, match="Timed out waiting"):
-        run_ranks(decode_stages, False, 5.0, tmp_path, ranks=STAGES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_stages_that_are_not_connected_wait_for_each_other(split, tmp_path):
+    with pytest.raises(ProcessRaisedException, match=r"Timed out waiting|closed by peer"):
+        run_ranks(decode_stages, split, False, 5.0, tmp_path, ranks=split[0] * split[1])

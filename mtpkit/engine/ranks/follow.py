@@ -144,7 +144,7 @@ class Ranks:
         return value
 
     def connect(self, weight: torch.Tensor, peer_memory: bool) -> None:
-        """Prepare exchanges with other ranks' devices. All ranks must call this before the first step.
+        """Choose how tensor-parallel ranks exchange, and connect pipeline stages. All ranks must call it together.
 
         Args:
             weight: a tensor on this rank's device.

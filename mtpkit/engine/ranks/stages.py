@@ -66,9 +66,11 @@ class PipelineStage(Stage):
     def connect(self, device: torch.device) -> None:
         """See `Stage.connect`; exchanges a byte with each stage that this one sends to or receives from.
 
-        NCCL connects two ranks at their first transfer, for which their hosts wait for each other. In the middle of a
-        run they could wait forever: the last stage for an earlier one to receive results, and the earlier one, before
-        it captures a graph, for the next stage to receive what was sent.
+        NCCL connects two ranks at their first transfer; until both have come to it, the hosts of both are blocked. In
+        the middle of a run that can be forever. The last stage's host is blocked in its first `tell` to an earlier
+        stage. That one does not come to `hear`, because its host captures a graph: it waits until the next stage has
+        received what was sent, or for sums with another tensor-parallel rank, whose host waits for rank 0's next
+        decision. Both wait for the last stage's host.
         """
         byte, last = torch.zeros(1, dtype=torch.uint8, device=device), self.stages - 1
         pairs = [(self._forward, stage, stage + 1) for stage in range(last)]
