@@ -1,6 +1,7 @@
 """CUDA graphs: capture of functions, and replay of functions on a few rows of integers with one graph per row count."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import batched
 from typing import Any
 
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from mtpkit.platform import to_device
 
-_WARM_UPS = 1
-"""Runs before a capture, in which kernels are compiled and libraries choose their algorithms."""
 _MOST_ROWS = 32
 """Rows of the largest graph of `RowGraphs`; more rows take several replays."""
 NO_ROW = -1
@@ -25,18 +24,21 @@ class Capture:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def graph[R](self, function: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
+    def graph[R](
+        self, function: Callable[[], R], warming: Callable[[], AbstractContextManager] = nullcontext
+    ) -> tuple[torch.cuda.CUDAGraph, R]:
         """Capture a function; returns the graph and the function's result, which each replay overwrites.
 
         Args:
-            function: must run without a host-device sync; it is also called before the capture, to warm up.
+            function: must run without a host-device sync. It is also called once before the capture, so that kernels
+                are compiled and libraries choose their algorithms.
+            warming: makes the context of that first call.
         """
         torch.cuda.synchronize()
         # One stream for all graphs, since libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                function()
+        with torch.cuda.stream(stream), warming():
+            function()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # With several ranks, NCCL's own thread queries events during the capture, which "global" would forbid.

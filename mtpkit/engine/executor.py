@@ -145,7 +145,7 @@ class Executor:
         self.graphs = self.stores = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
-            self.graphs = StepGraphs(self.builder, config, width, num_blocks)
+            self.graphs = StepGraphs(self.builder, config, width, num_blocks, cast(Runner, runner).shortened)
             if not self.stage.last:
                 self.stores = StepGraphs(self.builder, config, width, num_blocks)
                 nbytes = nbytes_of(self._columns_of(Plan.without_rows(1, 1, config.drafts)))

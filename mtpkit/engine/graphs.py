@@ -7,6 +7,7 @@ belong to no request.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -112,11 +113,19 @@ class StepGraphs:
         config: its limits determine the largest steps.
         table_width: number of blocks of the longest request.
         null_block: the block that all null rows write to.
+        warming: makes the context in which a step runs once before it is captured.
     """
 
-    def __init__(self, builder: BatchBuilder, config: EngineConfig, table_width: int, null_block: int) -> None:
+    def __init__(
+        self,
+        builder: BatchBuilder,
+        config: EngineConfig,
+        table_width: int,
+        null_block: int,
+        warming: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
         self.builder, self.config = builder, config
-        self.null_block = null_block
+        self.null_block, self._warming = null_block, warming
         self.chunk_sizes = _sizes(chunk_bucket, most_chunk_tokens(config))
         """The captured numbers of chunk tokens, ascending."""
         self.mixed_sizes = _sizes(lambda tokens: mixed_bucket(1, tokens)[1], _most_mixed(config))
@@ -206,7 +215,7 @@ class StepGraphs:
         """The graph of a key and the tensor that holds its result after a replay."""
         if key not in self._graphs:
             self._fill(key[0], self.builder.null_numbers(key[0]), self._null_tables(key[0]))
-            self._graphs[key] = self._capture.graph(lambda: self._step(execute, key))
+            self._graphs[key] = self._capture.graph(lambda: self._step(execute, key), self._warming)
         return self._graphs[key]
 
     def _key(self, shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:

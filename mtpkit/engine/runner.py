@@ -1,5 +1,7 @@
 """Runs the base model for the engine; also the interface that a stand-in for it must have."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from mtpkit.engine.ranks import Stage
 from mtpkit.engine.step import Batch, StepOutput
 from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
-from mtpkit.model.hybrid import HybridModel
+from mtpkit.model.hybrid import HybridModel, one_layer_per_kind
 from mtpkit.model.state import Committed, States
 
 
@@ -72,6 +74,17 @@ class Runner:
         # Decode rows need logits at all tokens.
         chosen = hidden[batch.logit_indices, 0] if batch.inputs.num_chunk_rows else hidden[:, 0]
         return StepOutput(self.logits(chosen), hidden)
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Until the context ends, run one layer of each kind instead of all: in less time, this compiles and loads all
+        kernels that `run` needs."""
+        whole = self.model
+        self.model = one_layer_per_kind(whole)
+        try:
+            yield
+        finally:
+            self.model = whole
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CachingRunner.logits`."""

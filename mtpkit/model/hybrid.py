@@ -1,5 +1,6 @@
 """megatron-core's hybrid model: its configuration, its layer specs, and the attributes that mtpkit reads of a model."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,6 +16,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.kernels.activation import relu2
@@ -104,6 +106,20 @@ class HybridStack(MegatronHybridStack):
         if self.post_process:
             self.post_layer_norm = config.mtpkit.mtp.hands_on_normed(0)
             self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def one_layer_per_kind(model: HybridModel) -> HybridModel:
+    """Copy a model with only the first base layer of each kind that it has, or that its pipeline stage has. Weights are
+    shared. All layers of a kind have the same sizes, so the copy runs the same kernels as the model."""
+    pattern = model.stage_patterns[model.pg_collection.pp.rank()]
+    places = [pattern.index(letter) for letter in dict.fromkeys(pattern)]
+    short, stack = copy.copy(model), copy.copy(model.decoder)
+    stack.layer_type_list = [stack.layer_type_list[place] for place in places]
+    layers = nn.ModuleList(stack.layers[place] for place in places)
+    # A shallow copy has the original's own dict of submodules.
+    stack._modules = stack._modules | {"layers": layers}
+    short._modules = short._modules | {"decoder": stack}
+    return short
 
 
 def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:

@@ -1,5 +1,7 @@
 """A stand-in for CUDA graphs: engines on a CPU run the steps that a GPU replays, filled up and from fixed tensors."""
 
+from contextlib import nullcontext
+
 import torch
 
 from mtpkit.engine import loading
@@ -20,7 +22,9 @@ class Replayed:
             self.result.copy_(result)
 
 
-def _graph(self, function):
+def _graph(self, function, warming=nullcontext):
+    with warming():
+        function()
     graph = Replayed(function)
     return graph, graph.result
 

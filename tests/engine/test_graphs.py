@@ -1,17 +1,21 @@
 """Steps as CUDA graphs give the tokens of plain decoding, whatever fills the batch."""
 
+import collections
 import functools
 import itertools
 import math
+import sys
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
-from mtpkit.engine import SamplingParams
+from mtpkit.engine import SamplingParams, runner
 from mtpkit.engine.graphs import bucket_size
 from mtpkit.engine.processors import GREEDY, for_graph
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
+from mtpkit.model.hybrid import one_layer_per_kind
 from tests.engine.replayed import TruthOnDevice, replay_on_cpu
 from tests.engine.tiny import (
     PROMPT_LENGTHS,
@@ -112,6 +116,63 @@ def test_layers_of_every_kind(device, pattern, mtp_pattern):
     assert generate(graphed(model, 3, prompts), prompts, greedy(MAX_TOKENS)) == [
         decode(model, p, MAX_TOKENS) for p in prompts
     ]
+
+
+def test_one_layer_of_each_kind_runs_before_a_capture(device):
+    model, prompts, runs = tiny_model("repeated", "M*M-*M", "*", device), make_prompts(), collections.Counter()
+    for place, layer in enumerate(model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, place=place: runs.update([place]))
+    llm = make_llm(model, 3)
+    tokens = generate(llm, prompts, greedy(MAX_TOKENS))
+    once = runs[2]  # whatever runs all layers
+    assert len(llm.engine.executor.graphs._graphs) <= once and [runs[place] for place in (4, 5)] == [once] * 2
+    assert {runs[place] - once for place in (0, 1, 3)} == {len(llm.engine.executor.graphs._graphs)}
+    assert tokens == [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+class CompiledLate(Exception):
+    pass
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """No kernel is compiled yet, and to compile one while a graph is captured is an error."""
+    compile_kernel = JITFunction._do_compile
+
+    def watched(self, *args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            raise CompiledLate(self.fn.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("mtpkit.kernels.")]
+    for value in itertools.chain.from_iterable(vars(module).values() for module in modules):
+        if isinstance(kernel := getattr(value, "kernel", value), JITFunction):
+            kernel.device_caches.clear()
+    monkeypatch.setattr(JITFunction, "_do_compile", watched)
+
+
+EACH_KIND = pytest.mark.parametrize("pattern, mtp_pattern", [("M*M-", "M-"), ("+E-+E", "+E"), ("G*GE", "G-")])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EACH_KIND
+def test_kernels_are_compiled_before_a_capture(pattern, mtp_pattern, dtype, nothing_compiled):
+    model = tiny_model("repeated", pattern, mtp_pattern, "cuda").to(dtype)
+    make_llm(model, 3, warm_up=True, max_num_seqs=3, max_num_batched_tokens=40)
+
+
+@pytest.mark.gpu
+@EACH_KIND
+def test_a_kernel_left_for_the_capture_is_seen(pattern, mtp_pattern, nothing_compiled, monkeypatch):
+    def first_layer(model):
+        short = one_layer_per_kind(model)
+        short.decoder.layers = short.decoder.layers[:1]
+        return short
+
+    monkeypatch.setattr(runner, "one_layer_per_kind", first_layer)
+    with pytest.raises(CompiledLate):
+        make_llm(tiny_model("repeated", pattern, mtp_pattern, "cuda"), 3, max_num_seqs=3, warm_up=True)
 
 
 @pytest.mark.gpu
