@@ -57,8 +57,12 @@ def in_rank(rank: int, ranks: int, port: int, function: Callable[..., object], a
 
 
 def as_rank(rank: int, ranks: int, port: int, function: Callable[..., object], *args: object) -> None:
-    """Call a function of args in the environment of a rank."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    """Call a function of args in the environment of a rank. If there are fewer GPUs than ranks, several ranks share one
+    as if they were on several hosts: NCCL then connects them by sockets, and does not refuse."""
+    gpus = torch.cuda.device_count() or ranks
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus), "WORLD_SIZE": str(ranks)}
+    if ranks > gpus:
+        os.environ |= {"NCCL_HOSTID": f"host {rank // gpus}", "NCCL_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     try:
