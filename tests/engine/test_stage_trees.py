@@ -3,8 +3,8 @@
 Broken on the first stage on purpose, they are not: see `SABOTAGE`.
 """
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mtpkit.errors import MtpkitError
 from mtpkit.model import build, build_model
 from mtpkit.model.inputs import StepInput
 from tests.engine.rank_cases import PREEMPTED, PROMPTS, VOCAB, Case, config, names, split_model
+from tests.engine.rank_cases import one_rank as plain_tokens
 from tests.engine.replayed import replay_on_cpu
 from tests.engine.test_rank_trees import DRAWN, GROWN_SHAPE, SNAPSHOT
 from tests.engine.test_stages import halves
@@ -43,12 +44,19 @@ CASES = [
 ]
 """PREEMPTED has so few blocks that those of a request that ends go to another one at once."""
 FIXED_CASE, ENDING, GRAPHS = CASES[0], CASES[4], CASES[2]
+FOUR = [
+    Case("attention", 3, settings=FIXED | PREEMPTED),
+    Case("latent", 3, True, penalised=True, settings=GROWN_SHAPE | PREEMPTED),
+    Case("delta", 3, settings=GROWN_SHAPE | PREEMPTED | SNAPSHOT),
+    Case("mamba2", 3, settings=FIXED | PREEMPTED),
+]
+"""For two stages of two tensor-parallel ranks."""
 
 
 def no_path(packed, batch, tree):
     verdict, drafts = unpack_returned(packed, batch, tree)
     first = None if verdict.path is None else verdict.path * 0
-    return dataclasses.replace(verdict, path=first), drafts
+    return replace(verdict, path=first), drafts
 
 
 SABOTAGE: dict[str, tuple[Case, list[Any]]] = {
@@ -130,6 +138,17 @@ def two_stages(rank: int, wanted: list, out: Path) -> None:
     (out / f"{rank}.json").write_text(json.dumps(dict(found=found, mixed=mixed, graphs=graphs, survived=survived)))
 
 
+def two_stages_of_two(rank: int, wanted: list, out: Path) -> None:
+    look_at_new_objects()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "stage_patterns", halves)
+        for case, truth in zip(FOUR, wanted, strict=True):
+            model = split_model(config(case.base), case.whole_experts, ranks=2, stages=2)
+            found.append(decode(model, case, truth))
+    (out / f"{rank}.json").write_text(json.dumps(found))
+
+
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory):
     """What one rank decodes, and what each of two stages does."""
@@ -156,6 +175,16 @@ def test_two_stages_decode_what_one_rank_does(decoded, index):
     want = {tuple(known): tree for known, *tree in one["trees"]}
     both = made.keys() & want.keys()
     assert len(both) > 10 and all(made[known] == want[known] for known in both) and not stages[0]["trees"]
+
+
+def test_two_stages_of_two_ranks_decode_what_one_rank_does(tmp_path):
+    wanted = plain_tokens([replace(case, guided=False, settings={}) for case in FOUR])
+    run_ranks(two_stages_of_two, wanted, tmp_path, ranks=4)
+    for rank in range(4):
+        for one, tokens in zip(json.loads((tmp_path / f"{rank}.json").read_text()), wanted, strict=True):
+            assert one["tokens"] == tokens and one["preemptions"] > 0
+            assert all(one["ranks"][0]), "siblings of both ranks were right"
+            assert bool(one["trees"]) == (rank > 1)
 
 
 def test_bytes_that_go_back(decoded):

@@ -23,7 +23,9 @@ class Observed:
         self._verify, self._drafter = engine.executor.verifier, engine.executor.drafter
         engine.executor.verifier, engine.executor.drafter = self.verify, self
         heads = getattr(self._drafter, "inner", self._drafter)
-        if hasattr(heads, "choose"):
+        if hasattr(heads, "grow"):
+            self._grow, heads.grow = heads.grow, self.grow
+        elif hasattr(heads, "choose"):
             self._choose, heads.choose = heads.choose, self.choose
 
     def verify(self, logits, batch):
@@ -33,7 +35,10 @@ class Observed:
         for row, known in enumerate(self.known):
             if not known:  # its request has ended
                 continue
-            place = row * width + int(verdict.accepted[row]) if row < decoding else decoding * (width - 1) + row
+            newest = int(verdict.accepted[row])
+            if row < decoding and verdict.path is not None:
+                newest = int(verdict.path[row, newest])
+            place = row * width + newest if row < decoding else decoding * (width - 1) + row
             self.logits[tuple(known)] = logits[place].clone()
         return verdict
 
@@ -42,6 +47,12 @@ class Observed:
             if known:
                 self.states[(*known, -depth)] = one.clone()
         return self._choose(state, depth, batch, newest)
+
+    def grow(self, growth, state, batch, newest, probs):
+        for known, drafts in zip(self.known, state.unflatten(0, (len(newest), -1)), strict=True):
+            for place, one in enumerate(drafts if known else ()):
+                self.states[(*known, -growth.depth, place)] = one.clone()
+        return self._grow(growth, state, batch, newest, probs)
 
     def draft(self, hidden, batch, verdict):
         drafts = self._drafter.draft(hidden, batch, verdict)

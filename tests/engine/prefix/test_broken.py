@@ -1,12 +1,16 @@
 """Broken on purpose, a cached run differs from a cold one in logits or drafts."""
 
+import functools
+
 import pytest
 
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
+from mtpkit.engine.drafting.trees import RepeatedTreeDrafter
 from mtpkit.engine.prefix import CheckpointStore
 from mtpkit.engine.step import Restore
 from mtpkit.model.state import Committed, ConvWindow, Snapshot
 from tests.engine.prefix.compare import Pair, multi_turn
+from tests.engine.test_trees import FIXED
 from tests.engine.tiny import greedy, make_prompts, tiny_model
 
 STARTS = make_prompts((21, 9))
@@ -77,9 +81,8 @@ def heads_left_out(patch):
 
 def heads_not_resumed(patch):
     """The heads' entry of the last position stays that of the token that followed there before."""
-    draft = RepeatedDrafter.draft
 
-    def skipped(self, hidden, batch, verdict):
+    def skipped(draft, self, hidden, batch, verdict):
         held = [t for name, own in batch.inputs.states.layers.items() if name.startswith("mtp.") for t in own]
         kept = [tensor.clone() for state in held for tensor in state.tensors.values()]
         drafts = draft(self, hidden, batch, verdict)
@@ -88,7 +91,8 @@ def heads_not_resumed(patch):
                 tensor.copy_(old)
         return drafts
 
-    patch.setattr(RepeatedDrafter, "draft", skipped)
+    for kind in (RepeatedDrafter, RepeatedTreeDrafter):
+        patch.setattr(kind, "draft", functools.partialmethod(functools.partial(skipped, kind.draft)))
 
 
 def hidden_state_left_out(patch):
@@ -101,9 +105,9 @@ def hidden_state_left_out(patch):
     patch.setattr(CheckpointStore, "restore", without)
 
 
-def equal(rollback: str) -> bool:
+def equal(rollback: str, tree: dict) -> bool:
     """Whether conversations, and prompts that go on otherwise, are the same with the cache on."""
-    pair = Pair(tiny_model(), 3, state_rollback=rollback)
+    pair = Pair(tiny_model(), 3, state_rollback=rollback, **tree)
     try:
         for start in STARTS:
             multi_turn(pair, start, 2, greedy(9))
@@ -115,6 +119,7 @@ def equal(rollback: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("tree", [{}, FIXED], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     "sabotage, rollback",
     [
@@ -130,6 +135,6 @@ def equal(rollback: str) -> bool:
         (hidden_state_left_out, "replay"),
     ],
 )
-def test_sabotage_is_seen(monkeypatch, sabotage, rollback):
+def test_sabotage_is_seen(monkeypatch, sabotage, rollback, tree):
     sabotage(monkeypatch)
-    assert equal(rollback) == (sabotage is nothing)
+    assert equal(rollback, tree) == (sabotage is nothing)

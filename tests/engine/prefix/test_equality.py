@@ -9,6 +9,8 @@ from mtpkit.engine import LLM, SamplingParams, memory
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.prefix.compare import Pair, multi_turn
+from tests.engine.test_rank_trees import DRAWN, GROWN_SHAPE
+from tests.engine.test_trees import FIXED
 from tests.engine.tiny import (
     decode,
     generate,
@@ -104,19 +106,24 @@ def test_heads_that_read_by_other_rules(rules, heads, k):
 def test_trees_of_drafts(heads, pattern, mtp_pattern, rollback):
     """Wide enough that some are right: an output's last tokens are those of an accepted path."""
     settings = dict(speculative_token_tree="[8, 6]", max_num_batched_tokens=800, state_rollback=rollback)
-    model = tiny_model(heads, pattern, mtp_pattern)
-    llms = [
-        make_llm(model, 2, enable_prefix_caching=cached, async_scheduling=True, **settings) for cached in (False, True)
-    ]
+    pair = Pair(tiny_model(heads, pattern, mtp_pattern), 2, async_scheduling=True, **settings)
     histories = make_prompts((21, 9, 4))
     for turn in range(3):
-        off, on = (generate(llm, histories, greedy(9)) for llm in llms)
-        assert on == off
-        histories = [history + output + [turn] for history, output in zip(histories, off, strict=True)]
-    stats = [llm.stats() for llm in llms]
-    assert stats[0].acceptance == stats[1].acceptance
-    assert stats[1].acceptance.accepted > (5 if mtp_pattern == "*-" else 1)
-    assert stats[1].cached_tokens == sum(21 + 9 + 4 + 10 * 3 * turn - 3 * 2 for turn in (1, 2))
+        outputs = pair.run(histories, greedy(9))
+        histories = [history + output + [turn] for history, output in zip(histories, outputs, strict=True)]
+    pair.check()
+    assert pair.on.stats().acceptance.accepted > (5 if mtp_pattern == "*-" else 1)
+    assert pair.hits == sum(21 + 9 + 4 + 10 * 3 * turn - 3 * 2 for turn in (1, 2))
+    assert len(pair.seen[1].states) > 3 * 3 * 2 * (1 + 8)  # of both depths
+
+
+@pytest.mark.parametrize("k, settings", [(3, FIXED), (3, GROWN_SHAPE | dict(state_rollback="snapshot")), (2, DRAWN)])
+@pytest.mark.parametrize("pattern, mtp_pattern", [("M-*M-", "*-"), ("G-*G-", "M-")])
+def test_conversations_with_trees(pattern, mtp_pattern, k, settings):
+    pair = Pair(tiny_model("repeated", pattern, mtp_pattern), k, **settings)
+    multi_turn(pair, START, 5, SEEDED if settings is DRAWN else greedy(8))
+    pair.check()
+    assert pair.hits > 40 and pair.seen[1].states
 
 
 @pytest.mark.parametrize("k", [0, 3])
