@@ -308,36 +308,48 @@ class HashStore(CheckpointStore):
 
 
 class HeadDrafter(RuleDrafter):
-    """A `RuleDrafter` whose heads have an entry for each position j, made of all tokens up to j + 1, that must be right
-    for all positions before a step."""
+    """A `RuleDrafter` whose heads have an entry for each position j, made of all tokens up to j + 1 + `before`.
 
-    def __init__(self, runner: HashRunner, rule: Callable[[list[int]], int], config: EngineConfig) -> None:
+    Entries must be right for all positions up to `before` ones before a step. Those are made again by each step, which
+    needs their tokens and the base's hidden states.
+    """
+
+    def __init__(self, runner: HashRunner, rule: Callable[[list[int]], int], config: EngineConfig, before: int) -> None:
         super().__init__(rule, config.num_speculative_tokens, runner.model.vocab_size, config.tree)
         self.runner, self.block_size, self.entries = runner, config.block_size, [None] * len(runner.pages)
+        self.earlier = before, runner.hidden_size
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         if verdict.path is not None:
             self.runner.keep_path(batch, verdict)
         drafts = super().draft(hidden, batch, verdict)
-        inputs = batch.inputs
+        inputs, before = batch.inputs, self.earlier[0]
         for row, slot in enumerate(inputs.state_slots.tolist()):
             if slot < 0:
                 continue
             start, end = inputs.query_start[row : row + 2].tolist()
             tokens = self.known.of(slot)
             if row >= batch.plan.num_sampling_rows:
-                tokens = [*tokens, int(batch.lookahead[row, 0])]
+                tokens += [token for token in batch.lookahead[row].tolist() if token >= 0]
             table, context = inputs.block_tables[row].tolist(), int(inputs.context_lens[row])
-            for position in range(context):
+            self._check_earlier(batch, row, tokens[:context])
+            for position in range(context + end - start):
                 place = table[position // self.block_size] * self.block_size + position % self.block_size
-                assert self.entries[place] == _entry(tokens, position), (position, context)
-            for position, kv_slot in enumerate(inputs.kv_slots[start:end].tolist(), context):
-                self.entries[kv_slot] = _entry(tokens, position) if position + 1 < len(tokens) else None
+                right = hash(tuple(tokens[: position + 2 + before])) if position + 1 + before < len(tokens) else None
+                if position < context - before:
+                    assert self.entries[place] == right, (position, context)
+                self.entries[place] = right
         return drafts
 
-
-def _entry(tokens: list[int], position: int) -> int:
-    return hash(tuple(tokens[: position + 2]))
+    def _check_earlier(self, batch, row: int, tokens: list[int]) -> None:
+        """What the step has of the positions before it, whose `tokens` are given."""
+        index = -torch.arange(1, min(self.earlier[0], len(tokens)) + 1)
+        rows, values = torch.full_like(index, row), [0]
+        for token_id in tokens:
+            values.append(extend_hash(values[-1], token_id))
+        assert batch.token_ids_at(rows, index).tolist() == [tokens[place] for place in index.tolist()]
+        hidden = batch.hidden_at(rows, index, torch.full((len(batch.token_ids), 1, 1), torch.nan))
+        assert hidden[:, 0].tolist() == [values[place] for place in index.tolist()]
 
 
 def make_rule(model: HashModel, kind: str) -> Callable[[list[int]], int]:
@@ -357,13 +369,20 @@ def state_sizes(config: EngineConfig, dtype: torch.dtype = torch.float32) -> Sta
 
 
 def fake_engine(
-    model: HashModel, drafts: str = "sometimes", num_blocks: int = 64, eos=(), tokenizer=None, **settings
+    model: HashModel,
+    drafts: str = "sometimes",
+    num_blocks: int = 64,
+    eos=(),
+    tokenizer=None,
+    before: int = 0,
+    **settings,
 ) -> Engine:
-    """An engine over a `HashModel`."""
+    """An engine over a `HashModel`; `before`: see `HeadDrafter`."""
     config = EngineConfig(**{"max_model_len": 1000, "max_num_seqs": 4, "block_size": 4, **settings})
     layout = StateLayout(HASH_SPECS, state_sizes(config))
     runner = HashRunner(model, num_blocks, config.max_num_seqs, layout)
-    drafter = HeadDrafter(runner, make_rule(model, drafts), config) if config.num_speculative_tokens else NoDrafter()
+    heads = config.num_speculative_tokens > 0
+    drafter = HeadDrafter(runner, make_rule(model, drafts), config, before) if heads else NoDrafter()
     engine = Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)
     if engine.executor.checkpoints:
         engine.executor.checkpoints = HashStore(engine)

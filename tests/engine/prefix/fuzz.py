@@ -74,6 +74,7 @@ class History:
             rng.choice(["never", "sometimes", "always"]),
             -(-longest // self.block_size) + rng.choice([0, 0, 1, 3, 6, 30, 200]),
             eos=(EOS,),
+            before=rng.choice([0, max(0, self.k - 1)]),
             num_speculative_tokens=self.k,
             tree=tree,
             block_size=self.block_size,
@@ -146,7 +147,8 @@ class History:
         scheduler.check_integrity()
         free, slots = scheduler.blocks.free_ids, scheduler.slots.free_ids
         runner.forget(free, slots)
-        self.engine.executor.state.earlier.hidden[slots] = math.nan
+        earlier = self.engine.executor.state.earlier
+        earlier.hidden[slots], earlier.token_ids[slots] = math.nan, -9
         size, nothing = self.block_size, [None] * self.block_size
         for block in free if self.k else ():
             self.engine.executor.drafter.entries[block * size : (block + 1) * size] = nothing

@@ -71,6 +71,24 @@ def heads_not_resumed(patch):
     patch.setattr(Executor, "_finish", skipped)
 
 
+def earlier_positions_shifted(patch):
+    """A step that begins one position before a checkpoint is given the positions before the next one."""
+    earlier_at = DeviceState.earlier_at
+    patch.setattr(DeviceState, "earlier_at", lambda self, slots, behind=False: earlier_at(self, slots))
+
+
+def earlier_positions_left_out(patch):
+    """Of the positions before a checkpoint only the last one is restored."""
+    restore = HashStore.restore
+
+    def last(self, restores):
+        restore(self, restores)
+        earlier = self.engine.executor.state.earlier
+        earlier.hidden[[one.slot for one in restores], :-1] = 0
+
+    patch.setattr(HashStore, "restore", last)
+
+
 def another_position(patch):
     """Requests go on one token early."""
     keep = PrefixCache.keep
@@ -177,6 +195,8 @@ FAULTS = [
     tail_not_copied,
     tail_shared,
     heads_not_resumed,
+    earlier_positions_shifted,
+    earlier_positions_left_out,
     another_position,
     another_path,
     end_not_noted,
