@@ -74,9 +74,9 @@ def as_rank(rank: int, ranks: int, port: int, function: Callable[..., object], *
 
 
 def share_device(device: str) -> None:
-    """Join the others by gloo, on the CPU, or on GPUs that ranks share if there are too few, which NCCL refuses."""
+    """Join the others by gloo, on the CPU or on the GPU that `as_rank` has given, which ranks may share."""
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
 
 

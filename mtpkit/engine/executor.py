@@ -31,7 +31,7 @@ from mtpkit.engine.ranks.returned import (
     to_bytes,
     unpack_returned,
 )
-from mtpkit.engine.runner import CachingRunner, Runner, StepRunner
+from mtpkit.engine.runner import CachingRunner, CapturedRunner, Runner, StepRunner
 from mtpkit.engine.step import Batch, Plan, Restore, Save, StepOutput, StepResult, Verdict, pack_result
 from mtpkit.engine.tree import DraftShape, width_of
 from mtpkit.engine.verifier import verify
@@ -145,7 +145,7 @@ class Executor:
         self.graphs = self.stores = None
         if config.graphs:
             width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
-            self.graphs = StepGraphs(self.builder, config, width, num_blocks, cast(Runner, runner).shortened)
+            self.graphs = StepGraphs(self.builder, config, width, num_blocks, cast(CapturedRunner, runner).shortened)
             if not self.stage.last:
                 self.stores = StepGraphs(self.builder, config, width, num_blocks)
                 nbytes = nbytes_of(self._columns_of(Plan.without_rows(1, 1, config.drafts)))

@@ -1,7 +1,7 @@
 """Runs the base model for the engine; also the interface that a stand-in for it must have."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -33,6 +33,14 @@ class CachingRunner(StepRunner, Protocol):
 
     def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
         """See `mtpkit.model.fold_rings`."""
+        ...
+
+
+class CapturedRunner(StepRunner, Protocol):
+    """A runner with the method that CUDA graphs need besides `run`."""
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """Until the context ends, let `run` do less, if it still compiles and loads all kernels that it needs."""
         ...
 
 
@@ -77,10 +85,11 @@ class Runner:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Until the context ends, run one layer of each kind instead of all: in less time, this compiles and loads all
-        kernels that `run` needs."""
+        """See `CapturedRunner.shortened`: one layer of each kind runs instead of all."""
         whole = self.model
-        self.model = one_layer_per_kind(whole)
+        # In fp8 Transformer Engine rounds a layer's weights when it first runs, which must not be captured.
+        if whole.base_context is nullcontext:
+            self.model = one_layer_per_kind(whole)
         try:
             yield
         finally:

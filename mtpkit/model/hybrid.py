@@ -110,14 +110,14 @@ class HybridStack(MegatronHybridStack):
 
 def one_layer_per_kind(model: HybridModel) -> HybridModel:
     """Copy a model with only the first base layer of each kind that it has, or that its pipeline stage has. Weights are
-    shared. All layers of a kind have the same sizes, so the copy runs the same kernels as the model."""
+    shared. All layers of a kind are alike, see `LayerKind`, so the copy runs the same kernels as the model."""
     pattern = model.stage_patterns[model.pg_collection.pp.rank()]
-    places = [pattern.index(letter) for letter in dict.fromkeys(pattern)]
     short, stack = copy.copy(model), copy.copy(model.decoder)
-    stack.layer_type_list = [stack.layer_type_list[place] for place in places]
-    layers = nn.ModuleList(stack.layers[place] for place in places)
+    layers = list(zip(pattern, stack.layer_type_list, stack.layers, strict=False))  # none without base layers
+    first = [next(one for one in layers if one[0] == letter) for letter in dict.fromkeys(pattern) if layers]
+    stack.layer_type_list = [symbol for _, symbol, _ in first]
     # A shallow copy has the original's own dict of submodules.
-    stack._modules = stack._modules | {"layers": layers}
+    stack._modules = stack._modules | {"layers": nn.ModuleList(layer for _, _, layer in first)}
     short._modules = short._modules | {"decoder": stack}
     return short
 

@@ -128,7 +128,10 @@ class Slot(NamedTuple):
 
 
 class LayerKind(ABC):
-    """A kind of layer, written as one letter in patterns. `KINDS` holds one instance of each subclass."""
+    """A kind of layer, written as one letter in patterns. `KINDS` holds one instance of each subclass.
+
+    All layers of a kind in a base are alike but for their weights: the same sizes, switches and kernels.
+    """
 
     name: ClassVar[str]
     """Key of the kind in tables of weight names."""

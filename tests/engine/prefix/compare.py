@@ -102,9 +102,10 @@ class Pair:
         return self.on.stats().cached_tokens
 
 
-def multi_turn(pair: Pair, start: list[int], turns: int, params=None, added: int = 3) -> None:
-    """A conversation: each turn's prompt is all of the last turn and a few tokens."""
+def multi_turn(pair: Pair, start: list[int], turns: int, params=None, added: int = 3) -> list[int]:
+    """A conversation, which is returned: each turn's prompt is all of the last turn and a few tokens."""
     history = list(start)
     for turn in range(turns):
         (output,) = pair.run([history], params)
         history = history + output + [(7 * turn + i) % 61 for i in range(added)]
+    return history

@@ -10,7 +10,7 @@ from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.prefix.compare import Pair, multi_turn
 from tests.engine.test_rank_trees import DRAWN, GROWN_SHAPE
-from tests.engine.test_trees import FIXED
+from tests.engine.test_trees import FIXED, watched
 from tests.engine.tiny import (
     decode,
     generate,
@@ -120,10 +120,21 @@ def test_trees_of_drafts(heads, pattern, mtp_pattern, rollback):
 @pytest.mark.parametrize("k, settings", [(3, FIXED), (3, GROWN_SHAPE | dict(state_rollback="snapshot")), (2, DRAWN)])
 @pytest.mark.parametrize("pattern, mtp_pattern", [("M-*M-", "*-"), ("G-*G-", "M-")])
 def test_conversations_with_trees(pattern, mtp_pattern, k, settings):
-    pair = Pair(tiny_model("repeated", pattern, mtp_pattern), k, **settings)
-    multi_turn(pair, START, 5, SEEDED if settings is DRAWN else greedy(8))
+    """Paths of which some go through second children, or by what chance draws, were accepted."""
+    model, drawn = tiny_model("repeated", pattern, mtp_pattern), settings is DRAWN
+    params = SEEDED if drawn else greedy(8)
+    said = [] if drawn else [multi_turn(Pair(model, 0), START, 5, params)]
+
+    def guided(llm):
+        watched(llm, said)
+        return llm
+
+    pair = Pair(model, k, guided, **settings)
+    multi_turn(pair, START, 5, params)
     pair.check()
-    assert pair.hits > 40 and pair.seen[1].states
+    acceptance = pair.on.stats().acceptance
+    assert pair.hits > 40 and pair.seen[1].states and acceptance.accepted > (0 if drawn else 10)
+    assert drawn or sum(ranks[1] for ranks in acceptance.ranks_per_depth) > 3
 
 
 @pytest.mark.parametrize("k", [0, 3])
