@@ -153,22 +153,20 @@ def nothing_compiled(monkeypatch):
     monkeypatch.setattr(JITFunction, "_do_compile", watched)
 
 
-# Of most kinds the base has two layers, and the heads none, which would run before the capture in any case.
-EACH_KIND = pytest.mark.parametrize(
-    "pattern, mtp_pattern", [("M-M-*", "*"), ("*M*M", "M-"), ("GE*GE", "*-"), ("+E-+E-", "+")]
-)
+TWICE = [("M-M-*", "*"), ("GE*GE", "*-"), ("+E-+E-", "+")]
+"""Bases with two layers of most kinds, and heads without a kind of theirs: heads run before the capture in any case."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@EACH_KIND
+@pytest.mark.parametrize("pattern, mtp_pattern", [*TWICE, ("*M*M", "M-")])
 def test_kernels_are_compiled_before_a_capture(pattern, mtp_pattern, dtype, nothing_compiled):
     model = build_model(tiny_config("repeated", pattern, mtp_pattern), dtype, "cuda")
     make_llm(model, 3, warm_up=True, max_num_seqs=3, max_num_batched_tokens=40)
 
 
 @pytest.mark.gpu
-@EACH_KIND
+@pytest.mark.parametrize("pattern, mtp_pattern", TWICE)
 def test_a_kernel_left_for_the_capture_is_seen(pattern, mtp_pattern, nothing_compiled, monkeypatch):
     def first_layer(model):
         short = one_layer_per_kind(model)
