@@ -34,19 +34,37 @@ Dtype = Literal["float32", "bfloat16"]
 """Names of the dtypes that weights and activations can have."""
 
 
-def _keep_megatron_eager() -> None:
-    """Import megatron-core without compiling its small functions, which on a CPU takes 20 s and a C++ compiler.
+def _compile_when_called(function: Callable | None = None, **options: Any) -> Callable:
+    """Stand-in for `torch.compile` that imports the compiler, which takes seconds, when `function` is first called."""
+    if function is None:
+        return functools.partial(_compile_when_called, **options)
+    compiled = functools.cache(lambda: torch.compile(function, **options))
 
-    megatron-core's own switch comes too late, after the import of most of its modules, so `torch.compile` is replaced
-    during the import.
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
+
+    return call
+
+
+def _never_compile(function: Callable | None = None, **_: Any) -> Callable:
+    """Stand-in for `torch.compile` that leaves functions as they are."""
+    return function or (lambda wrapped: wrapped)
+
+
+def _import_megatron(compile_function: Callable) -> None:
+    """Import megatron-core with its small functions decorated by `compile_function` instead of `torch.compile`.
+
+    On a CPU, compiling them takes 20 s and a C++ compiler. megatron-core's own switch comes too late, after the import
+    of most of its modules, so `torch.compile` is replaced during the import; later modules get the same function.
     """
-    compile_function = torch.compile
-    torch.compile = lambda function=None, **_: function or (lambda wrapped: wrapped)  # type: ignore[assignment]
+    original = torch.compile
+    torch.compile = compile_function
     try:
         from megatron.core import jit
     finally:
-        torch.compile = compile_function
-    jit.disable_jit_fuser()
+        torch.compile = original
+    jit.jit_fuser = compile_function
 
 
 def _choose_cudnn() -> None:
@@ -65,8 +83,7 @@ def _choose_cudnn() -> None:
 
 
 _choose_cudnn()
-if not torch.cuda.is_available():
-    _keep_megatron_eager()
+_import_megatron(_compile_when_called if torch.cuda.is_available() else _never_compile)
 
 
 def default_device() -> torch.device:

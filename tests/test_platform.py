@@ -31,6 +31,34 @@ def fresh_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
 
 
+AS_ON_A_GPU = """
+import sys
+import torch
+torch.cuda.is_available = lambda: True
+from mtpkit import LLM
+import mtpkit.training.heads
+assert not {"torch._inductor", "torch._dynamo"} & sys.modules.keys(), "the compiler was imported"
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
+made, compile_function = [], lambda function, **options: made.append(function.__name__) or function
+torch.compile = compile_function
+x = torch.randn(3, 8)
+assert not made
+for _ in range(2):
+    gate, up = (x + 1).chunk(2, -1)
+    assert torch.allclose(bias_swiglu(x, torch.ones(8)), torch.nn.functional.silu(gate) * up)
+assert sorted(made) == ["bias_swiglu", "swiglu"], made
+torch.compiler.is_compiling = lambda: True  # within a function that is being compiled
+from megatron.core.jit import jit_fuser
+assert jit_fuser(lambda: 5)() == jit_fuser()(lambda: 5)() == 5 and len(made) == 2
+print("fine")
+"""
+
+
+def test_functions_are_compiled_when_they_are_called():
+    result = fresh_python(AS_ON_A_GPU)
+    assert result.stdout == "fine\n", result.stderr
+
+
 FAKES = {
     "": "",
     "transformer_engine": "",
