@@ -113,11 +113,13 @@ def one_layer_per_kind(model: HybridModel) -> HybridModel:
     shared. All layers of a kind are alike, see `LayerKind`, so the copy runs the same kernels as the model."""
     pattern = model.stage_patterns[model.pg_collection.pp.rank()]
     short, stack = copy.copy(model), copy.copy(model.decoder)
-    layers = list(zip(pattern, stack.layer_type_list, stack.layers, strict=False))  # none without base layers
-    first = [next(one for one in layers if one[0] == letter) for letter in dict.fromkeys(pattern) if layers]
-    stack.layer_type_list = [symbol for _, symbol, _ in first]
+    first: dict[str, tuple[str, nn.Module]] = {}
+    # There are no layers if the model was built without base layers.
+    for letter, symbol, layer in zip(pattern, stack.layer_type_list, stack.layers, strict=False):
+        first.setdefault(letter, (symbol, layer))
+    stack.layer_type_list = [symbol for symbol, _ in first.values()]
     # A shallow copy has the original's own dict of submodules.
-    stack._modules = stack._modules | {"layers": nn.ModuleList(layer for _, _, layer in first)}
+    stack._modules = stack._modules | {"layers": nn.ModuleList(layer for _, layer in first.values())}
     short._modules = short._modules | {"decoder": stack}
     return short
 

@@ -108,7 +108,7 @@ def decoded(request, tmp_path_factory):
     """A way to split a model, what one GPU decoded, and what each of several did."""
     split = request.param
     tensor, stages = SPLITS[split]
-    # A kernel that waits for ranks on its own GPU runs in turns with them: with four of them a test takes minutes.
+    # A kernel that waits for ranks on its own GPU runs in turns with them, which is slow: no more than two of a group.
     need_gpus(tensor * stages // 2 if "peers" in split else 1)
 
     def make(path: Path) -> None:
