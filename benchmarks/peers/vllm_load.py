@@ -145,7 +145,6 @@ async def _run(engine: Any, load: Sequence[Request], rate: float, name: str) -> 
     began = time.perf_counter()
 
     async def stream(number: int, one: Request) -> tuple[list[float], list[int]]:
-        await asyncio.sleep(max(0.0, began + one.arrival / rate - time.perf_counter()))
         params = SamplingParams(
             temperature=0,
             max_tokens=one.max_tokens,
@@ -161,7 +160,11 @@ async def _run(engine: Any, load: Sequence[Request], rate: float, name: str) -> 
                 lengths.append(fresh + (lengths[-1] if lengths else 0))
         return times, lengths
 
-    streams = await asyncio.gather(*(stream(number, one) for number, one in enumerate(load)))
+    tasks = []
+    for number, one in enumerate(load):  # one after the other: a host that stalls does not change their order
+        await asyncio.sleep(max(0.0, began + one.arrival / rate - time.perf_counter()))
+        tasks.append(asyncio.create_task(stream(number, one)))
+    streams = await asyncio.gather(*tasks)
     times, lengths = [one[0] for one in streams], [one[1] for one in streams]
     check_lengths(load, [one[-1] if one else 0 for one in lengths])
     return Run(max(one[-1] for one in times), [one.arrival / rate for one in load], times, lengths)

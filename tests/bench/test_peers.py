@@ -1,8 +1,10 @@
 """The scripts in benchmarks/peers, as far as they can run without the peers: stand-ins take the place of vLLM."""
 
+import asyncio
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -210,7 +212,17 @@ def test_requests_queued_at_once(run, vllm, requests_file, config_directory, mon
     assert code == 2 and "6 of 6 outputs have another length" in text
 
 
-def test_requests_that_arrive_one_by_one(run, vllm, requests_file, config_directory):
+def test_requests_that_arrive_one_by_one(run, vllm, requests_file, config_directory, monkeypatch):
+    """The host stalls once, between reading the clock and going to sleep."""
+    slept, sleep = [], asyncio.sleep
+
+    async def stalling(delay: float) -> None:
+        slept.append(delay)
+        if len(slept) == 3:
+            time.sleep(0.02)
+        await sleep(delay)
+
+    monkeypatch.setattr(asyncio, "sleep", stalling)
     given = ["--model", config_directory, "--requests", requests_file]
     code, text = run("vllm_load", *given, "--request-rate", 500, "--request-rate", 1000, "--repeats", 1)
     rows, requests = last_line(text)["rows"], draw_requests(CONFIG)
