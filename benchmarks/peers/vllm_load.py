@@ -161,10 +161,11 @@ async def _run(engine: Any, load: Sequence[Request], rate: float, name: str) -> 
         return times, lengths
 
     tasks = []
-    for number, one in enumerate(load):  # one after the other: a host that stalls does not change their order
-        await asyncio.sleep(max(0.0, began + one.arrival / rate - time.perf_counter()))
-        tasks.append(asyncio.create_task(stream(number, one)))
-    streams = await asyncio.gather(*tasks)
+    async with asyncio.TaskGroup() as group:  # the first request that fails ends the run
+        for number, one in enumerate(load):  # one after the other: a host that stalls does not change their order
+            await asyncio.sleep(max(0.0, began + one.arrival / rate - time.perf_counter()))
+            tasks.append(group.create_task(stream(number, one)))
+    streams = [task.result() for task in tasks]
     times, lengths = [one[0] for one in streams], [one[1] for one in streams]
     check_lengths(load, [one[-1] if one else 0 for one in lengths])
     return Run(max(one[-1] for one in times), [one.arrival / rate for one in load], times, lengths)

@@ -238,6 +238,26 @@ def test_requests_that_arrive_one_by_one(run, vllm, requests_file, config_direct
     assert code == 2 and "must be positive" in text
 
 
+def test_a_request_that_fails_ends_the_run(run, vllm, requests_file, config_directory, monkeypatch):
+    """It does not wait for the requests that have yet to arrive."""
+    slept, sleep = [], asyncio.sleep
+
+    async def counting(delay: float) -> None:
+        slept.append(delay)
+        await sleep(delay)
+
+    async def failing(self, prompt, params, request_id):
+        raise RuntimeError("out of memory")
+        yield
+
+    monkeypatch.setattr(asyncio, "sleep", counting)
+    monkeypatch.setattr(FakeAsyncLLM, "generate", failing)
+    with pytest.raises(ExceptionGroup) as caught:
+        run("vllm_load", "--model", config_directory, "--requests", requests_file, "--request-rate", 5)
+    assert caught.group_contains(RuntimeError, match="out of memory")
+    assert 1 <= len(slept) < len(draw_requests(CONFIG))
+
+
 def test_a_row_of_two_streams(script):
     load = script("vllm_load")
     requests = [load.Request([1], 5, 0.0), load.Request([1], 1, 2.0)]
