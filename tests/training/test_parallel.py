@@ -1,6 +1,7 @@
 """Tensor, sequence, pipeline, expert and data parallelism and their products against one process."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +247,36 @@ def test_a_run_goes_on_at_another_layout(two, runs_alone, settings, where):
     """One step at each of `MOVES`, then one in a single process."""
     train(load_config(None, [*settings, f"output={two / 'moves'}"]))
     assert_equal_runs(two / "moves", runs_alone["adamw"], TOLERANCE[where])
+
+
+TE_LAYOUTS = ("data", "tensor", "pipeline", "expert")
+"""What two ranks of the Transformer Engine backend split."""
+
+
+@pytest.fixture(scope="module")
+def te_runs(tmp_path_factory, settings):
+    """Directory of runs with Transformer Engine, by layout, and of one run of one process with the local backend."""
+    pytest.importorskip("transformer_engine.pytorch")
+    need_gpus(2)
+    # Products of Transformer Engine take TF32, unless cuBLAS reads this when it is loaded.
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+
+    def make(out):
+        runs = []
+        for layout in TE_LAYOUTS:
+            split = [] if layout == "data" else [f"parallel.{layout}=2"]
+            runs.append(("train", [*settings, "backend=te", *split, f"output={out / layout}"]))
+        run_ranks(work, out, runs, device="cuda")
+        alone = [("train", [*settings, "backend=local", f"output={out / 'alone'}"])]
+        run_ranks(work, out, alone, ranks=1, device="cuda")
+
+    return made_once(tmp_path_factory, "te_runs", make)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", TE_LAYOUTS)
+def test_two_ranks_with_transformer_engine_train_as_one_without(te_runs, layout):
+    assert_equal_runs(te_runs / layout, te_runs / "alone", TOLERANCE["cuda"])
 
 
 @pytest.mark.parametrize(
