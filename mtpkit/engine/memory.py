@@ -53,6 +53,8 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     lookahead: int
+    window: int
+    """See `EngineConfig.window`."""
     checkpoint_bytes: int
     """One checkpoint of the prefix cache."""
     num_checkpoints: int
@@ -78,7 +80,7 @@ class MemoryPlan:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of `tokens` tokens needs, with the lookahead of one step."""
-        return -(-(tokens + self.lookahead) // self.block_size)
+        return -(-max(tokens + self.lookahead, self.window) // self.block_size)
 
     def requests_that_fit(self, tokens: int) -> int:
         """Number of requests of `tokens` tokens that can run at once."""
@@ -168,6 +170,7 @@ def plan_memory(
         num_blocks=num_blocks or 0,
         block_size=config.block_size,
         lookahead=config.lookahead,
+        window=config.window,
         checkpoint_bytes=_checkpoint_bytes(layout, config, state),
         num_checkpoints=0,
         draft_embedding=ranks.most(draft_embedding),

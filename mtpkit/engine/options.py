@@ -243,6 +243,16 @@ class EngineConfig:
             return max(self.tree.tokens, 1 + self.num_speculative_tokens + self.tree.entries)
         return max(1, 2 * self.num_speculative_tokens)
 
+    @property
+    def window(self) -> int:
+        """Cache positions from 0 on that a step may write however few are committed: distinct heads run over the tokens
+        of a decode row and the K - 1 positions before them, and begin at position 0 where there are fewer."""
+        return self.decode_width + max(0, self.num_speculative_tokens - 1)
+
+    def reach(self, committed: int) -> int:
+        """Cache positions that the next decode step of a request may write, after this many committed ones."""
+        return max(committed + self.lookahead, self.window)
+
 
 def takes_fields[**P, S, O, R](
     options: Callable[P, O],

@@ -99,7 +99,7 @@ class Scheduler:
             )
         # Blocks are reserved for the whole prompt. The newest token is never cached, and the last decode step starts
         # before it.
-        positions = prompt + max(0, output - 2) + self.config.lookahead
+        positions = self.config.reach(prompt + max(0, output - 2))
         if self._blocks_for(positions) > self.blocks.size:
             raise UserError(
                 f"{name}: {prompt} prompt tokens + max_tokens {output} + lookahead {self.config.lookahead} need "
@@ -299,7 +299,7 @@ class Scheduler:
         request = self.waiting[0]
         request.prefill_end = len(request.token_ids) - (request.num_output > 0)
         hit = self.prefix.match(request) if self.prefix else None
-        if not self._reserve(request, request.prefill_end + self.config.lookahead, hit):
+        if not self._reserve(request, self.config.reach(request.prefill_end), hit):
             return None
         request.slot = self.slots.allocate_from(self._slots)
         if self.prefix:
@@ -325,7 +325,7 @@ class Scheduler:
             False if `request` itself was preempted or must wait.
         """
         under_way = request.in_flight * (1 + self.config.num_speculative_tokens)
-        while not self._reserve(request, request.num_computed + under_way + self.config.lookahead):
+        while not self._reserve(request, self.config.reach(request.num_computed + under_way)):
             if any(other.in_flight for other in self.running):
                 return False
             victim = self.running[-1]
@@ -478,7 +478,8 @@ class Scheduler:
             self._live_ids.remove(request.request_id)
             return
         # A launched step starts at num_computed, and all positions that it writes may be kept.
-        keep = self._blocks_for(request.num_computed + bool(request.in_flight) * self.config.lookahead)
+        computed = request.num_computed
+        keep = self._blocks_for(self.config.reach(computed) if request.in_flight else computed)
         self.blocks.release(request.block_table[keep:])
         del request.block_table[keep:]
 

@@ -62,8 +62,9 @@ class Window:
     Every row of the step becomes a decode row of K - 1 + `decode_width` tokens here, so that shapes do not depend on
     values that only the device knows. A decode row of the step now begins K - 1 positions earlier. A chunk of the step
     becomes a decode row that begins at its K - 1 newest positions, and a chunk from K - 1 positions before it up to
-    there, from whose states the decode row continues. A row that reaches beyond the step stays within the lookahead
-    that the scheduler reserves; the next window replaces those entries.
+    there, from whose states the decode row continues. A row that reaches beyond the step, as all do whose request has
+    fewer than K - 1 positions before it, stays within `EngineConfig.reach`, which the scheduler reserves; the next
+    window replaces those entries.
 
     Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8 .. 13 and the chunk 2 .. 7.
     """
