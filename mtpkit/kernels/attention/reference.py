@@ -128,16 +128,16 @@ def attend_paged(
     block_size, groups = key_cache.shape[1:3]
     span = block_tables.shape[1] * block_size
     places = torch.arange(span, device=q.device)
-    # Free blocks and blocks of other requests may hold NaN, so masking the scores is not enough.
-    used = places < (context_lens + tokens + (tree[1] if tree else 0))[:, None]
-    keys, values = (
-        torch.where(used[..., None, None], cache[block_tables].view(rows, span, groups, -1), 0).to(q.dtype)
-        for cache in (key_cache, value_cache)
-    )
     if tree is None:
         mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
     else:
         mask = _sees_in_tree(tree[0], places - context_lens[:, None])
+    # What no query sees may be NaN, and NaN times a weight of zero is NaN, so masking the scores is not enough.
+    used = mask.any(1)[..., None, None]
+    keys, values = (
+        torch.where(used, cache[block_tables].view(rows, span, groups, -1), 0).to(q.dtype)
+        for cache in (key_cache, value_cache)
+    )
     # Heads of a group share keys: stack them as additional queries.
     rep = heads // groups
     stacked = q.reshape(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)

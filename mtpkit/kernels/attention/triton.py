@@ -128,14 +128,38 @@ def slots_of(block, place, BLOCK_SIZE):
 @triton.jit
 def sees(place, newest, tree):
     """[M, N] bool, whether each query sees the positions `place` [N]. Without `tree`, a query sees the positions up to
-    `newest` [M]. `tree` is the position of the tree's first entry and the queries' masks [M]; with it, a query sees all
-    positions before the tree and the entries in its mask."""
+    `newest` [M]. With `tree`, see `tree_of`, a query sees all positions before the tree and the entries in its mask."""
     if tree is None:
         return place[None, :] <= newest[:, None]
     else:
         entry = place - tree[0]
         bit = (tree[1][:, None] >> tl.minimum(tl.maximum(entry, 0), 63).to(tl.int64)[None, :]) & 1
         return (entry < 0)[None, :] | (bit != 0)
+
+
+@triton.jit
+def _either(one, other):
+    return one | other
+
+
+@triton.jit
+def tree_of(ancestors_ptr, first, token, inside):
+    """The tree of a tile of queries [M], as `sees` and `is_read` take it: the position of its first entry, the masks of
+    the queries' tokens `token` [M] at `ancestors_ptr`, 0 where not `inside` [M], and the union of all these masks."""
+    masks = tl.load(ancestors_ptr + token, mask=inside, other=0)
+    return first, masks, tl.reduce(masks, 0, _either)
+
+
+@triton.jit
+def is_read(place, last, tree):
+    """[N] bool, whether the positions `place` [N] lie before `last` and some query of the tile sees them. All others
+    may hold NaN, which must not be loaded: NaN times a weight of zero is NaN."""
+    inside = place < last
+    if tree is not None:
+        entry = place - tree[0]
+        bit = (tree[2] >> tl.minimum(tl.maximum(entry, 0), 63).to(tl.int64)) & 1
+        inside = inside & ((entry < 0) | (bit != 0))
+    return inside
 
 
 @triton.jit
@@ -166,8 +190,7 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
         slot = slots_of(block, place, BLOCK_SIZE)
         offset = (slot * SLOT)[:, None] + channel
         if MASKED:
-            # Entries from `last` on may be NaN, and NaN times a weight of zero is NaN.
-            inside = (place < last)[:, None] & (channel < WIDTH)
+            inside = is_read(place, last, tree)[:, None] & (channel < WIDTH)
             keys = tl.load(key_ptr + offset, mask=inside, other=0.0)
             values = tl.load(value_ptr + offset, mask=inside, other=0.0)
         elif WIDTH < D:
@@ -251,7 +274,7 @@ def _decode_kernel(
     newest = context + m // REP
     tree = None
     if ancestors_ptr is not None:
-        tree = context, tl.load(ancestors_ptr + row * tokens + m // REP, mask=m < count, other=0)
+        tree = tree_of(ancestors_ptr + row * tokens, context, m // REP, m < count)
         whole = tl.maximum(first, tl.minimum(last, context // N * N))
         state = _attend(q, newest, state, first, whole, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False)
         first = whole

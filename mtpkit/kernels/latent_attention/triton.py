@@ -18,6 +18,7 @@ from mtpkit.kernels.attention.triton import (
     UNALIGNED,
     UNSPECIALIZED,
     combine,
+    is_read,
     load_blocks,
     load_queries,
     row_range,
@@ -25,6 +26,7 @@ from mtpkit.kernels.attention.triton import (
     slots_of,
     split_plan,
     store_lines,
+    tree_of,
 )
 from mtpkit.kernels.device import padded, row_of_tile, strided
 
@@ -70,8 +72,7 @@ def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTH
         place = start + tl.arange(0, N)
         slot = slots_of(block, place, BLOCK_SIZE)
         row = rows_ptr + (slot * (WIDTHS[0] + WIDTHS[1]))[:, None]
-        # Entries from `last` on may be NaN, and NaN times a weight of zero is NaN.
-        inside = (place < last)[:, None]
+        inside = is_read(place, last, tree)[:, None]
         latents = tl.load(row + channel, mask=inside & (channel < WIDTHS[0]), other=0.0).to(q_latent.dtype)
         keys = tl.load(row + WIDTHS[0] + turned, mask=inside & (turned < WIDTHS[1]), other=0.0).to(q_latent.dtype)
         block = load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
@@ -129,7 +130,7 @@ def _decode_kernel(
     queries, cache = (q_latent, q_rotary), (cache_ptr, table_ptr + row * width)
     newest, state, tree = context + m // HEADS, empty_state(M, C), None
     if ancestors_ptr is not None:
-        tree = context, tl.load(ancestors_ptr + row * tokens + m // HEADS, mask=m < count, other=0)
+        tree = tree_of(ancestors_ptr + row * tokens, context, m // HEADS, m < count)
     acc, best, total = _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, True, tree)
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
