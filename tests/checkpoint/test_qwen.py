@@ -8,10 +8,14 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
+from mtpkit import LLM
 from mtpkit.checkpoint import load_config, load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.families import qwen3_next
+from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.original import ORIGINAL
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import UserError
@@ -116,8 +120,60 @@ def test_what_megatron_rounds_comes_back(tmp_path, dtype):
     write_megatron_copy(megatron, tmp_path / "changed", scale)
     shutil.copy(megatron / ORIGINAL, tmp_path / "changed" / ORIGINAL)
     export_checkpoint(tmp_path / "changed", tmp_path / "of_changed", family="qwen3_5")
-    scaled = (before[OUT_NORM] - 1) * 2 + 1
+    scaled = ((before[OUT_NORM].float() - 1) * 2 + 1).to(dtype)
     assert torch.equal(read_all(tmp_path / "of_changed")[OUT_NORM], scaled)
+
+
+@pytest.mark.parametrize("variant", ["next", "3.5"])
+def test_small_weights_of_the_output_norm_are_not_rounded(tmp_path, variant):
+    """A file in bf16 is computed as stored. In bf16, w - 1 is off by up to 40% at 0.005."""
+    hf, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    model, draw = write_variant(variant, hf, dtype=torch.bfloat16), torch.Generator().manual_seed(3)
+
+    def shrink(tensors):
+        norms = [tensor for name, tensor in tensors.items() if name.endswith("linear_attn.norm.weight")]
+        assert len(norms) == 3
+        for norm in norms:
+            norm.copy_(0.005 + 0.5 * torch.rand(norm.shape, generator=draw))
+
+    edit(hf, shrink)
+    stored = {name.replace("language_model.", ""): tensor.float() for name, tensor in read_all(hf).items()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    model.config.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    import_checkpoint(hf, megatron)
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits.double()
+    for directory in (hf, megatron):
+        assert relative(own_logits(directory), expected) < 1e-5
+
+    export_checkpoint(megatron, back)
+    before, after = read_all(hf), read_all(back)
+    assert [name for name in before if not bits_equal(before[name], after[name])] == []
+    save_model(load_model(hf, torch.bfloat16), tmp_path / "run")
+    norm = "decoder.layers.0.self_attention.out_norm.weight"
+    exact = stored["model.layers.0.linear_attn.norm.weight"] - 1
+    for directory in (hf, megatron, tmp_path / "run"):
+        assert bits_equal(open_weights(directory).read(norm), exact)
+
+
+def test_the_engine_keeps_the_output_norm_in_fp32(tmp_path):
+    """A model in bf16 has this weight, and no other norm's, in fp32; every backend's layer is the same."""
+    write("qwen3_5", tmp_path, dtype=torch.bfloat16)
+    edit(tmp_path, lambda tensors: tensors[OUT_NORM].fill_(0.00512695))
+    llm = LLM(tmp_path, dtype="bfloat16", num_speculative_tokens=0, device="cpu", max_num_seqs=2, max_model_len=64)
+    norms = {n: p for n, p in llm.model.named_parameters() if "norm" in n}
+    assert {n.rpartition(".layers.")[2] for n, p in norms.items() if p.dtype == torch.float32} == {
+        f"{layer}.self_attention.out_norm.weight" for layer in (0, 2, 4)
+    }
+    (weight,) = (p for n, p in norms.items() if n.endswith("layers.0.self_attention.out_norm.weight"))
+    assert torch.equal(weight, torch.full((6,), 0.00512695, dtype=torch.bfloat16).float() - 1)
+
+
+def test_the_form_of_published_norms_is_no_finding(tmp_path):
+    write("qwen3_5", tmp_path, dtype=torch.bfloat16)
+    edit(tmp_path, lambda tensors: tensors.update({n: t.float() for n, t in tensors.items() if n.endswith("A_log")}))
+    assert not [finding for finding in lint(tmp_path) if "fp32" in finding.text]
 
 
 def test_what_is_not_rounded_needs_no_record(tmp_path):

@@ -1,5 +1,6 @@
 """Heads put into a checkpoint: they are the trained ones, and nothing else changes."""
 
+import contextlib
 import errno
 import json
 import os
@@ -17,13 +18,18 @@ from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.layouts.parallel import Budget
-from mtpkit.checkpoint.stitch import BASE_FILE, HEADS_FILE, stitch
+from mtpkit.checkpoint.stitch import BASE_FILE, HEADS_FILE, _with_heads, stitch
 from mtpkit.checkpoint.tensors import bits_equal
+from mtpkit.checkpoint.verify import fingerprint_config
+from mtpkit.config import ModelConfig
+from mtpkit.config.checked import keys_of
+from mtpkit.config.sections.base import SECTIONS
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.checkpoint.builders import add_heads, edit, edit_config, write_base
 from tests.checkpoint.odd_family import CARRIED, known, write_odd
 from tests.checkpoint.test_cli import convert
 from tests.checkpoint.test_round_trip import read_all
+from tests.toy_config import DELTA, toy_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -157,6 +163,60 @@ def test_refusals_leave_nothing(place, tmp_path):
     edit(tmp_path / "odd", lambda tensors: [tensors.pop(name) for name in names])
     refused(lambda: stitch(place / "hf", tmp_path / "odd", out), "2 missing", *names)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["odd"]
+
+
+TOY = toy_config(family="", position_embedding_type="rope", rotary_percent=0.5, activation="swiglu")
+EXPERTS = dict(num_moe_experts=4, moe_ffn_hidden_size=12, moe_router_topk=2)
+CONFIGS = {
+    "mamba and attention": TOY.replace(pattern="M*-", mtp_pattern="*-"),
+    "experts": TOY.replace(pattern="*E", mtp_pattern="*E", **EXPERTS),
+    "gated delta nets": TOY.replace(pattern="G-*-", mtp_pattern="G-", **DELTA),
+}
+UNRELATED = {
+    *("family", "vocab_size", "pattern", "max_position_embeddings", "tie_word_embeddings", "init_std"),
+    *("bos_token_id", "eos_token_ids", "pad_token_id"),
+}
+"""Settings that heads do not depend on."""
+INSTEAD = {
+    "position_embedding_type": "none",
+    "activation": "relu2",
+    "moe_router_score_function": "softmax",
+    "mamba_chunk_size": 256,
+}
+
+
+def other_value(config, key, value):
+    """The config with another valid value of one setting; None if no such value was found."""
+    numbers = [2 * value, value / 2, value + 1, value - 1] if type(value) in (int, float) else []
+    whole = [int(number) for number in numbers if type(value) is int and number == int(number)]
+    for instead in (INSTEAD.get(key), *([not value] if type(value) is bool else whole or numbers)):
+        with contextlib.suppress(UserError):
+            if instead is not None and instead != value:
+                return config.replace(**{key: instead})
+    return None
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_setting_that_heads_depend_on_must_agree(name):
+    """Refusals name the setting; those that heads do not depend on are no reason to refuse."""
+    trained, tried = CONFIGS[name], set()
+    heads = {key for letter in trained.mtp.pattern for key in keys_of(SECTIONS[letter]).values()}
+    everywhere = heads | keys_of(ModelConfig).keys()
+    for key, value in trained.values().items():
+        base = None if key.startswith("mtp_") or key not in everywhere else other_value(trained, key, value)
+        if base is None:
+            continue
+        tried.add(key)
+        if key in UNRELATED:
+            _with_heads(base, trained, Path("base"), Path("run"))
+            continue
+        with pytest.raises(UserError, match=rf"differ, .*\b{key} ") as caught:
+            _with_heads(base, trained, Path("base"), Path("run"))
+        assert len(str(caught.value).splitlines()) == 1
+        assert fingerprint_config(base) != fingerprint_config(trained)
+    assert {"hidden_size", "layernorm_epsilon"} <= tried and len(tried - UNRELATED) > 8
+    if "*" in trained.mtp.pattern:
+        assert {"rotary_base", "rotary_percent", "position_embedding_type"} <= tried
 
 
 def test_files_that_cannot_be_linked(place, tmp_path, monkeypatch):

@@ -83,14 +83,20 @@ class Ungroup:
 class Centered(Rounding):
     """A norm's weight w, which Megatron stores as w - 1 since its norm multiplies by 1 + the weight.
 
-    The difference is exact for weights from 0.5 to 2; for others it may be rounded, see `Stored.rounded`.
+    Both directions compute and return fp32: in bf16, w - 1 is rounded for w below 0.5, and 1 + a small weight always.
+    An export restores the dtype and the values of the original, see `Stored.rounded`.
     """
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor - 1 for tensor in tensors]
+        return [_widened(tensor) - 1 for tensor in tensors]
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor + 1 for tensor in tensors]
+        return [_widened(tensor) + 1 for tensor in tensors]
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """The tensor in fp32, or in its own dtype if that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass(frozen=True)

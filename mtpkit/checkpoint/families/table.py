@@ -173,7 +173,8 @@ class Stored:
     lacking: tuple[str, ...] = ()
     """Names of copies (see `Family.copies`) that the file did not contain."""
     rounded: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a tensor that cannot be restored exactly from its Megatron form -> the original tensor, flattened."""
+    """Name of a tensor whose values or dtype cannot be restored exactly from its Megatron form -> the original tensor,
+    flattened."""
 
 
 def expert_ways(count: int, hf: str, megatron: str, one_by_one: Sequence[Entry]) -> Ways:
@@ -334,7 +335,8 @@ def _to_hf(entry: Entry, stored: Stored) -> Callable[[Sequence[Tensor]], list[Te
 
 @dataclass(frozen=True)
 class _Unrounded:
-    """A transform that restores the original tensor, as long as Megatron's tensor is still the one from the import."""
+    """A transform that restores the original tensor, as long as Megatron's tensor is still the one from the import, and
+    otherwise the original's dtype."""
 
     transform: Transform
     original: Tensor
@@ -346,8 +348,8 @@ class _Unrounded:
             original = self.original.to(tensor.device).view(tensor.shape)
             (imported,) = self.transform.to_megatron([original])
             if torch.equal(imported.to(tensor.dtype), tensor):
-                return [original.to(tensor.dtype)]
-        return self.transform.to_hf(tensors)
+                return [original]
+        return [changed.to(self.original.dtype) for changed in self.transform.to_hf(tensors)]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,15 @@ from mtpkit.model.transformer_config import TransformerConfig
 ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
-def norm_weight(size: int, config: TransformerConfig) -> nn.Parameter:
-    """Make the weight of a norm of whole hidden states, on megatron-core's device and in its dtype. The norm multiplies
-    by 1 at first."""
+def norm_weight(size: int, config: TransformerConfig, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Make the weight of a norm of whole hidden states, on megatron-core's device. The norm multiplies by 1 at first.
+
+    Args:
+        dtype: None: the model's.
+    """
     value = 0.0 if config.layernorm_zero_centered_gamma else 1.0
-    weight = nn.Parameter(torch.full((size,), value, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    dtype = dtype or config.params_dtype
+    weight = nn.Parameter(torch.full((size,), value, dtype=dtype, device=torch.cuda.current_device()))
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
