@@ -28,11 +28,12 @@ def use_fp8_base(model: HybridModel) -> None:
     if model.backend == "te":
         from mtpkit.model.layers.te import check_fp8, fp8_forward
 
-        check_fp8(model)
+        # Before the sizes of matrices: with experts no sizes would do.
         if not all(kind.fp8_products for kind in kinds_in(model.mtpkit_config.pattern)):
             raise UserError(
                 "fp8 needs a multiple of 8 tokens per product, which experts may not get; set base_fp8=false"
             )
+        check_fp8(model)
         model.base_context = fp8_forward
         return
     device = next(model.parameters()).device

@@ -162,3 +162,5 @@ def test_fp8_stays_near_bf16_and_needs_fitting_matrices(te):
     assert 1e-3 < (have - want).float().norm() / want.float().norm() < 0.15
     with pytest.raises(UserError, match="fp8 needs a multiple of 8 tokens per product, which experts may not get"):
         use_fp8_base(build_model(CONFIG, dtype=torch.bfloat16, device="cuda", backend="te"))
+    with pytest.raises(UserError, match=r"fp8 needs matrix sizes that are multiples of 16, unlike those of layers\.0"):
+        use_fp8_base(build_model(CONFIG.replace(pattern="M*-M"), dtype=torch.bfloat16, device="cuda", backend="te"))
