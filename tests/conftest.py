@@ -1,5 +1,6 @@
 """Set-up that all tests share: one thread, no network, uninitialised memory full of NaN, and a tiny tokenizer."""
 
+import atexit
 import gc
 import os
 import sys
@@ -26,6 +27,7 @@ torch.set_num_threads(1)
 # Under it torch.empty is filled with NaN.
 torch.use_deterministic_algorithms(True, warn_only=True)
 
+atexit.register(gc.unfreeze)  # as `LLM` does
 look_at_new_objects()
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests import interpreter

@@ -190,6 +190,26 @@ def test_a_command_ends_while_messages_are_on_the_way():
     assert [rank.wait() for rank in ranks] == [0, 0]
 
 
+FROZEN = """
+import atexit, gc
+from tests.engine.tiny import make_llm, tiny_model
+
+for _ in range(2):
+    make_llm(tiny_model(), 1)
+assert gc.get_freeze_count() > 10_000
+atexit._run_exitfuncs()
+print(gc.get_freeze_count())
+"""
+
+
+@without_gpu
+def test_engines_leave_nothing_frozen_at_exit():
+    """What is frozen then is never freed, and Triton 3.9 reports 28 lines of leaked objects."""
+    ended = fresh_python(FROZEN)
+    assert ended.stdout.split() == ["0"]
+    assert "leaked" not in ended.stderr
+
+
 @pytest.mark.parametrize("values", [[3, -1], [[1, 2, 3]], [], np.array([[5, 6], [7, 8]])])
 def test_lists_and_arrays_are_copied_to_the_device(values, device):
     tensor = to_device(values, torch.int64, torch.device(device))

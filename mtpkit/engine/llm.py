@@ -1,5 +1,6 @@
 """`LLM`, the entry point: texts or token ids in, texts and token ids out, with the interface of vLLM's `LLM`."""
 
+import atexit
 import gc
 import logging
 import secrets
@@ -289,10 +290,16 @@ def _engine_config(
 
 def _freeze_objects() -> None:
     """Exclude all objects made so far from garbage collection: no step may wait while the collector traverses all
-    modules of a model. Objects that an earlier engine froze are collected first, if they have become garbage."""
+    modules of a model. Objects that an earlier engine froze are collected first, if they have become garbage.
+
+    At exit they are unfrozen: Python's last collection passes frozen objects by, and Triton 3.9 then reports its own
+    among them as leaked.
+    """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    atexit.unregister(gc.unfreeze)  # of an earlier engine
+    atexit.register(gc.unfreeze)
 
 
 class _Turn:

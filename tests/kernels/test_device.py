@@ -129,3 +129,17 @@ def test_every_tile_of_every_row_has_one_number(rows, items, zero):
             assert len(firsts) >= (max(1, whole) if spare == 1 else 1 + whole)
             # Tiles that begin up to size - 1 items before the row.
             assert spare == 1 or size * len(firsts) >= length * items + size - 1
+
+
+@triton.jit
+def _store_all_or_none(out, count, limit, WIDTH: tl.constexpr):
+    place = tl.arange(0, WIDTH)
+    tl.store(out + place, 1.0, mask=(place < count) & (count < limit))
+
+
+@pytest.mark.parametrize("limit", [5, 6])
+def test_one_flag_joins_a_mask(limit, device):
+    """Triton 3.9's interpreter took it for integers, see tests/interpreter.py."""
+    out = torch.zeros(8, device=device)
+    _store_all_or_none[(1,)](out, 5, limit, WIDTH=8)
+    assert out.tolist() == [float(limit > 5)] * 5 + [0.0] * 3
