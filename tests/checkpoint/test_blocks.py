@@ -9,15 +9,27 @@ from safetensors.torch import load_file
 
 from mtpkit.checkpoint import load_config, load_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, edit_config, write_glm, write_mimo
 from tests.checkpoint.builders import differing_after_round_trip, edit
+from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts
 from tests.kernels.recurrence import relative
 
 IDS = torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(4))
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=4.0,
+    original_max_position_embeddings=6,
+    beta_fast=1.5,
+    beta_slow=0.1,
+)
+"""Of four frequencies, YaRN leaves one, divides one and blends two."""
+SCALED = YARN | dict(mscale=0.7, mscale_all_dim=0.4)
 GLM = {
     "usual": dict(),
     "odd": dict(num_attention_heads=5, num_key_value_heads=5, head_dim=12, n_routed_experts=5, num_experts_per_tok=3),
@@ -31,6 +43,8 @@ GLM = {
     "one_expert_as_scored": dict(num_experts_per_tok=1, norm_topk_prob=False),
     "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25), head_dim=16),
     "dense": dict(first_k_dense_replace=3, rope_theta=1e6, partial_rotary_factor=1.0, rms_norm_eps=1e-3),
+    "yarn": dict(rope_parameters=YARN | dict(partial_rotary_factor=0.5), head_dim=16),
+    "yarn_scales": dict(rope_parameters=SCALED | dict(partial_rotary_factor=0.25), head_dim=32),
 }
 MIMO = {
     "usual": dict(),
@@ -39,6 +53,9 @@ MIMO = {
     "head_dim": dict(head_dim=10, num_attention_heads=6, num_key_value_heads=3),
     "theta": dict(rope_theta=11.0, rms_norm_eps=1e-3, num_hidden_layers=3),
     "tied": dict(tie_word_embeddings=True, num_hidden_layers=1),
+    "yarn": dict(rope_parameters=YARN | dict(beta_slow=0.5)),
+    "yarn_factor": dict(rope_parameters=YARN | dict(attention_factor=1.7)),
+    "yarn_scales": dict(rope_parameters=SCALED),
 }
 FAMILIES = {"glm": (write_glm, add_glm_heads, GLM), "mimo": (write_mimo, add_mimo_heads, MIMO)}
 CASES = [(family, case) for family, (*_, cases) in FAMILIES.items() for case in cases]
@@ -89,6 +106,46 @@ def test_heads_of_mimo_read_the_base_before_its_final_norm(tmp_path):
         export_checkpoint(tmp_path / "megatron", tmp_path / "back", force=True)
         written = json.loads((tmp_path / "back" / "config.json").read_text())
         assert written.get("mtpkit", {}) == own and load_config(tmp_path / "back") == load_config(hf)
+
+
+@pytest.mark.parametrize("own", [{}, {"attention_factor": 1.0}], ids=str)
+def test_every_style_of_yarn_is_one_config(tmp_path, own):
+    """Read from the older key, the newer one or both; an export has the keys of the original, and one without an
+    original has both."""
+    write_mimo(tmp_path)
+    older = {"type": "yarn", **{key: value for key, value in YARN.items() if key != "rope_type"}, **own}
+    top, newer = {"rope_theta": older.pop("rope_theta")}, YARN | own
+    family, found = get_family("mimo"), []
+    for given in ({"rope_scaling": older} | top, {"rope_parameters": newer}, {"rope_scaling": older, **top}):
+        edit_config(tmp_path, **{"rope_theta": None, "rope_scaling": None, "rope_parameters": None} | given)
+        found.append(load_config(tmp_path))
+        original = json.loads((tmp_path / "config.json").read_text())
+        written = family.config_to_hf(found[-1], original)
+        assert {key: written.get(key) for key in given} == given
+        assert family.config_from_hf(written) == found[-1]
+    assert found[0] == found[1] == found[2] and found[0].attention.yarn_factor == 4
+    alone = family.config_to_hf(found[0])
+    assert alone["rope_scaling"]["factor"] == alone["rope_parameters"]["factor"] == 4
+    assert alone["rope_parameters"]["rope_theta"] == alone["rope_theta"] == 100
+    assert family.config_from_hf(alone) == found[0]
+    plain = found[0].replace(yarn_factor=1.0, yarn_attention_factor=1.0)
+    assert family.config_from_hf(family.config_to_hf(plain, original)).attention.yarn_factor == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_with_yarn_is_that_of_sequences(tmp_path, family):
+    """Chunks of prompts and decode steps rotate as whole sequences do. Attention is strong, so that other tokens come
+    out where the factor is left out."""
+    write, add_heads, cases = FAMILIES[family]
+    rope = cases["yarn"]["rope_parameters"] | {"attention_factor": 6.0}
+    write(tmp_path, **cases["yarn"] | {"rope_parameters": rope})
+    add_heads(tmp_path)
+    model, prompts = load_model(tmp_path), make_prompts((1, 9, 21))
+    for layer in (module for module in model.modules() if hasattr(module, "rotary_factor")):
+        layer.linear_qkv.weight.data.mul_(4)
+        layer.linear_proj.weight.data.mul_(4)
+    want = [decode(model, prompt, 8) for prompt in prompts]
+    assert generate(guide(make_llm(model, 2), prompts, 8), prompts, greedy(8)) == want
 
 
 BEFORE = {"mtp_reads_of_base": "before_final_norm", "mtp_reads_of_depth": "before_final_norm"}
@@ -190,7 +247,12 @@ def test_copies_of_the_base_are_dropped_and_written_again(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
-        ("glm", dict(rope_scaling={"type": "yarn", "factor": 4.0}), ["rope_scaling", "default"]),
+        ("glm", dict(rope_parameters={"type": "yarn", "factor": 4.0}), ["lacks original_max_position_embeddings"]),
+        ("glm", dict(rope_parameters={"rope_type": "llama3", "factor": 4.0}), ["rope_type", "llama3", "yarn"]),
+        ("mimo", dict(rope_parameters=YARN | {"truncate": False}), ["truncate"]),
+        ("mimo", dict(rope_parameters=YARN | {"factor": "x"}), ["factor", "'x'"]),
+        ("glm", dict(rope_scaling=YARN), ["rope_scaling and rope_parameters", "rope_type 'yarn' and 'default'"]),
+        ("mimo", dict(rope_parameters=YARN, rope_scaling=YARN | {"factor": 8.0}), ["factor 8.0 and 4.0"]),
         ("glm", dict(scoring_func="softmax"), ["scoring_func", "sigmoid"]),
         ("glm", dict(tie_word_embeddings=True), ["tie_word_embeddings"]),
         ("glm", dict(num_hidden_layers=10**30), ["num_hidden_layers", "1024"]),

@@ -217,6 +217,15 @@ def test_tensor_and_expert_parallel_imports_compute_the_same(with_head):
         (dict(rope_scaling=YARN | {"mscale_all_dim": 0, "mscale": 0.5}), ["mscale", "mscale_all_dim"]),
         (dict(rope_scaling={"type": "yarn", "factor": 4.0}), ["lacks original_max_position_embeddings"]),
         (dict(rope_scaling=[1]), ["rope_scaling", "not an object"]),
+        (
+            dict(rope_scaling=YARN, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+            ["rope_scaling and rope_parameters contradict each other: rope_type 'yarn' and 'default'"],
+        ),
+        (
+            dict(rope_scaling={"type": "default"}, rope_parameters=YARN | {"rope_theta": 1e4}),
+            ["rope_scaling and rope_parameters contradict each other: rope_type 'default' and 'yarn'"],
+        ),
+        (dict(rope_scaling=YARN, rope_parameters=YARN | {"factor": 2.0}), ["contradict each other: factor"]),
         (dict(scoring_func="softmax"), ["scoring_func", "sigmoid"]),
         (dict(topk_method="greedy"), ["topk_method", "noaux_tc"]),
         (dict(rope_interleave=False), ["rope_interleave"]),
@@ -227,7 +236,7 @@ def test_tensor_and_expert_parallel_imports_compute_the_same(with_head):
 )
 def test_what_cannot_be_represented_is_named(tmp_path, changes, named):
     write_deepseek(tmp_path, num_hidden_layers=2)
-    edit_config(tmp_path, rope_parameters=None, **changes)
+    edit_config(tmp_path, **{"rope_parameters": None} | changes)
     with pytest.raises(UserError) as caught:
         load_config(tmp_path)
     assert all(name in str(caught.value) for name in named), caught.value

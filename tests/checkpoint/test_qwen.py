@@ -14,7 +14,7 @@ from mtpkit import LLM
 from mtpkit.checkpoint import load_config, load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
-from mtpkit.checkpoint.families import qwen3_next
+from mtpkit.checkpoint.families import get_family, qwen3_next
 from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.original import ORIGINAL
 from mtpkit.checkpoint.tensors import bits_equal
@@ -26,7 +26,7 @@ from tests.checkpoint.block_models import edit_config
 from tests.checkpoint.builders import differing_after_round_trip, edit, write_megatron_copy
 from tests.checkpoint.qwen_models import VISION, add_heads, edit_text, text_config, write
 from tests.checkpoint.qwen_oracle import Head
-from tests.checkpoint.test_blocks import read_all
+from tests.checkpoint.test_blocks import YARN, read_all
 from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts
 from tests.kernels.recurrence import relative
 
@@ -91,6 +91,22 @@ def test_logits_are_those_of_transformers(tmp_path, variant, case):
     with torch.no_grad():
         assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) < 1e-5
     assert differing_after_round_trip(tmp_path) == []
+
+
+@pytest.mark.parametrize("own", [{}, {"attention_factor": 1.4}, {"mscale": 0.7, "mscale_all_dim": 0.4}], ids=str)
+@pytest.mark.parametrize("variant", ["next", "3.5", "3.5_moe"])
+def test_logits_with_yarn_are_those_of_transformers(tmp_path, variant, own):
+    """On a quarter or half of a head's channels."""
+    rope = YARN | own | {"partial_rotary_factor": 0.25 if own else 0.5}
+    model = write_variant(variant, tmp_path, head_dim=32, rope_parameters=rope)
+    with torch.no_grad():
+        assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) < 1e-5
+    config = load_config(tmp_path)
+    assert config.attention.yarn_factor == 4
+    family = get_family(config.family)
+    original = json.loads((tmp_path / "config.json").read_text())
+    for written in (family.config_to_hf(config, original), family.config_to_hf(config)):
+        assert family.config_from_hf(written) == config
 
 
 OUT_NORM = "model.language_model.layers.0.linear_attn.norm.weight"

@@ -169,6 +169,7 @@ TOY = toy_config(family="", position_embedding_type="rope", rotary_percent=0.5, 
 EXPERTS = dict(num_moe_experts=4, moe_ffn_hidden_size=12, moe_router_topk=2)
 CONFIGS = {
     "mamba and attention": TOY.replace(pattern="M*-", mtp_pattern="*-"),
+    "yarn": TOY.replace(pattern="*-", yarn_factor=4.0, yarn_attention_factor=1.2),
     "experts": TOY.replace(pattern="*E", mtp_pattern="*E", **EXPERTS),
     "gated delta nets": TOY.replace(pattern="G-*-", mtp_pattern="G-", **DELTA),
 }

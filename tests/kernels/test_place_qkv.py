@@ -9,7 +9,7 @@ from tests.kernels.recurrence import relative
 EPS, BLOCK = 0.1, 4
 
 
-def draw(twin: Twin, tokens, groups, heads, width, half, norm, dtype, kept=None) -> dict:
+def draw(twin: Twin, tokens, groups, heads, width, half, norm, dtype, kept=None, factor=1.0) -> dict:
     """Queries, keys and values are slices of one projection, as attention has them."""
     fused = torch.randn(tokens, groups, heads + 2, width).to(twin.device, dtype)
     blocks = tokens // BLOCK + 2
@@ -22,11 +22,11 @@ def draw(twin: Twin, tokens, groups, heads, width, half, norm, dtype, kept=None)
     split = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
     places = slots.to(twin.device), torch.randint(0, 50, (tokens,)).to(twin.device)
     keep = None if kept is None else torch.randperm(tokens)[:kept].to(twin.device)
-    rest = dict(eps=EPS, zero_centered=norm == "around zero", keep=keep)
+    rest = dict(eps=EPS, zero_centered=norm == "around zero", keep=keep, factor=factor)
     return dict(zip(names, (*split, *caches, *places, turns, *norms), strict=True), **rest)
 
 
-def turned(x, norm, zero_centered, positions, turns):
+def turned(x, norm, zero_centered, positions, turns, factor=1.0):
     """One token's heads [n, d] in fp64."""
     x = x.double()
     if norm is not None:
@@ -34,7 +34,7 @@ def turned(x, norm, zero_centered, positions, turns):
     if turns is not None:
         half, angle = len(turns), positions.double() * turns.double()
         first, second, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = factor * angle.cos(), factor * angle.sin()
         x = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
     return x
 
@@ -47,20 +47,21 @@ def test_programs_have_as_many_warps_as_a_gpu_takes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("sizes", "half", "norm", "kept"),
+    ("sizes", "half", "norm", "kept", "factor"),
     [
-        ((5, 2, 3, 16), 4, "plain", None),
-        ((1, 2, 8, 32), 16, "around zero", None),
-        ((6, 1, 1, 12), 3, None, 2),
-        ((3, 3, 2, 24), 0, "plain", 3),
-        ((4, 2, 2, 8), 0, None, 1),
-        ((4, 2, 2, 8), 4, "plain", 0),
-        ((2, 1, 6, 256), 32, "around zero", None),
+        ((5, 2, 3, 16), 4, "plain", None, 1.0),
+        ((1, 2, 8, 32), 16, "around zero", None, 1.3),
+        ((6, 1, 1, 12), 3, None, 2, 0.8),
+        ((3, 3, 2, 24), 0, "plain", 3, 1.3),
+        ((4, 2, 2, 8), 0, None, 1, 1.0),
+        ((4, 2, 2, 8), 4, "plain", 0, 1.3),
+        ((2, 1, 6, 256), 32, "around zero", None, 1.0),
     ],
     ids=str,
 )
-def test_place_qkv(twin: Twin, sizes, half, norm, kept, dtype):
-    arguments = draw(twin, *sizes, half, norm, dtype, kept)
+def test_place_qkv(twin: Twin, sizes, half, norm, kept, factor, dtype):
+    """The factor is that of the rotated channels alone."""
+    arguments = draw(twin, *sizes, half, norm, dtype, kept, factor)
     before = [arguments[name].clone() for name in ("key_cache", "value_cache")]
     q = twin("place_qkv").place_qkv(**arguments)
     zero_centered, turns = arguments["zero_centered"], arguments["frequencies"]
@@ -71,12 +72,12 @@ def test_place_qkv(twin: Twin, sizes, half, norm, kept, dtype):
     assert q.shape == (len(tokens), *arguments["q"].shape[1:]) and q.dtype == dtype
     for have, token in zip(q, tokens, strict=True):
         heads = arguments["q"][token].flatten(0, 1)
-        want = turned(heads, arguments["q_norm"], zero_centered, positions[token], turns)
+        want = turned(heads, arguments["q_norm"], zero_centered, positions[token], turns, factor)
         assert relative(have.flatten(0, 1), want) <= limit
     want_keys, want_values = (cache.flatten(0, 1) for cache in before)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            key = turned(arguments["k"][token], arguments["k_norm"], zero_centered, positions[token], turns)
+            key = turned(arguments["k"][token], arguments["k_norm"], zero_centered, positions[token], turns, factor)
             want_keys[slot], want_values[slot] = key.to(dtype), arguments["v"][token]
     assert relative(arguments["key_cache"].flatten(0, 1), want_keys.double()) <= limit
     assert torch.equal(arguments["value_cache"].flatten(0, 1), want_values)

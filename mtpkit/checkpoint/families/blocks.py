@@ -12,7 +12,9 @@ from mtpkit.checkpoint.families.table import Entry, FuseQKV, Join, Ways, expert_
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
+from mtpkit.config.sections import AttentionConfig
 from mtpkit.errors import shown
+from mtpkit.model.layers.rotary import yarn_scale
 
 OUTSIDE = (
     one("model.embed_tokens.weight", megatron.EMBEDDING),
@@ -157,9 +159,56 @@ class HeadDim(Line):
         return {"head_dim": config.attention.kv_channels}
 
 
+def read_rope(file: Values) -> dict[str, object]:
+    """The settings of rotary embedding: those of `rope_parameters` or the older `rope_scaling`, else the top level's.
+
+    Their kind is under `rope_type`, `default` if none is given. A file may have both objects, such as one written for
+    older and newer readers; these must then say the same, since readers differ in which one they take.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        own = file.get(name, {})
+        if not isinstance(own, Mapping):
+            file.problems.append(f"{name} {shown(own)} is not an object")
+        elif own:
+            given = {key: value for key, value in own.items() if value is not None}
+            found[name] = {"rope_type": given.pop("type", "default")} | given
+    if len(found) == 2:
+        older, newer = found.values()
+        if odd := [key for key in older if older[key] != newer.get(key, older[key])]:
+            clauses = [f"{key} {shown(older[key])} and {shown(newer[key])}" for key in odd]
+            file.problems.append(f"rope_scaling and rope_parameters contradict each other: {', '.join(clauses)}")
+    top = {"rope_theta": file.get("rope_theta", 10000.0), "partial_rotary_factor": file.get("partial_rotary_factor")}
+    merged = {key: value for own in found.values() for key, value in own.items()}
+    return {"rope_type": "default"} | top | merged
+
+
+_YARN = {
+    "factor": "yarn_factor",
+    "original_max_position_embeddings": "yarn_original_context",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+"""Key of `rope_parameters` or `rope_scaling` -> field."""
+_SCALES = ("attention_factor", "mscale", "mscale_all_dim")
+"""Keys that determine `yarn_attention_factor`."""
+
+
+def _attention_factor(rope: Settings) -> object:
+    """The factor of rotated channels, as transformers derives it."""
+    given, factor = rope.get("attention_factor"), rope.get("factor")
+    scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
+    if given is not None or not isinstance(factor, int | float):
+        return 1.0 if given is None else given
+    if all(isinstance(scale, int | float) and scale for scale in scales):
+        above, below = (yarn_scale(factor, scale) for scale in scales if isinstance(scale, int | float))
+        return above / below
+    return yarn_scale(factor, 1.0)
+
+
 @dataclass(frozen=True)
 class Rotary(Line):
-    """Rotary embedding: base and fraction of rotated channels. `rope_parameters` takes precedence over the top level.
+    """Rotary embedding: base, fraction of rotated channels, and YaRN. See `read_rope`.
 
     Attributes:
         percent: fraction if no key gives it; None: the family always rotates all channels.
@@ -169,38 +218,48 @@ class Rotary(Line):
     kind: str = "attention"
 
     def names(self) -> Mapping[str, str]:
-        return {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
+        own = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
+        return own | {field: key for key, field in _YARN.items()} | {"yarn_attention_factor": "attention_factor"}
 
     def fields(self) -> Collection[str]:
         return (*self.names(), "position_embedding_type")
 
     def read(self, file: Values) -> Settings:
-        found: dict[str, object] = {"rope_theta": file.get("rope_theta", 10000.0)}
-        found["partial_rotary_factor"] = file.get("partial_rotary_factor", self.percent)
-        for key in ("rope_scaling", "rope_parameters"):
-            own = file.get(key, {})
-            if not isinstance(own, Mapping):
-                file.problems.append(f"{key} {shown(own)} is not an object")
-                continue
-            kind = own.get("rope_type", own.get("type", "default"))
-            if kind != "default":
-                file.problems.append(f"{key} {shown(own)}: only rope_type default is supported")
-            found |= {name: own[name] for name in found if own.get(name) is not None}
-        percent = 1.0 if self.percent is None else found["partial_rotary_factor"]
-        return {"position_embedding_type": "rope", "rotary_base": found["rope_theta"], "rotary_percent": percent}
+        rope = read_rope(file)
+        fields: dict[str, object] = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+        if self.percent is not None:
+            given = rope["partial_rotary_factor"]
+            fields["rotary_percent"] = self.percent if given is None else given
+        if rope["rope_type"] == "default":
+            return fields
+        problems = []
+        if rope["rope_type"] != "yarn":
+            problems.append(f"rope_type {shown(rope['rope_type'])} is not supported, only 'default' and 'yarn'")
+        else:
+            required = ("factor", "original_max_position_embeddings")
+            problems += [f"rope_scaling of type yarn lacks {key}" for key in required if key not in rope]
+        if rope.get("truncate", True) is not True:
+            problems.append(f"rope_scaling.truncate {shown(rope['truncate'])} is not supported, only true")
+        file.problems.extend(problems)
+        if problems:
+            return fields
+        fields |= {field: rope[key] for key, field in _YARN.items() if rope.get(key)}  # zero counts as absent
+        return fields | {"yarn_attention_factor": _attention_factor(rope)}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
         """Write under the keys that the original has; without an original, under both, for older and newer readers."""
         found: dict[str, object] = {"rope_theta": config.attention.rotary_base}
         if self.percent is not None:
             found["partial_rotary_factor"] = config.attention.rotary_percent
-        nested = (original or {}).get("rope_parameters")
+        before = original or {}
+        nested, older = before.get("rope_parameters"), before.get("rope_scaling")
         written: dict[str, object] = {}
         if original is None or isinstance(nested, Mapping):
-            kept = dict(nested) if isinstance(nested, Mapping) else {}
-            written["rope_parameters"] = kept | {"rope_type": "default"} | found
-        if not isinstance(nested, Mapping) or found.keys() & (original or {}).keys():
+            written["rope_parameters"] = _scaled(config, nested) | found
+        if not isinstance(nested, Mapping) or found.keys() & before.keys():
             written |= found
+        if older is not None or (_is_scaled(config) and not isinstance(nested, Mapping)):
+            written["rope_scaling"] = _scaled(config, older) if _is_scaled(config) else None
         return written
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
@@ -208,6 +267,26 @@ class Rotary(Line):
             yield f"position_embedding_type {config.attention.position_embedding_type}"
         if self.percent is None and config.attention.rotary_percent != 1:
             yield f"rotary_percent {config.attention.rotary_percent}"
+
+
+def _is_scaled(config: ModelConfig) -> bool:
+    """Whether a model has YaRN."""
+    return config.attention.yarn_factor != 1 or config.attention.yarn_attention_factor != 1
+
+
+def _scaled(config: ModelConfig, original: object) -> dict[str, object]:
+    """The kind of rotary embedding and YaRN's settings, with the other keys of an object of the original."""
+    kept = dict(original) if isinstance(original, Mapping) else {}
+    kind = "type" if "type" in kept and "rope_type" not in kept else "rope_type"
+    if not _is_scaled(config):
+        return {key: value for key, value in kept.items() if key not in (*_YARN, *_SCALES)} | {kind: "default"}
+    usual = AttentionConfig.default()
+    yarn = {key: getattr(config.attention, field) for key, field in _YARN.items()}
+    odd = {key: value for key, value in yarn.items() if key in kept or value != getattr(usual, _YARN[key])}
+    scaled = kept | odd | {key: yarn[key] for key in ("factor", "original_max_position_embeddings")} | {kind: "yarn"}
+    if _attention_factor(scaled) != config.attention.yarn_attention_factor:
+        scaled["attention_factor"] = config.attention.yarn_attention_factor
+    return scaled
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,8 @@ class _Rotary(Line):
         return (*self.names(), "rope_type")
 
     def read(self, file: Values) -> Settings:
-        found: dict[str, object] = {"rope_theta": file.get("rope_theta", 10000.0)}
-        for name in ("rope_scaling", "rope_parameters"):
-            own = file.get(name, {})
-            if not isinstance(own, Mapping):
-                file.problems.append(f"{name} {shown(own)} is not an object")
-                own = {}
-            found |= {key: value for key, value in own.items() if value is not None}
-        base = {"rotary_base": found["rope_theta"]}
-        kind = found.get("rope_type", found.get("type", "default"))
+        found = blocks.read_rope(file)
+        base, kind = {"rotary_base": found["rope_theta"]}, found["rope_type"]
         if kind == "default":
             return base | {"rope_type": "rope"} | _PLAIN
         problems = [f"rope_scaling {shown(kind)} is not supported, only 'yarn'"] if kind != "yarn" else []

@@ -16,7 +16,15 @@ class AttentionConfig(Section):
     letter, title, in_every_file = "*", "attention", True
     positive = ("num_attention_heads", "num_query_groups", "kv_channels")
     multiples = (("num_attention_heads", "num_query_groups"),)
-    added_later = ("attention_output_gate", "add_qkv_bias")
+    added_later = (
+        "attention_output_gate",
+        "add_qkv_bias",
+        "yarn_factor",
+        "yarn_original_context",
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+        "yarn_attention_factor",
+    )
 
     num_attention_heads: Count = 1
     num_query_groups: Count = 1
@@ -33,6 +41,17 @@ class AttentionConfig(Section):
     add_qkv_bias: bool = False
     """Whether the input projection has a bias, which no other linear has (Qwen2, GLM-4-MoE, MiMo)."""
 
+    yarn_factor: Annotated[Number, Field(ge=1e-3, le=1e6)] = 1.0
+    """YaRN (arXiv:2309.00071): factor by which contexts become longer; 1: plain rotary embedding."""
+    yarn_original_context: Annotated[int, Field(ge=1, le=2**30)] = 4096
+    """YaRN: longest context before scaling."""
+    yarn_beta_fast: Annotated[Number, Field(ge=0, le=1e6)] = 32
+    """YaRN: frequencies that turn more often than this in the original context stay as they are."""
+    yarn_beta_slow: Annotated[Number, Field(ge=0, le=1e6)] = 1
+    """YaRN: frequencies that turn less often than this are divided by the factor."""
+    yarn_attention_factor: Annotated[Number, Field(ge=1e-3, le=1e3)] = 1.0
+    """Factor of rotated channels, of queries as of keys: usually 0.1 ln(yarn_factor) + 1."""
+
     @property
     def projected(self) -> int:
         """Width of the input projection: queries, gates, keys and values."""
@@ -45,3 +64,5 @@ class AttentionConfig(Section):
         if self.position_embedding_type == "rope" and rotated % 2:
             share = f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels}"
             yield f"{share} rotates {rotated} channels, an odd number"
+        if self.yarn_beta_slow >= self.yarn_beta_fast:
+            yield f"yarn_beta_slow {self.yarn_beta_slow} must be below yarn_beta_fast {self.yarn_beta_fast}"

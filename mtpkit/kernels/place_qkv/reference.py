@@ -21,6 +21,7 @@ def place_qkv(
     eps: float = 1e-5,
     zero_centered: bool = False,
     keep: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """Normalise each head's queries and keys, rotate them, and write keys and values into a paged cache.
 
@@ -32,6 +33,7 @@ def place_qkv(
         q_norm, k_norm: [d], weights of RMS norms over the channels of a head; None: no norm.
         eps, zero_centered: as for `rms_norm`.
         keep: [N] int64, the tokens whose queries are wanted; None: all.
+        factor: of the rotated channels, as for `rotate`.
 
     Returns:
         q [N, groups, heads, d], rounded after the norm and after the rotation.
@@ -39,10 +41,10 @@ def place_qkv(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps, zero_centered)
     if frequencies is not None:
-        k = rotate(k[:, None], positions[None], frequencies)[:, 0]
+        k = rotate(k[:, None], positions[None], frequencies, factor)[:, 0]
     store_kv(k, v, key_cache, value_cache, slots)
     if keep is not None:
         q, positions = q[keep], positions[keep]
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, zero_centered)
-    return q if frequencies is None else rotate(q, positions[None], frequencies)
+    return q if frequencies is None else rotate(q, positions[None], frequencies, factor)

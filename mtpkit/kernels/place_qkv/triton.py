@@ -16,7 +16,7 @@ def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, B
     Args:
         x_ptrs, out_ptrs: [H, 1], pointers to the first channels of the heads that are read and written.
         heads: [H, 1], which heads exist.
-        turns: cos, sin [1, BLOCK_W] of the angles.
+        turns: cos, sin [1, BLOCK_W] of the angles, times the factor of rotated channels.
     """
     cos, sin = turns
     dtype = x_ptrs.dtype.element_ty
@@ -40,14 +40,14 @@ def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, B
 
 
 @triton.jit
-def _angles(positions_ptr, frequencies_ptr, token, HALF, BLOCK_W):
-    """cos and sin [1, BLOCK_W] of a token's angles."""
+def _angles(positions_ptr, frequencies_ptr, token, factor, HALF, BLOCK_W):
+    """cos and sin [1, BLOCK_W] of a token's angles, times the factor."""
     w = tl.arange(0, BLOCK_W)
     turns = tl.zeros([BLOCK_W], tl.float32)
     if frequencies_ptr is not None:
         turns = tl.load(frequencies_ptr + w, mask=w < HALF, other=0.0)
     angle = tl.load(positions_ptr + token).to(tl.float32) * turns
-    return tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    return (tl.cos(angle) * factor)[None, :], (tl.sin(angle) * factor)[None, :]
 
 
 @Early
@@ -68,6 +68,7 @@ def _place_kernel(
     tokens,
     kept,
     eps,
+    factor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -93,7 +94,7 @@ def _place_kernel(
     if index < tokens:
         slot = tl.load(slots_ptr + index)
         if slot >= 0:
-            turns = _angles(positions_ptr, frequencies_ptr, index, HALF, BLOCK_W)
+            turns = _angles(positions_ptr, frequencies_ptr, index, factor, HALF, BLOCK_W)
             k_ptrs = k_ptr + index * k_token + group * k_group + one
             key_ptrs = key_cache_ptr + slot * KEY_SLOT + group * WIDTH + one
             _turn(k_ptrs, k_norm_ptr, turns, key_ptrs, one == 0, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
@@ -104,7 +105,7 @@ def _place_kernel(
             tl.store(value_ptrs, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
     if index < kept:
         token = index if keep_ptr is None else tl.load(keep_ptr + index)
-        turns = _angles(positions_ptr, frequencies_ptr, token, HALF, BLOCK_W)
+        turns = _angles(positions_ptr, frequencies_ptr, token, factor, HALF, BLOCK_W)
         q_ptrs = q_ptr + token * q_token + group * q_group + head * q_head
         out_ptrs = out_ptr + ((index * tl.num_programs(1) + group) * HEADS + head) * WIDTH
         real = head < HEADS
@@ -130,6 +131,7 @@ def place_qkv(
     eps: float = 1e-5,
     zero_centered: bool = False,
     keep: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """See the reference. One program per token and group."""
     if frequencies is None and q_norm is None and k_norm is None:
@@ -154,6 +156,7 @@ def place_qkv(
         tokens,
         kept,
         eps,
+        float(factor),
         HEADS=heads,
         WIDTH=width,
         VALUE_WIDTH=v.shape[-1],

@@ -6,13 +6,14 @@ import torch
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor, nn
 
+from mtpkit.config.sections import AttentionConfig
 from mtpkit.kernels.activation import sigmoid_gate
 from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
 from mtpkit.kernels.place_qkv import place_qkv
 from mtpkit.kernels.rotary import rotate
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.base import linear_of
-from mtpkit.model.layers.rotary import frequencies
+from mtpkit.model.layers.rotary import frequencies, yarn_frequencies
 from mtpkit.model.state import PagedKV
 from mtpkit.model.transformer_config import TransformerConfig
 
@@ -29,6 +30,15 @@ class CoreAttention(nn.Module):
         return sequence_attention(q, k, v, documents, self.scale)
 
 
+def _frequencies(settings: AttentionConfig) -> Tensor:
+    """[rotated channels / 2] fp32, radians per position."""
+    width = int(settings.kv_channels * settings.rotary_percent)
+    if settings.yarn_factor == 1:
+        return frequencies(width, settings.rotary_base)
+    betas = settings.yarn_beta_fast, settings.yarn_beta_slow
+    return yarn_frequencies(width, settings.rotary_base, settings.yarn_factor, settings.yarn_original_context, *betas)
+
+
 class SelfAttention(MegatronSelfAttention):
     """megatron-core's attention parameters with mtpkit's forward."""
 
@@ -42,8 +52,8 @@ class SelfAttention(MegatronSelfAttention):
         super().__init__(config, *args, **kwargs)
         settings, turns = config.mtpkit.attention, None
         if settings.position_embedding_type != "none":
-            width = int(settings.kv_channels * settings.rotary_percent)
-            turns = frequencies(width, settings.rotary_base, torch.device(torch.cuda.current_device()))
+            turns = _frequencies(settings).to(torch.cuda.current_device())
+        self.rotary_factor = settings.yarn_attention_factor
         self.register_buffer("frequencies", turns, persistent=False)
 
     def forward(
@@ -122,7 +132,7 @@ class SelfAttention(MegatronSelfAttention):
         return inputs.positions_in(q.shape[1], q.shape[0], q.device)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x if self.frequencies is None else rotate(x, positions, self.frequencies)
+        return x if self.frequencies is None else rotate(x, positions, self.frequencies, self.rotary_factor)
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
@@ -157,6 +167,7 @@ class SelfAttention(MegatronSelfAttention):
             eps=self.config.layernorm_epsilon,
             zero_centered=self.config.layernorm_zero_centered_gamma,
             keep=step.keep,
+            factor=self.rotary_factor,
         )
         if step.keep is not None:
             kept = torch.searchsorted(step.query_start[1:], step.keep, right=True)
