@@ -288,11 +288,12 @@ class _Contender:
         self.prompts = prompts
         self.sampling = [replace(sampling, seed=seed + index) for index in range(len(prompts))]
         # All engines exist at the same time, so each has caches for its own requests and no more.
-        longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + sampling.max_tokens
+        longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts)
+        room = first.engine.config.max_model_len
         settings = engine_settings(
             config,
             num_speculative_tokens=k,
-            max_model_len=min(longest, first.engine.config.max_model_len),
+            max_model_len=min(longest + (sampling.max_tokens or room), room),
             max_num_seqs=batch_size,
             draft_vocab=config.draft_vocab if k else None,
             draft_embedding_dtype=config.draft_embedding_dtype if k else "auto",
@@ -313,11 +314,12 @@ class _Contender:
         """
         for prompt, sampling in zip(self.prompts, self.sampling, strict=True):
             self.llm.engine.make_request(prompt["prompt_token_ids"], sampling, place=prompt["name"])
-        brief = [replace(one, max_tokens=min(one.max_tokens, _WARM_UP_TOKENS)) for one in self.sampling]
+        most = _WARM_UP_TOKENS
+        brief = [replace(one, max_tokens=min(one.max_tokens or most, most)) for one in self.sampling]
         self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size])
         # One token comes with the prompt, the other from a decode step. Prompts of one token are computed in one step.
         endless = replace(self.sampling[0], ignore_eos=True, stop=None, stop_token_ids=None)
-        pair = replace(endless, max_tokens=min(endless.max_tokens, 2))
+        pair = replace(endless, max_tokens=min(endless.max_tokens or 2, 2))
         for size in range(self.batch_size, 0, -1):
             self.llm.generate([prompt["prompt_token_ids"][:1] for prompt in self.prompts[:size]], [pair] * size)
         self.llm.reset_stats()

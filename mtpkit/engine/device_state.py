@@ -44,7 +44,7 @@ class Ends:
         rows = []
         for one in requests:
             ends = sorted(one.end_token_ids)[:MOST_END_TOKENS]
-            limit = len(one.prompt_token_ids) + one.params.max_tokens - 1
+            limit = len(one.prompt_token_ids) + one.max_tokens - 1
             rows.append([limit, *ends, *[_NO_END] * (MOST_END_TOKENS - len(ends))])
         values = to_device(rows, torch.int64, slots.device)
         self.limits[slots], self.token_ids[slots], self.reached[slots] = values[:, 0], values[:, 1:], False

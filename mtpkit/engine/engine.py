@@ -24,7 +24,7 @@ from mtpkit.engine.request import AcceptanceStats, EngineStats, Request, Request
 from mtpkit.engine.runner import StepRunner
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Plan, StepResult
-from mtpkit.engine.tree import DraftShape
+from mtpkit.engine.tree import DraftShape, width_of
 from mtpkit.errors import MtpkitError, UserError, shown
 from mtpkit.model.state import StateLayout
 
@@ -141,6 +141,7 @@ class Engine:
             )
         if params.stop_strings and self.tokenizer is None:
             raise UserError(f"{where}: stop strings need a tokenizer, use stop_token_ids or give one")
+        room = max(0, self.config.max_model_len - len(tokens))
         counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
         text = None if self.tokenizer is None else Detokenizer(self.tokenizer, tokens, params.stop_strings)
         request = Request(
@@ -154,6 +155,7 @@ class Engine:
             prompt=prompt,
             detokenizer=text,
             place=place,
+            max_tokens=min(params.max_tokens or room, room),
             end_token_ids=frozenset(params.stop_token_ids or ())
             | (frozenset() if params.ignore_eos else self.scheduler.eos_token_ids),
             checkpoint_at=checkpoint_at,
@@ -228,9 +230,12 @@ class Engine:
 
     def _time(self, rows: int, drafts: DraftShape, repeats: int) -> float:
         """Seconds from one step of a request to its next while `rows` requests decode. With pipeline stages it is the
-        time of the slowest stage for all batches or the time of one batch through all stages, whichever is longer."""
+        time of the slowest stage for all batches or the time of one batch through all stages, whichever is longer.
+        Rows of a batch that do not fit into the token budget together take turns, in steps of equal size."""
         batches = min(rows, self.config.num_batches)
-        own = round(1e9 * self.executor.time_step(-(-rows // batches), drafts, repeats))
+        rows_of_batch = -(-rows // batches)
+        turns = -(-rows_of_batch // (self.config.max_num_batched_tokens // width_of(drafts)))
+        own = round(1e9 * turns * self.executor.time_step(-(-rows_of_batch // turns), drafts, repeats))
         return max(batches * self.ranks.most(own), self.ranks.over_stages(own)) / 1e9
 
     @property

@@ -74,6 +74,7 @@ class LLM:
         self.ranks.connect(weight, not options.disable_custom_all_reduce)
         ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager, stages)
         config = _engine_config(options, model_config, depths, tree, self.ranks, ahead, graphs)
+        loading.report_limits(config, model_config.max_position_embeddings)
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
         here = depths if self.ranks.stage.last else 0  # the last stage drafts for all

@@ -12,7 +12,7 @@ from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.engine.detokenizer import Tokenizer
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.memory import MemoryPlan
-from mtpkit.engine.options import EngineOptions
+from mtpkit.engine.options import EngineConfig, EngineOptions
 from mtpkit.engine.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.kernels import MOST_TREE_TOKENS
@@ -254,6 +254,33 @@ def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
         _logger.warning("%s has no effect: num_speculative_tokens is 0", name)
     if model.mtp.num_depths:
         _logger.info("the model's MTP heads are not used: num_speculative_tokens is 0")
+
+
+def report_limits(config: EngineConfig, positions: int) -> None:
+    """Warn about requests that cannot all decode in one step, and about outputs beyond the model's positions.
+
+    Args:
+        positions: length of the longest sequence that the model is made for.
+    """
+    most = config.max_num_batched_tokens // config.decode_width
+    slots = -(-config.max_num_seqs // config.num_batches)
+    if slots > most:
+        _logger.warning(
+            "max_num_batched_tokens %d has room for %d of %d requests of %d tokens each: if more decode, they take "
+            "turns; raise it to %d or lower max_num_seqs",
+            config.max_num_batched_tokens,
+            most,
+            slots,
+            config.decode_width,
+            slots * config.decode_width,
+        )
+    if config.max_model_len > positions:
+        _logger.warning(
+            "max_model_len %d is above the model's %d positions (max_position_embeddings): text beyond them may be "
+            "meaningless; lower max_model_len",
+            config.max_model_len,
+            positions,
+        )
 
 
 def report_uncached(options: EngineOptions, plan: MemoryPlan) -> None:

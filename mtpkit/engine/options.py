@@ -76,11 +76,13 @@ class EngineOptions:
     block_size: Count = 16
     """Tokens per block of the cache of keys and values."""
     max_model_len: Count | None = None
-    """Most tokens of a prompt and its output together; by default the model's longest sequence."""
+    """Most tokens of a prompt and its output together; by default the model's longest sequence. Outputs that reach it
+    end with finish reason "length"."""
     max_num_seqs: Count = 64
     """Most requests that run at once; each holds a slot of recurrent state."""
     max_num_batched_tokens: Count | None = None
-    """Most tokens in a step; longer prompts are split into chunks. By default 2048, or more if decoding needs more."""
+    """Most tokens in a step; longer prompts are split into chunks. By default 2048, or more if decoding needs more. If
+    it is too small for all decoding requests, they take turns."""
     max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = DEFAULT_MIXED
     """Most prompt tokens that share a forward pass with decoding requests; if there are more, they run in a separate
     pass. 0: prompts always run in a separate pass, as with `num_speculative_tokens` "auto"."""

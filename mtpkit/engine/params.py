@@ -50,8 +50,9 @@ class SamplingParams:
 
     n: int = 1
     """Outputs per prompt; must be 1."""
-    max_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] = 16
-    """Most tokens to generate for each prompt."""
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = 16
+    """Most tokens to generate for each prompt; None: as many as `max_model_len` leaves room for. An output that reaches
+    either bound ends with finish reason "length"."""
     temperature: Annotated[Number, Field(ge=0)] = 1.0
     """Temperature of sampling. 0, or a value below 1e-5, is greedy: always the most likely token."""
     top_k: int = 0

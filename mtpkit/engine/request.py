@@ -195,6 +195,8 @@ class Request:
     detokenizer: Detokenizer | None = None
     place: str | None = None
     """Name of the request in messages, such as its place in a list or in a file."""
+    max_tokens: int = 16
+    """Most tokens to generate: those of `params`, as far as `max_model_len` leaves room for them."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the request."""
     checkpoint_at: int | None = None
@@ -206,6 +208,9 @@ class Request:
     prefill_end: int = 0
     """Number of tokens that prefill computes: the prompt, or all but the newest token if the request already had output
     at admission."""
+    newest_step: int = 0
+    """Number of the newest planned step that samples for the request. Of decoding requests that do not fit into a step
+    together, those with the smallest number come first."""
     num_drafted: int = 0
     """Number of drafts that the request's newest step makes; of a tree, those on the longest path."""
     drafted_tree: bool = False
@@ -255,7 +260,7 @@ class Request:
     @property
     def ends_in_flight(self) -> bool:
         """Whether the launched steps are sure to reach `max_tokens`."""
-        return self.num_output + self.in_flight >= self.params.max_tokens
+        return self.num_output + self.in_flight >= self.max_tokens
 
     @property
     def finished(self) -> bool:

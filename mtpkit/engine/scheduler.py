@@ -28,6 +28,9 @@ class Scheduler:
     releases the blocks that rejected drafts leave empty. If blocks run out in decoding, the youngest running request is
     preempted: it gives up its blocks and waits to be recomputed. The oldest request therefore always proceeds.
 
+    If more requests decode than the token budget allows in one step, they take turns: the next step has the requests
+    that have waited longest. Where a step has room for m of n rows, a request waits at most ceil(n / m) steps.
+
     With several batches, each step belongs to one batch, and the batches take turns. A request is in batch
     `slot % num_batches`. A batch admits requests while it has fewer than its share of all requests, so that even a few
     requests are spread over the batches.
@@ -63,6 +66,8 @@ class Scheduler:
         """Ids of waiting and running requests."""
         self._turn = 0
         """The batch that is planned next."""
+        self._num_steps = 0
+        """Number of steps planned so far, empty ones included."""
         self._steps_gathered = [0] * config.num_batches
         """For each batch, for how many steps prompts have been held back so that more of them run together."""
         self._saves: list[Save] = []
@@ -86,23 +91,23 @@ class Scheduler:
         Raises:
             UserError: with the request's numbers and the limit that they exceed.
         """
-        prompt, output = len(request.prompt_token_ids), request.params.max_tokens
+        prompt, output = len(request.prompt_token_ids), request.max_tokens
         name = request.place or request.name
         if request.request_id in self._live_ids:
             raise UserError(f"{name}: an unfinished request has this id, choose another id or give none")
         if not prompt:
             raise UserError(f"{name}: the prompt is empty, give it at least one token")
-        if prompt + output > self.config.max_model_len:
+        if not output:
             raise UserError(
-                f"{name}: {prompt} prompt tokens + max_tokens {output} exceed max_model_len "
-                f"{self.config.max_model_len}: shorten the prompt, lower max_tokens or raise max_model_len"
+                f"{name}: {prompt} prompt tokens leave no room for output in max_model_len "
+                f"{self.config.max_model_len}: shorten the prompt or raise max_model_len"
             )
         # Blocks are reserved for the whole prompt. The newest token is never cached, and the last decode step starts
         # before it.
         positions = self.config.reach(prompt + max(0, output - 2))
         if self._blocks_for(positions) > self.blocks.size:
             raise UserError(
-                f"{name}: {prompt} prompt tokens + max_tokens {output} + lookahead {self.config.lookahead} need "
+                f"{name}: {prompt} prompt tokens + {output} output tokens + lookahead {self.config.lookahead} need "
                 f"{self._blocks_for(positions)} blocks of {self.config.block_size}, the cache has {self.blocks.size}: "
                 "shorten the prompt, lower max_tokens or raise num_blocks"
             )
@@ -155,6 +160,7 @@ class Scheduler:
             None if blocks must first be freed.
         """
         preemptions = self.num_preemptions
+        self._num_steps += 1
         budget = self.config.max_num_batched_tokens
         if self.prefix:
             for request in self._batch:
@@ -176,9 +182,11 @@ class Scheduler:
         for _ in range(min(free, due)):
             if not budget or preemptions != self.num_preemptions or not (admitted := self._admit(restores)):
                 break
+            admitted.newest_step = self._num_steps
             if admitted.num_computed and not (self.prefix and self.prefix.successors):
                 resumed.append(self._resumed(admitted))
-            if not admitted.decoding:
+                budget -= 1
+            if budget and not admitted.decoding:
                 chunks.append(self._chunk(admitted, budget))
                 budget -= chunks[-1].length
         chunks.sort(key=lambda row: not row.samples)
@@ -190,6 +198,7 @@ class Scheduler:
             for row in plan.rows:
                 row.request.in_flight += row.samples and row.emits
                 if row.samples:
+                    row.request.newest_step = self._num_steps
                     row.request.num_drafted, row.request.drafted_tree = plan.num_speculative_tokens, plan.trees
         for row in chunks:  # the length of a chunk is known before it runs
             row.request.num_computed += row.length
@@ -259,17 +268,26 @@ class Scheduler:
         """Decode rows of the batch, the oldest request first; None if a row must wait for results of earlier steps."""
         width = self.config.decode_width if self.trees else 1 + self.num_speculative_tokens
         rows: list[Row] = []
-        for request in self._batch:
-            if not request.decoding or request.ends_in_flight:
-                continue
-            if (len(rows) + 1) * width > budget:
-                break
-            if self._make_room(request):
-                fresh = self._fresh_drafts(request)
-                rows.append(Row(request, request.num_computed, width, samples=True, fresh_drafts=fresh))
-            elif any(other.in_flight for other in self.running):
-                return None
+        # All requests that were chosen may have been preempted, the last of them for want of blocks: others take over.
+        while not rows and (chosen := self._next_to_decode(budget // width)):
+            for request in chosen:
+                if not request.decoding:  # preempted for an older one
+                    continue
+                if self._make_room(request):
+                    fresh = self._fresh_drafts(request)
+                    rows.append(Row(request, request.num_computed, width, samples=True, fresh_drafts=fresh))
+                elif any(other.in_flight for other in self.running):
+                    return None
         return rows
+
+    def _next_to_decode(self, most: int) -> list[Request]:
+        """At most `most` decoding requests of the batch, those that have waited longest, in order of arrival.
+
+        Blocks are reserved in order of arrival, so that no request of a step is preempted for a later one of the step.
+        """
+        ready = [request for request in self._batch if request.decoding and not request.ends_in_flight]
+        longest_first = sorted(ready, key=attrgetter("newest_step", "arrival"))
+        return sorted(longest_first[:most], key=_arrival)
 
     def _fresh_drafts(self, request: Request) -> int:
         """See `Row.fresh_drafts`. A chain after a step of trees has one fresh draft, the first one of the tree. A tree
@@ -420,7 +438,7 @@ class Scheduler:
         """
         assert self.prefix is not None
         ends = request.end_token_ids if len(request.end_token_ids) <= MOST_END_TOKENS else ()
-        known = request.num_output == request.params.max_tokens or request.token_ids[-1] in ends
+        known = request.num_output == request.max_tokens or request.token_ids[-1] in ends
         if known or (whole and not request.in_flight):
             save = self.prefix.keep(request, len(request.token_ids) - 1, decoded=True)
             self._saves += [save] if save else []
@@ -462,12 +480,11 @@ class Scheduler:
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """The reason if the newest token ends the request, else None; stop tokens are left out of the text."""
-        params = request.params
         if token_id in request.end_token_ids:
             return "stop"
         if request.detokenizer and request.detokenizer.append(token_id):
             return "stop"
-        return "length" if request.num_output == params.max_tokens else None
+        return "length" if request.num_output == request.max_tokens else None
 
     def _settle(self, request: Request) -> None:
         """Release all that a finished request holds, or the blocks that the rewind of an unfinished one empties."""

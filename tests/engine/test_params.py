@@ -45,7 +45,8 @@ def test_every_field_has_a_type_that_is_checked_and_a_docstring(made):
 @pytest.mark.parametrize(
     "names, values, must",
     [
-        (["n", "max_tokens", "top_k"], ["3", 2.5, 1.0, True, None, np.float64(1)], "a whole number"),
+        (["n", "top_k"], ["3", 2.5, 1.0, True, None, np.float64(1)], "a whole number"),
+        (["max_tokens"], ["3", 2.5, 1.0, True, np.float64(1)], "a whole number or None"),
         (["seed"], ["x", 1.5, False], "a whole number or None"),
         (["temperature", "top_p", "min_p"], ["0", "hot", None, True, *INFINITE], "a finite number"),
         (

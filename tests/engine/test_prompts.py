@@ -24,8 +24,7 @@ class Numbers:
     "prompts, params, message",
     [
         ([[1], []], greedy(), r"^prompts\[1\]: the prompt is empty"),
-        ([1] * 125, greedy(), "^the prompt: 125 prompt tokens"),
-        ([[1], [1] * 125], greedy(), r"^prompts\[1\]: 125 prompt tokens .* exceed max_model_len 128"),
+        ([1] * 128, greedy(), "^the prompt: 128 prompt tokens leave no room"),
         ([[1], {"prompt_token_ids": [61], "name": "a.txt:7"}], greedy(), r"^a.txt:7: tokens \[61\] are outside"),
         ([[1], {"prompt": [1], "name": 7}], greedy(), r"^prompts\[1\]: name is 7, must be a text"),
         ({"prompt": [1], "checkpoint_at": 0}, greedy(), "^the prompt: checkpoint_at is 0, must be from 1 to"),

@@ -249,6 +249,18 @@ def test_max_tokens_cuts_accepted_drafts(max_tokens):
     assert output.stats.reached_per_depth == output.stats.accepted_per_depth
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("k", [0, 5])
+@pytest.mark.parametrize("max_tokens, count", [(None, 8), (30, 8), (8, 8), (7, 7), (1, 1)])
+def test_max_model_len_ends_an_output_as_max_tokens_does(max_tokens, count, k, ahead):
+    """As in vLLM: prompt and output together have at most that many tokens."""
+    engine = fake_engine(MODEL, "always", num_speculative_tokens=k, max_model_len=10, async_scheduling=ahead)
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=max_tokens), "a")
+    output = run(engine)["a"].outputs[0]
+    assert output.token_ids == MODEL.decode([1, 2], SamplingParams(temperature=0, max_tokens=count))
+    assert output.finish_reason == "length"
+
+
 def test_stop_tokens_end_the_output_among_accepted_drafts():
     tokens = MODEL.decode([1, 2], SamplingParams(temperature=0, max_tokens=8))
     stop = tokens[3]
@@ -270,7 +282,7 @@ def test_stop_tokens_end_the_output_among_accepted_drafts():
     "settings, prompt, max_tokens, message",
     [
         ({}, [], 4, "prompt is empty"),
-        ({"max_model_len": 10}, [1] * 7, 4, "7 prompt tokens . max_tokens 4 exceed max_model_len 10"),
+        ({"max_model_len": 10}, [1] * 10, 4, "10 prompt tokens leave no room for output in max_model_len 10"),
         ({"num_blocks": 4}, [1] * 8, 8, "need 5 blocks of 4, the cache has 4"),
         ({"num_blocks": 4}, [1] * 8, 7, "need 5 blocks of 4, the cache has 4"),
         ({}, [99], 4, r"tokens \[99\] are outside the vocabulary of 11"),

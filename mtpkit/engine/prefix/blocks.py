@@ -1,7 +1,7 @@
 """Blocks of the paged cache that keep their content after their last release, until the room is needed."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 
 from mtpkit.engine.blocks import IdPool
 from mtpkit.errors import MtpkitError
@@ -34,6 +34,11 @@ class CachedBlocks(IdPool):
     def num_idle(self) -> int:
         """Number of ids that nobody holds and that keep their content."""
         return len(self._idle)
+
+    @property
+    def keys(self) -> Collection[Hashable]:
+        """All keys that ids have."""
+        return self._ids.keys()
 
     def allocate(self, count: int) -> list[int]:
         """See `IdPool.allocate`; evicts idle ids if too few are free."""

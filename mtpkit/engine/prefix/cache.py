@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from mtpkit.engine.blocks import IdPool
 from mtpkit.engine.prefix.blocks import CachedBlocks
@@ -41,6 +42,15 @@ class Hit:
     """The blocks after the shared ones, to be copied."""
 
 
+class _TailKey(NamedTuple):
+    """Key of a block of a checkpoint's tail."""
+
+    number: int
+    """Number of the checkpoint, of all that were ever made."""
+    place: int
+    """Place of the block among those of the checkpoint's tokens."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A checkpoint that is written, or will be written before any later plan runs."""
@@ -51,7 +61,7 @@ class _Entry:
     rest: tuple[int, ...]
     """The tokens after these blocks, up to P."""
     length: int
-    tails: tuple[Hashable, ...]
+    tails: tuple[_TailKey, ...]
     """Keys of the tail's blocks."""
     owner: Request
     """The request that left the checkpoint; its token after the checkpoint may not be known yet."""
@@ -210,7 +220,7 @@ class PrefixCache:
         (checkpoint,) = self.slots.allocate(1)
         self._number += 1
         tail = range(self._full(length), -(-length // size))
-        entry = _Entry(checkpoint, request.chain[full], rest, length, tuple((self._number, i) for i in tail), request)
+        entry = _Entry(checkpoint, request.chain[full], rest, length, self._tail_keys(tail), request)
         self.publish(request, length)
         for key, index in zip(entry.tails, tail, strict=True):
             self.blocks.publish(request.block_table[index], key)
@@ -258,6 +268,10 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def _tail_keys(self, tail: range) -> tuple[_TailKey, ...]:
+        """Keys of the blocks `tail` of the newest checkpoint."""
+        return tuple(_TailKey(self._number, place) for place in tail)
+
     def _drop(self, entry: _Entry) -> None:
         del self._entries[entry.checkpoint]
         self._by_block[entry.block].remove(entry)
@@ -280,12 +294,16 @@ class PrefixCache:
         self.blocks.withdraw_all()
 
     def check_integrity(self) -> None:
-        """Compare the entries with the store's allocator.
+        """Compare the entries with the store's allocator, and with the keys of blocks.
 
         Raises:
-            MtpkitError: they disagree.
+            MtpkitError: they disagree, or a block has the key of a tail whose checkpoint was dropped.
         """
         self.slots.check_integrity(list(self._entries))
         listed = sorted(entry.checkpoint for entries in self._by_block.values() for entry in entries)
         if listed != sorted(self._entries) or not all(self._by_block.values()):
             raise MtpkitError(f"checkpoints found by hash: {listed}; checkpoints held: {sorted(self._entries)}")
+        tails = {key for entry in self._entries.values() for key in entry.tails}
+        left = [key for key in self.blocks.keys if isinstance(key, _TailKey) and key not in tails]
+        if left:
+            raise MtpkitError(f"blocks have the keys of tails without a checkpoint: {left}")

@@ -1,6 +1,9 @@
 """What a waiting request costs: it is looked up again only when what it would find may have changed."""
 
+import pytest
+
 from mtpkit.engine import SamplingParams
+from mtpkit.engine.prefix import PrefixCache
 from tests.engine.fakes import HashModel, fake_engine
 
 MODEL = HashModel()
@@ -67,6 +70,13 @@ def test_a_waiting_request_finds_what_comes_while_it_waits(monkeypatch):
     finished = end(engine)
     assert finished["waiting"].num_cached_tokens == len(SHARED) + len(output) - 1
     assert found[0] == "running" and 2 < len(found) <= 10
+
+
+def test_that_test_finds_a_lookup_that_is_kept_too_long(monkeypatch):
+    """Random histories seldom do: a checkpoint must come while a request waits for blocks."""
+    monkeypatch.setattr(PrefixCache, "_note", lambda self, entry: None)
+    with pytest.raises(AssertionError):
+        test_a_waiting_request_finds_what_comes_while_it_waits(monkeypatch)
 
 
 def test_what_a_waiting_request_would_find_is_evicted_last():
