@@ -41,6 +41,10 @@ def train(
             help="List all settings with their defaults, and exit.",
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what the run would train, on what, with what memory and time; and exit."),
+    ] = False,
 ) -> None:
     """Train the heads of a base, or resume a stopped run; under torchrun, on all of its processes."""
     from mtpkit.training.config.reading import load_config
@@ -48,11 +52,19 @@ def train(
     loaded = load_config(config, overrides or ())  # wrong settings are refused before torch is imported
     import torch.distributed as dist
 
+    from mtpkit.training.log import keep
+    from mtpkit.training.loop import describe_run
     from mtpkit.training.loop import train as run_training
 
-    run_training(loaded)
+    if dry_run:
+        lines = describe_run(loaded)
+    else:
+        output = run_training(loaded)
+        lines = describe_end(loaded)
+        if dist.get_rank() == 0:
+            keep(output, "\n".join(lines))
     if dist.get_rank() == 0:
-        typer.echo("\n".join(describe_end(loaded)))
+        typer.echo("\n".join(lines))
 
 
 def describe_end(config: "TrainConfig") -> list[str]:

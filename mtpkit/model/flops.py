@@ -4,6 +4,8 @@ FLOPs count the weights that a token uses; in a mixture of experts, only those o
 Embeddings, attention scores and recurrent states are left out.
 """
 
+import math
+
 from mtpkit.config import ModelConfig
 from mtpkit.model.kinds import KINDS
 
@@ -29,6 +31,14 @@ def head_matrices(config: ModelConfig, all_experts: bool = False) -> int:
     """
     layers = [KINDS[letter].matrices(config) for letter in config.mtp.pattern]
     return eh_proj_matrix(config) + sum(layer.held if all_experts else layer.used for layer in layers)
+
+
+def head_parameters(config: ModelConfig) -> int:
+    """Count the parameters of all heads, which training changes; the experts' biases are no parameters."""
+    layers = [KINDS[letter].tensors(config) for letter in config.mtp.pattern]
+    shapes = [shape for layer in layers for name, shape in layer.items() if not name.endswith("expert_bias")]
+    norms = 3 * config.hidden_size
+    return config.mtp.num_layers * (eh_proj_matrix(config) + norms + sum(map(math.prod, shapes)))
 
 
 def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -> float:

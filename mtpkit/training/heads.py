@@ -25,7 +25,7 @@ from mtpkit.model.fp8 import use_fp8_base
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in
 from mtpkit.platform import default_device, resolve_dtype
-from mtpkit.training.config.settings import HeadAttention, HeadsConfig, TrainConfig
+from mtpkit.training.config.settings import HeadAttention, HeadInit, HeadsConfig, TrainConfig
 from mtpkit.training.parallel import own_rows
 
 _logger = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     """
     base = load_model_config(config.model)
     heads = config.heads
-    new = heads.init in ("fresh", "base") or (heads.init == "auto" and not base.mtp.num_depths)
-    if not new and not base.mtp.num_depths:
-        raise UserError(f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=fresh")
     pattern = default_pattern(base) if heads.pattern == "auto" else heads.pattern
-    if new:
+    init = resolve_init(heads.init, base, pattern)
+    if init == "checkpoint" and not base.mtp.num_depths:
+        raise UserError(f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=auto")
+    if init != "checkpoint":
         _check_pattern(config, base, pattern)
         model = base.replace(
             mtp_pattern=pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
@@ -79,7 +79,6 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             "heads.reads_of_base=before_final_norm or loss.hidden_mix=0"
         )
     attention = resolve_attention(heads.attention, model)
-    init = heads.init if heads.init != "auto" else "fresh" if new else "checkpoint"
     settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
     backend = resolve_backend(config.backend)
     dtype = resolve_dtype(config.dtype, default_device())
@@ -90,6 +89,15 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             "NVIDIA_TF32_OVERRIDE=0 in the environment"
         )
     return dataclasses.replace(config, heads=settled, backend=backend, dtype=dtype), model
+
+
+def resolve_init(asked: HeadInit, base: ModelConfig, pattern: str) -> HeadInit:
+    """The way in which heads of a pattern start, with `auto` replaced."""
+    if asked != "auto":
+        return asked
+    if base.mtp.num_depths:
+        return "checkpoint"
+    return "base" if set(pattern) <= set(base.pattern) else "fresh"
 
 
 def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:

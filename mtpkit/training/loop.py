@@ -4,35 +4,34 @@ import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it
 
 # isort: split
 import dataclasses
-import logging
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from mtpkit.data.dataset import PackedBatch, PackedDataset
+from mtpkit.data.dataset import PackedBatch
 from mtpkit.data.loader import PackedLoader
-from mtpkit.errors import MtpkitError, UserError, listed
+from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.flops import step_flops
-from mtpkit.platform import default_device, ensure_distributed, matmul_precision
-from mtpkit.training.batches import ReadAhead, open_dataset, shared_data
+from mtpkit.platform import ensure_distributed, matmul_precision
+from mtpkit.training.batches import ReadAhead
 from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.evaluation import evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
-from mtpkit.training.heads import build_with_heads, check_unchanged, drop_base_layers, fingerprint, freeze_base, resolve
-from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, check_wandb, find_peak, read_metrics, utilization
+from mtpkit.training.header import Forecast, header
+from mtpkit.training.heads import build_with_heads, check_unchanged, drop_base_layers, fingerprint, freeze_base
+from mtpkit.training.log import Warnings
+from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, find_peak, read_metrics, utilization
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
-from mtpkit.training.parallel import check_layout, has_results
+from mtpkit.training.parallel import has_results
+from mtpkit.training.plan import Plan
 from mtpkit.training.report import REPORT, write_report
-from mtpkit.training.run import RunDirectory
 from mtpkit.training.signals import StopSignal
 from mtpkit.training.step import train_step
-
-_logger = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig) -> Path:
@@ -45,13 +44,21 @@ def train(config: TrainConfig) -> Path:
             a frozen tensor changed.
     """
     ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
-    with matmul_precision(config.matmul_precision):
-        trainer = Trainer(config)
+    with matmul_precision(config.matmul_precision), Warnings() as warnings:
+        trainer = Trainer(Plan(config))
         with StopSignal() as stop, trainer.directory.started(), trainer.logging():
+            if dist.get_rank() == 0:
+                warnings.keep_in(trainer.directory.path)
             output = trainer.run(stop)
     if stop.interrupted and trainer.step < config.steps:
         raise KeyboardInterrupt
     return output
+
+
+def describe_run(config: TrainConfig) -> list[str]:
+    """The header of a run that is not begun. Collective over all ranks; the errors are those of `train`."""
+    ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
+    return header(Plan(config))
 
 
 class Trainer:
@@ -60,25 +67,21 @@ class Trainer:
     Nothing is written to the run's directory before `directory.started`.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, plan: Plan):
+        config, model_config = plan.config, plan.model
         torch.manual_seed(config.seed)
-        self.device = default_device()
-        check_wandb(config.log.wandb)
-        self.config, model_config = resolve(config)
-        check_layout(config.parallel, model_config)
-        self.directory = RunDirectory(self.config)
-        train_data = open_dataset(config, config.data.train)
-        self.loader: PackedLoader | ReadAhead = self._loader(train_data)  # refuses bad sizes before a cache is written
-        self.eval_data = open_dataset(config, config.data.eval) if config.data.eval else None
-        if has_results() and (shared := shared_data(config.data)):
-            _logger.warning("data.eval is not held out: %s is in data.train too", listed(shared))
+        self.config, self.device, self.directory = config, plan.device, plan.directory
+        self.header = header(plan)
+        self.loader: PackedLoader | ReadAhead = plan.loader
+        self.eval_data = plan.eval_data
+        self.num_sequences = len(plan.train_data)
         resuming = self.directory.iteration is not None
-        from_base = self.config.heads.init == "base" and not resuming
+        from_base = config.heads.init == "base" and not resuming
         if config.cache:
-            cached = attach_cache(self.config, model_config, train_data, self.eval_data)
-            self.loader, self.eval_data = ReadAhead(self._loader(cached[0])), cached[1]
+            cached = attach_cache(config, model_config, plan.train_data, plan.eval_data)
+            self.loader, self.eval_data = ReadAhead(plan.loader_of(cached[0])), cached[1]
         self.model = build_with_heads(
-            self.config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
+            config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
         )
         self.explained: float | None = None
         """Result of `fit_input_projection`; None: the inputs of the heads were not fitted."""
@@ -92,8 +95,9 @@ class Trainer:
         self.peak, self.no_peak = find_peak(self.device)
         self.base = fingerprint(self.model)
 
-    def logging(self) -> AbstractContextManager[MetricsLog]:
-        """Open the logs of the run; the context closes them."""
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Open the logs of the run; the context keeps the error that ends it, and closes them."""
         config = self.config
         self.log = MetricsLog(
             self.directory.path,
@@ -103,11 +107,19 @@ class Trainer:
             wandb=config.log.wandb,
             settings=dataclasses.asdict(config),
         )
-        return closing(self.log)
+        with closing(self.log):
+            try:
+                yield
+            except BaseException as error:
+                self.log.fail(error)
+                raise
 
     def run(self, stop: StopSignal) -> Path:
         """Step, log, evaluate and save until the end or a signal."""
         config, throughput = self.config, Throughput()
+        forecast = Forecast(config.steps - self.step)
+        for line in self.header:
+            self.log.message(line)
         if self.explained is not None:
             self.log.message(
                 f"the fitted input projection explains {self.explained:.0%} of the inputs of the copied layers"
@@ -133,6 +145,8 @@ class Trainer:
             self.step += 1
             self.directory.keep()
             self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
+            if (expected := forecast.add(throughput.last)) is not None:
+                self.log.message(f"{expected}{self._peak_memory()}")
             length = self._evaluate() if self._due(config.eval_interval) else None
             if self._due(config.save_interval) or self.directory.improves(length):
                 self._save(length)
@@ -160,7 +174,7 @@ class Trainer:
         due = self._due(self.config.log_interval)
         self.log.progress(self.step, shown, due)
         if due:
-            self.log.write("train", self.step, values)
+            self.log.write("train", self.step, {**self._place(), **values})
             throughput.reset()
 
     def _evaluate(self) -> float | None:
@@ -174,9 +188,21 @@ class Trainer:
             evaluation = evaluate_sources(self.model, self.eval_data, *settings)
         except MtpkitError as error:
             raise MtpkitError(f"step {self.step}: {error}") from error
-        self.log.write("eval", self.step, evaluation.to_dict())
+        self.log.write("eval", self.step, {**self._place(), **evaluation.to_dict()})
         self.log.message(f"step {self.step}: {evaluation}")
         return evaluation.overall.acceptance_length()
+
+    def _place(self) -> dict[str, object]:
+        """The time, and how much of the training data has been read."""
+        sequences = self.step * self.config.data.global_batch_size
+        tokens = sequences * self.config.data.sequence_length
+        return {"time": round(time.time(), 3), "epoch": sequences / self.num_sequences, "tokens": tokens}
+
+    def _peak_memory(self) -> str:
+        """Peak memory of this rank so far, as the end of a sentence; empty on a CPU."""
+        if self.device.type != "cuda":
+            return ""
+        return f"; peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
 
     def _report(self) -> None:
         """Write the report; metrics that cannot be drawn give a message and do not end the run."""
@@ -199,14 +225,3 @@ class Trainer:
         tokens = min(self.config.heads.fit_tokens, len(loader.dataset) * data.sequence_length)
         for _ in range(-(-tokens // (data.micro_batch_size * data.sequence_length))):
             yield next(loader)[0].to(self.device)
-
-    def _loader(self, dataset: PackedDataset) -> PackedLoader:
-        data = self.config.data
-        return PackedLoader(
-            dataset,
-            data.global_batch_size,
-            data.micro_batch_size,
-            seed=self.config.seed,
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-        )

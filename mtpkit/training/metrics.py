@@ -19,6 +19,7 @@ from tqdm import tqdm
 from mtpkit.errors import UserError
 from mtpkit.files import JsonObject, is_there, parse_json, read_text, write_file
 from mtpkit.platform import device_name
+from mtpkit.training.log import keep
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -78,6 +79,7 @@ class MetricsLog:
             UserError: W&B refuses the run, or existing metrics cannot be read.
         """
         self.enabled = enabled
+        self._output = output
         self._file = None
         self._board = None
         self._wandb = None
@@ -94,23 +96,27 @@ class MetricsLog:
 
     def progress(self, step: int, shown: str, due: bool) -> None:
         """Advance the bar by one step with a text beside it; without a bar, print the text if a line is due."""
+        line = f"step {step} of {self._steps}: {shown}"
         if self._bar.disable:
             if due:
-                self.message(f"step {step} of {self._steps}: {shown}")
+                self.message(line)
             return
+        if due:
+            keep(self._output, line)
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 
     def write(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         """Append one line `{"kind": .., "step": .., **values}`.
 
-        TensorBoard and W&B get one scalar per entry: `train/depth_losses_2`, `eval/sources/code/acceptance_length`.
+        TensorBoard and W&B get one scalar per entry but `time`: `train/depth_losses_2`,
+        `eval/sources/code/acceptance_length`.
         """
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
-        scalars = dict(_scalars(kind, values))
+        scalars = dict(_scalars(kind, {key: value for key, value in values.items() if key != "time"}))
         if self._board is not None:
             for tag, scalar in scalars.items():
                 self._board.add_scalar(tag, scalar, step)
@@ -123,9 +129,17 @@ class MetricsLog:
             os.fsync(self._file.fileno())
 
     def message(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, and keep it in the run's log."""
         if self.enabled:
             tqdm.write(text)
+            keep(self._output, text)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the error that ends the run in its log."""
+        if not self.enabled:
+            return
+        with contextlib.suppress(OSError):  # the disk may be full, which may be the error
+            keep(self._output, f"error: {str(error) or type(error).__name__}")
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -147,13 +161,16 @@ class Throughput:
         """Start a new window."""
         self._tokens = 0
         self._seconds = 0.0
+        self.last = 0.0
+        """Seconds of the last step."""
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """Time the block, which trains on `tokens` tokens."""
         start = time.perf_counter()
         yield
-        self._seconds += time.perf_counter() - start
+        self.last = time.perf_counter() - start
+        self._seconds += self.last
         self._tokens += tokens
 
     def rate(self) -> float:

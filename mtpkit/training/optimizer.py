@@ -29,10 +29,14 @@ RMS_OF_ADAMW = 0.2
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of step 0 .. steps - 1: linear warm-up to `lr`, then cosine decay to `min_lr` at the last."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+    """Learning rate of step 0 .. steps - 1: linear warm-up to `lr`, then cosine decay to `min_lr` at the last.
+
+    The warm-up takes at most all steps.
+    """
+    warmup = min(config.warmup_steps, steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 

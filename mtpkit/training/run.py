@@ -2,6 +2,7 @@
 
     OUTPUT/config.yaml                       the resolved settings
     OUTPUT/metrics.jsonl  tensorboard/       see `metrics`
+    OUTPUT/train.log                         everything that the run says, see `log`
     OUTPUT/report.html                       the curves, see `report`
     OUTPUT/iter_0000200/  ...                base, heads and optimizer; see `mtpkit.checkpoint.run`
     OUTPUT/best -> iter_0000100              the checkpoint with the best held-out acceptance length
@@ -47,6 +48,7 @@ from mtpkit.training.config.describe import setting_names
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.heads import HEAD_PREFIX
+from mtpkit.training.log import LOG
 from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer
 
@@ -280,7 +282,7 @@ class RunDirectory:
 
     def _take_note(self) -> None:
         """Remember the names in the directory, and the contents of the files that a run replaces at its start."""
-        replaced = (self._settings.name, METRICS)
+        replaced = (self._settings.name, METRICS, LOG)
         with storage_errors(self.path):
             self._parents = [parent for parent in self.path.parents if not parent.exists()]
             if self.path.exists():

@@ -59,6 +59,7 @@ def test_training_reads_what_was_prepared(files, prepare, model_dir, capsys) -> 
         "data.global_batch_size": 2,
         "data.eval_sequences": 2,
         "heads.num_depths": 2,
+        "heads.fit_tokens": 256,
         "optimizer.warmup_steps": 1,
         "steps": 2,
     }

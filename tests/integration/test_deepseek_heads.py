@@ -32,6 +32,7 @@ def run(tokenizer_dir, tmp_path_factory):
         "data.global_batch_size": 8,
         "data.micro_batch_size": 8,
         "heads.num_depths": 3,
+        "heads.init": "fresh",
         "optimizer.lr": 2e-2,
         "optimizer.warmup_steps": 1,
         "steps": 12,

@@ -86,6 +86,7 @@ def settings(base, tmp_path_factory):
         "data.micro_batch_size": 4,
         "heads.pattern": "A*-",
         "heads.num_depths": 3,
+        "heads.init": "fresh",
         "optimizer.lr": 2e-2,
         "optimizer.warmup_steps": 1,
         "steps": 16,

@@ -73,6 +73,7 @@ def run_settings(toy_base, text_files, tmp_path):
             "data.eval": f"[{text_files[1]}]",
             "data.sequence_length": 32,
             "heads.num_depths": 2,
+            "heads.fit_tokens": 1024,
             "optimizer.warmup_steps": 2,
             "dtype": "float32",
             **values,

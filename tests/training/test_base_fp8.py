@@ -16,6 +16,7 @@ def settings(toy_base, text_files, output, steps):
         [
             *(f"model={toy_base}", f"output={output}", f"data.train=[{text_files[0]}]", f"data.eval=[{text_files[1]}]"),
             *("data.sequence_length=32", "data.global_batch_size=4", "data.eval_sequences=4", "heads.num_depths=2"),
+            "heads.init=fresh",
             *("optimizer.warmup_steps=2", "log_interval=1", "save_interval=3", "eval_interval=100", "keep_best=false"),
             *("dtype=bfloat16", "base_fp8=true", f"steps={steps}"),
         ],

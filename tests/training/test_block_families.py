@@ -31,6 +31,7 @@ def test_heads_train_and_go_back(tmp_path, tokenizer_dir, text_files, family):
         "data.micro_batch_size": 2,
         "data.global_batch_size": 4,
         "heads.num_depths": 2,
+        "heads.init": "fresh",
         "optimizer.warmup_steps": 1,
         "optimizer.lr": 1e-2,
         "steps": 8,

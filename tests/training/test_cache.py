@@ -47,6 +47,7 @@ def settings(toy_base, text_files, tmp_path):
         "data.global_batch_size": 4,
         "data.eval_sequences": 5,
         "heads.num_depths": 2,
+        "heads.init": "fresh",
         "optimizer.warmup_steps": 2,
         "steps": 4,
         "log_interval": 1,

@@ -106,8 +106,6 @@ def test_depth_weights_sum_to_one():
         ("loss.temperature=0", "loss.temperature is 0, must be from 0.001 to 1000000"),
         ("loss.depth_weights=[1,2]", "loss.depth_weights has 2 entries for heads.num_depths=3"),
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 exceeds optimizer.lr"),
-        ("optimizer.warmup_steps=1001", "set optimizer.warmup_steps=1000 or raise steps"),
-        ("steps=5", "optimizer.warmup_steps 20 exceeds steps 5: set optimizer.warmup_steps=5 or raise steps"),
         ("optimizer.lr=-1", "optimizer.lr is -1, must be from 1e-30 to 10"),
         ("seed=-1", "seed is -1, must be from 0 to "),
         ("optimizer.lr=nan", "optimizer.lr is nan, must be a finite number"),

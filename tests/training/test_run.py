@@ -25,12 +25,13 @@ from mtpkit.cli.train import app as train_app
 from mtpkit.data.samples import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
-from mtpkit.training import batches, loop
+from mtpkit.training import batches, loop, plan
 from mtpkit.training import metrics as metrics_log
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import DataConfig
 from mtpkit.training.loop import Trainer, train
 from mtpkit.training.optimizer import learning_rate
+from mtpkit.training.plan import Plan
 from tests.checkpoint.test_hostile_files import put_common_state
 from tests.ranks import fork, fork_ranks, need_gpus, run_ranks
 from tests.training.toy import toy_model
@@ -69,7 +70,7 @@ def losses(output):
 
 @pytest.mark.parametrize("kind", ["kl", "tv", "ce"])
 def test_heads_learn_what_the_base_says(settings, kind, device):
-    optimizer = ["optimizer.lr=1e-2", "optimizer.min_lr=1e-3"]
+    optimizer = ["heads.init=fresh", "optimizer.lr=1e-2", "optimizer.min_lr=1e-3"]
     output = run(settings, "steps=40", "heads.num_depths=3", f"loss.kind={kind}", "eval_interval=40", *optimizer)
     evals = metrics(output, "eval")
     assert evals[40]["loss"] < 0.7 * evals[0]["loss"]
@@ -130,7 +131,7 @@ def test_new_heads_are_fitted_to_as_many_tokens_as_asked_for(settings, monkeypat
     monkeypatch.setattr(loop, "fit_input_projection", lambda model, found: given.extend(found) or 0.5)
     config = load_config(None, [*settings, "heads.init=base", f"heads.fit_tokens={tokens}"])
     ensure_distributed()
-    trainer = Trainer(config)
+    trainer = Trainer(Plan(config))
     everything = -(-len(trainer.loader.dataset) // 2)
     assert len(given) == (batches or everything) and everything > 2
     assert all(batch.token_ids.shape == (2, 32) for batch in given)
@@ -285,7 +286,7 @@ def test_what_is_not_finite_ends_the_run_as_it_was_saved_last(settings, monkeypa
 
 
 def test_training_goes_on_from_the_checkpoints_own_heads(settings, tmp_path):
-    first = run(settings)
+    first = run(settings, "heads.init=fresh")
     second = run(settings, f"model={first}", f"output={tmp_path / 'more'}", "eval_interval=1", "heads.num_depths=3")
     assert metrics(second, "eval")[0]["loss"] < 2 * metrics(first, "eval")[6]["loss"]
     fresh = run(settings, f"model={first}", f"output={tmp_path / 'fresh'}", "heads.init=fresh")
@@ -317,7 +318,7 @@ def test_distinct_heads(settings):
     [
         (["model=/nowhere"], "/nowhere"),
         (["data.train=[/nowhere.txt]"], "/nowhere.txt"),
-        (["heads.init=checkpoint"], "set heads.init=fresh"),
+        (["heads.init=checkpoint"], "set heads.init=auto"),
         (["heads.repeated=false", "heads.attention=serving"], "heads.attention=per_depth"),
         (["data.text_column=body", "data.sequence_length=100000"], "sequence"),
     ],
@@ -412,7 +413,7 @@ REFUSED = {
     "loss.top_k=301": r"loss\.top_k 301 exceeds the vocabulary of .*, 300 tokens; set loss\.top_k=0",
     "seed=10000000000000000000000": "seed is 10000000000000000000000, must be from 0 to 9223372036854775807",
     "data.sequence_length=100000": "sequence",
-    "heads.init=checkpoint": "heads.init=fresh",
+    "heads.init=checkpoint": "heads.init=auto",
 }
 
 
@@ -425,6 +426,7 @@ def test_a_run_that_is_refused_leaves_what_was_there_before(settings, tmp_path, 
         (output / "notes.txt").write_text("mine")
     if before == "an earlier try":
         (output / "config.yaml").write_text("steps: 3\n")
+        (output / "train.log").write_text("2026-01-01 00:00:00  an earlier try\n")
         (output / "metrics.jsonl").write_text('{"kind": "eval", "step": 0}\n')
     there, overrides = listing(tmp_path), [fault] if "=" in fault else []
     build = loop.build_with_heads
@@ -436,9 +438,9 @@ def test_a_run_that_is_refused_leaves_what_was_there_before(settings, tmp_path, 
 
     if fault in ("a base of NaN", "no fit"):
         monkeypatch.setattr(loop, "build_with_heads", broken)
-        overrides = ["heads.init=base"] if fault == "no fit" else []
+        overrides = ["heads.init=base" if fault == "no fit" else "heads.init=fresh"]
     if fault == "wandb":
-        monkeypatch.setattr(loop, "check_wandb", lambda project: None)
+        monkeypatch.setattr(plan, "check_wandb", lambda project: None)
         monkeypatch.setattr(metrics_log, "_start_wandb", refuse_wandb)
         overrides = ["log.wandb=heads"]
     with pytest.raises(MtpkitError, match=REFUSED[fault]) as error:
@@ -646,6 +648,7 @@ def test_a_run_that_stops_before_its_first_line_of_metrics_ends_well(settings, m
 
 
 def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):
+    settings = [*settings, "heads.init=fresh"]
     whole = run(settings, "steps=60")
     output = tmp_path / "stopped"
     ranks = fork_ranks(command, [*settings, "steps=60", f"output={output}"])
@@ -663,7 +666,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):
 def test_matmul_precision_and_wandb_reach_the_run(settings, monkeypatch):
     asked, made = [], []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
-    monkeypatch.setattr(loop, "check_wandb", lambda project: made.append(project))
+    monkeypatch.setattr(plan, "check_wandb", lambda project: made.append(project))
     log = loop.MetricsLog
     monkeypatch.setattr(loop, "MetricsLog", lambda *args, wandb, **named: made.append(wandb) or log(*args, **named))
     run(settings, "steps=2", "matmul_precision=medium", "log.wandb=heads")
@@ -674,7 +677,7 @@ def test_a_run_that_cannot_begin_leaves_the_matmul_precision_alone(settings, mon
     def refuse(project):
         raise UserError(f"{project} with {torch.get_float32_matmul_precision()}")
 
-    monkeypatch.setattr(loop, "check_wandb", refuse)
+    monkeypatch.setattr(plan, "check_wandb", refuse)
     with pytest.raises(UserError, match="heads with medium"):
         run(settings, "matmul_precision=medium", "log.wandb=heads")
     assert torch.get_float32_matmul_precision() == "highest"
@@ -711,8 +714,9 @@ def test_bad_settings_are_one_line_and_exit_code_2(settings):
 def test_without_a_terminal_a_line_is_printed_at_each_interval(settings, capsys):
     run(settings, "log_interval=4", "data.eval=[]")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["step 4 of 6", "step 6 of 6"]
-    assert all("loss " in line and "tokens/s" in line for line in lines)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split(":")[0] for line in steps] == ["step 4 of 6", "step 6 of 6"]
+    assert all("loss " in line and "tokens/s" in line for line in steps)
 
 
 def test_held_out_data_that_is_trained_on_is_told(settings, text_files, tmp_path, caplog):

@@ -26,6 +26,7 @@ def test_learning_rate_warms_up_and_decays_to_the_last_step():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0 and rates[7] == pytest.approx(0.55) and rates[10] == pytest.approx(0.1)
     assert [learning_rate(OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=0), step, 1) for step in range(1)] == [1.0]
+    assert [learning_rate(config, step, 2) for step in range(2)] == [0.5, 1.0]  # a warm-up that is longer than the run
 
 
 def test_optimizer_equals_torch_with_clipping(device):

@@ -12,6 +12,7 @@ from mtpkit.config import Balance, HiddenState, LossKind
 from mtpkit.config.checked import checked
 
 HeadAttention = Literal["auto", "serving", "per_depth"]
+HeadInit = Literal["auto", "checkpoint", "fresh", "base"]
 MixKind = Literal["sample", "blend"]
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
@@ -73,10 +74,10 @@ class HeadsConfig:
 
     num_depths: Annotated[int, Field(ge=1, le=256)] = 3
     """K, the number of tokens that the heads learn to predict after the base's next token."""
-    init: Literal["auto", "checkpoint", "fresh", "base"] = "auto"
+    init: HeadInit = "auto"
     """`checkpoint`: continue from the model's heads. `fresh`: new heads with random weights. `base`: new heads that
     start as copies of the base's last layers and learn in fewer steps. `auto`: `checkpoint` if the model has heads,
-    else `fresh`."""
+    else `base` if the base has layers of all kinds in `pattern`, else `fresh`; the start of the log says which."""
     fit_tokens: Amount = 65536
     """Number of training tokens on which `init: base` fits the heads' input projection; 0: no fit, the projection
     starts as the sum of embedding and hidden state."""
@@ -155,7 +156,7 @@ class OptimizerConfig:
     min_lr: Annotated[float, Field(ge=0, le=10)] = 1e-4
     """Learning rate of the last step."""
     warmup_steps: Amount = 20
-    """Steps in which the learning rate rises from zero to `lr`."""
+    """Steps in which the learning rate rises from zero to `lr`; at most `steps`, with a warning."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.01
     """Weight decay of matrices; norms and biases do not decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -273,7 +274,7 @@ class TrainConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every wrong combination of settings."""
-        data, depths, loss, optimizer = self.data, self.heads.num_depths, self.loss, self.optimizer
+        data, depths, loss = self.data, self.heads.num_depths, self.loss
         if data.sequence_length < depths + 2:
             yield (
                 f"data.sequence_length must be at least {depths + 2}, heads.num_depths and two more, not "
@@ -294,8 +295,3 @@ class TrainConfig:
             yield f"cache_dtype={self.cache_dtype} has no effect without a cache: set cache=DIR or cache_dtype=auto"
         if loss.depth_weights and len(loss.depth_weights) != depths:
             yield f"loss.depth_weights has {len(loss.depth_weights)} entries for heads.num_depths={depths}"
-        if optimizer.warmup_steps > self.steps:
-            yield (
-                f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds steps {self.steps}: set "
-                f"optimizer.warmup_steps={self.steps} or raise steps"
-            )

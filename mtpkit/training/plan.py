@@ -1,0 +1,70 @@
+"""What a run will do: its resolved settings, its directory and its data, before a model is built."""
+
+import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
+
+# isort: split
+import logging
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mtpkit.data.dataset import PackedDataset
+from mtpkit.data.loader import PackedLoader
+from mtpkit.errors import listed
+from mtpkit.platform import default_device
+from mtpkit.training.batches import open_dataset, shared_data
+from mtpkit.training.config.settings import TrainConfig
+from mtpkit.training.heads import resolve
+from mtpkit.training.metrics import check_wandb
+from mtpkit.training.parallel import check_layout
+from mtpkit.training.run import RunDirectory
+
+_logger = logging.getLogger(__name__)
+
+
+class Plan:
+    """The parts of a run that need no model. Collective over all ranks; writes nothing.
+
+    Raises:
+        UserError: the model, the data or an earlier run in `output` does not fit the settings.
+    """
+
+    def __init__(self, asked: TrainConfig):
+        self.asked = asked
+        """The settings before `auto` was replaced."""
+        self.device: torch.device = default_device()
+        check_wandb(asked.log.wandb)
+        self.config, self.model = resolve(asked)
+        """Settings without `auto`, and the config of the model with its heads."""
+        check_layout(asked.parallel, self.model)
+        self.directory = RunDirectory(self.config)
+        self.train_data = open_dataset(asked, asked.data.train)
+        self.loader = self.loader_of(self.train_data)  # refuses bad sizes before a cache is written
+        self.eval_data = open_dataset(asked, asked.data.eval) if asked.data.eval else None
+        if dist.get_rank() == 0:
+            self._warn()
+
+    def loader_of(self, dataset: PackedDataset) -> PackedLoader:
+        """This rank's loader of training batches."""
+        data = self.config.data
+        return PackedLoader(
+            dataset,
+            data.global_batch_size,
+            data.micro_batch_size,
+            seed=self.config.seed,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+        )
+
+    def _warn(self) -> None:
+        config = self.config
+        if shared := shared_data(config.data):
+            _logger.warning("data.eval is not held out: %s is in data.train too", listed(shared))
+        if config.optimizer.warmup_steps > config.steps:
+            _logger.warning(
+                "optimizer.warmup_steps %d exceeds steps %d: the warm-up takes %d steps",
+                config.optimizer.warmup_steps,
+                config.steps,
+                config.steps,
+            )
