@@ -5,6 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,7 @@ from mtpkit.engine.params import SEED_BITS, SamplingParams
 from mtpkit.engine.prefix import CachedBlocks, PrefixCache
 from mtpkit.engine.processors import processors_of
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.request import AcceptanceStats, EngineStats, Request, RequestOutput, RequestStats
+from mtpkit.engine.request import AcceptanceStats, EngineStats, PromptError, Request, RequestOutput, RequestStats
 from mtpkit.engine.runner import StepRunner
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Plan, StepResult
@@ -119,6 +120,7 @@ class Engine:
                 it keeps anyway.
 
         Raises:
+            PromptError: the prompt can never be served.
             UserError: as in `add_request`.
         """
         name = self._name(request_id)
@@ -129,9 +131,9 @@ class Engine:
         tokens = list(prompt_token_ids)
         if not are_whole(tokens) or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < self.vocab_size:
             foreign = [token for token in tokens if not is_whole(token) or not 0 <= token < self.vocab_size]
-            raise UserError(f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
+            raise PromptError(f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
         if checkpoint_at is not None and not 1 <= checkpoint_at <= max(1, len(tokens)):
-            raise UserError(
+            raise PromptError(
                 f"{where}: checkpoint_at is {checkpoint_at}, must be from 1 to the prompt's {len(tokens)} tokens"
             )
         unknown = [token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size]
@@ -162,6 +164,24 @@ class Engine:
         )
         self.scheduler.validate(request)
         return request
+
+    def refused(
+        self, request_id: str, params: SamplingParams, error: PromptError, prompt: str | None, tokens: Sequence[int]
+    ) -> Request:
+        """Make the request of a prompt that cannot be served: one that has already ended, with `error`."""
+        counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
+        stats, processors = RequestStats(**vars(counts)), frozenset[str]()
+        request = Request(request_id, list(tokens), params, 0, self._num_requests, stats, processors, prompt)
+        request.finish_reason, request.error = "error", str(error)
+        return request
+
+    def next_id(self) -> str:
+        """Take the next number as a request's id."""
+        return self._name(None)
+
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        """Give parameters without a seed the next one that is drawn from the engine's."""
+        return replace(params, seed=self._seeds.getrandbits(SEED_BITS)) if params.seed is None else params
 
     def _name(self, request_id: str | None) -> str:
         """The given id, or else the next number; numbering continues above given numbers, so that ids are unique."""

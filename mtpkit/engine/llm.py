@@ -21,9 +21,9 @@ from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
+from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, is_prompt, list_params, list_prompts
 from mtpkit.engine.ranks import Ranks, join
-from mtpkit.engine.request import EngineStats, Request, RequestOutput
+from mtpkit.engine.request import EngineStats, PromptError, Request, RequestOutput
 from mtpkit.engine.runner import Runner
 from mtpkit.engine.tree import Tree, width_of
 from mtpkit.engine.verifier import SyntheticAcceptance
@@ -143,12 +143,13 @@ class LLM:
             use_tqdm: show progress.
 
         Returns:
-            One finished output per prompt, in the order of the prompts. If the logits of a request become NaN or
-            infinite, its finish reason is "error", and `error` says where; see `require_whole`.
+            One finished output per prompt, in the order of the prompts. If a prompt of a list cannot be served, or the
+            logits of a request become NaN or infinite, its finish reason is "error", and `error` says why; see
+            `require_whole`. The other prompts are decoded.
 
         Raises:
-            UserError: a prompt that cannot be served, or a stream of this thread that is still open; no prompt is
-                decoded then.
+            UserError: a single prompt that cannot be served, a text without a tokenizer, something that is no prompt
+                at all, or a stream of this thread that is still open; no prompt is decoded then.
         """
         requests = self._requests(prompts, sampling_params)
         finished = {}
@@ -169,11 +170,12 @@ class LLM:
         """Yield an output whenever a request has new tokens, with all tokens and the whole text so far.
 
         Text that may become part of a stop string is held back. Closing the iterator drops the unfinished requests.
-        Calls of other threads wait from the stream's first output until it ends or is closed.
+        Calls of other threads wait from the stream's first output until it ends or is closed. Prompts of a list that
+        cannot be served come first, as in `generate`.
 
         Raises:
-            UserError: a prompt that cannot be served, raised by the call itself; or another stream, last read by this
-                thread, is still open.
+            UserError: as in `generate`, raised by the call itself; or another stream, last read by this thread, is
+                still open.
         """
         return self._run(self._requests(prompts, sampling_params))
 
@@ -213,15 +215,20 @@ class LLM:
             return True
 
     def _run(self, requests: list[Request], finished_only: bool = False) -> Iterator[RequestOutput]:
-        unfinished = {request.request_id for request in requests}
+        refused = [request for request in requests if request.finished]
+        accepted = [request for request in requests if not request.finished]
+        unfinished = {request.request_id for request in accepted}
         with self._turn.taken():
             if self.engine.has_unfinished:
                 raise UserError(
                     "requests added to llm.engine directly are not finished: call llm.engine.step until they are"
                 )
             try:
-                for request in requests:
+                for request in accepted:
                     self.engine.scheduler.add(request)
+                for request in refused:
+                    yield RequestOutput.of(request)
+                    self._turn.hold()
                 while unfinished:
                     with self._device:  # each thread has its own current device
                         outputs = self.engine.step(finished_only)
@@ -237,15 +244,29 @@ class LLM:
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        """Make requests of all prompts, without queueing them."""
-        listed = list_prompts(prompts)
+        """Make requests of all prompts, without queueing them. Prompts of a list that cannot be served become requests
+        that have ended with an error."""
+        listed, alone = list_prompts(prompts), is_prompt(prompts)
         params = list_params(sampling_params, len(listed))
         with self._making:  # requests are numbered, and tokenizers serve one thread at a time
-            encoded = [(*encode(prompt, self.tokenizer, name), checkpoint_of(prompt, name)) for name, prompt in listed]
             return [
-                self.engine.make_request(token_ids, one, prompt=text, place=name, checkpoint_at=at)
-                for (name, _), (text, token_ids, at), one in zip(listed, encoded, params, strict=True)
+                self._request(name, prompt, self.engine.seeded(one), alone)
+                for (name, prompt), one in zip(listed, params, strict=True)
             ]
+
+    def _request(self, name: str, prompt: Prompt, params: SamplingParams, alone: bool) -> Request:
+        """Make the request of a prompt, which is `alone` or one of a list."""
+        request_id = self.engine.next_id()
+        text: str | None = None
+        token_ids: Sequence[int] = ()
+        try:
+            text, token_ids = encode(prompt, self.tokenizer, name)
+            at = checkpoint_of(prompt, name)
+            return self.engine.make_request(token_ids, params, request_id, text, name, at)
+        except PromptError as error:
+            if alone:
+                raise
+            return self.engine.refused(request_id, params, error, text, token_ids)
 
 
 def _engine_config(

@@ -6,6 +6,7 @@ from typing import Any
 from mtpkit.config.checked import are_whole, is_list, is_whole
 from mtpkit.engine.detokenizer import Tokenizer
 from mtpkit.engine.params import SamplingParams
+from mtpkit.engine.request import PromptError
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -18,33 +19,37 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]
     """(name, prompt) pairs. Messages use the name: the prompt's own, or its place in the list.
 
     Raises:
-        UserError: `prompts` is neither a prompt nor a list, or a name is not a text.
+        UserError: `prompts` is neither a prompt nor a list.
     """
-    if isinstance(prompts, str | dict):
-        return [_named("the prompt", prompts)]
+    if is_prompt(prompts):
+        return [(_name(prompts) or "the prompt", prompts)]  # type: ignore[arg-type, list-item]
     if not isinstance(prompts, Sequence) or not is_list(prompts):
         raise UserError(f"prompts are of type {type(prompts).__name__}: give texts, or lists of token ids")
-    if prompts and is_whole(prompts[0]):
-        return [("the prompt", prompts)]  # type: ignore[list-item]
-    return [_named(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]  # type: ignore[arg-type]
+    return [(_name(one) or f"prompts[{index}]", one) for index, one in enumerate(prompts)]  # type: ignore[arg-type, misc]
 
 
-def _named(place: str, prompt: Prompt) -> tuple[str, Prompt]:
+def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt, and not a list of prompts."""
+    if isinstance(prompts, str | dict):
+        return True
+    return isinstance(prompts, Sequence) and is_list(prompts) and bool(prompts) and is_whole(prompts[0])
+
+
+def _name(prompt: Prompt) -> str | None:
+    """The name that a prompt brings with it."""
     name = prompt.get("name") if isinstance(prompt, dict) else None
-    if name is not None and not isinstance(name, str):
-        raise UserError(f"{place}: name is {shown(name)}, must be a text: messages use it for the prompt")
-    return name or place, prompt
+    return name if isinstance(name, str) else None
 
 
 def checkpoint_of(prompt: Prompt, name: str) -> int | None:
     """The `checkpoint_at` of a prompt, see `Prompt`; None if it has none.
 
     Raises:
-        UserError: it is not a whole number.
+        PromptError: it is not a whole number.
     """
     at = prompt.get("checkpoint_at") if isinstance(prompt, dict) else None
     if at is not None and not is_whole(at):
-        raise UserError(f"{name}: checkpoint_at is {shown(at)}, must be a whole number of the prompt's tokens")
+        raise PromptError(f"{name}: checkpoint_at is {shown(at)}, must be a whole number of the prompt's tokens")
     return at
 
 
@@ -77,12 +82,16 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> tuple[str 
         name: name of the prompt in messages.
 
     Raises:
-        UserError: `prompt` has none of the valid forms, or is a text that cannot be encoded.
+        PromptError: token ids, a text or a dict with values that cannot be right.
+        UserError: `prompt` is none of these, or is a text and there is no tokenizer.
     """
     if isinstance(prompt, dict):
+        given = prompt.get("name")
+        if given is not None and not isinstance(given, str):
+            raise PromptError(f"{name}: name is {shown(given)}, must be a text: messages use it for the prompt")
         known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not known:
-            raise UserError(f"{name} is {shown(prompt)}, which has neither 'prompt' nor 'prompt_token_ids'")
+            raise PromptError(f"{name} is {shown(prompt)}, which has neither 'prompt' nor 'prompt_token_ids'")
         return encode(prompt[known[0]], tokenizer, name)
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -91,8 +100,11 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> tuple[str 
             )
         _check_unicode(prompt, name)
         return prompt, tokenizer.encode(prompt)
-    if not isinstance(prompt, Sequence) or not is_list(prompt) or not are_whole(prompt):
-        raise UserError(f"{name} is a {type(prompt).__name__}: give a text, or token ids as a list of integers")
+    wrong = f"{name} is a {type(prompt).__name__}: give a text, or token ids as a list of integers"
+    if not isinstance(prompt, Sequence) or not is_list(prompt):
+        raise UserError(wrong)
+    if not are_whole(prompt):
+        raise PromptError(wrong)
     return None, prompt  # type: ignore[return-value]
 
 
@@ -101,7 +113,7 @@ def _check_unicode(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
+        raise PromptError(
             f"{name} is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!a}; "
             "decode its bytes with errors='replace'"
         ) from error

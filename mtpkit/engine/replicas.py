@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -30,8 +31,8 @@ from mtpkit.engine.llm import LLM
 from mtpkit.engine.memory import MemoryPlan
 from mtpkit.engine.options import EngineOptions
 from mtpkit.engine.params import SEED_BITS, SamplingParams
-from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, list_params, list_prompts
-from mtpkit.engine.request import EngineStats, Request, RequestOutput
+from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, is_prompt, list_params, list_prompts
+from mtpkit.engine.request import EngineStats, PromptError, Request, RequestOutput
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.platform import require_one_process
 
@@ -68,8 +69,10 @@ class _Checked:
     """Answer of a replica to the prompts that it was sent to check."""
 
     encoded: list[_Work]
-    refused: dict[int, str]
-    """Error messages of refused prompts, by `_Work.index`."""
+    refused: list[RequestOutput]
+    """Outputs of the prompts that cannot be served."""
+    errors: dict[int, str]
+    """Messages of errors that concern all prompts, such as that there is no tokenizer, by `_Work.index`."""
 
 
 @dataclass(frozen=True)
@@ -156,32 +159,39 @@ class Replicas:
         self._processes, self._connections = [], []
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the output of each prompt when it has ended; its request id is the prompt's place. Call it only once.
 
-        The tokens are the same as those of `LLM.generate` with the same options, with or without seeds.
+        The outputs are the same as those of `LLM.generate` with the same options, with or without seeds.
 
         Raises:
-            UserError: a prompt that cannot be served, raised by the call itself, before any is decoded.
+            UserError: as in `LLM.generate`, raised by the call itself, before any prompt is decoded.
             MtpkitError: a replica failed or died; it is named.
         """
         listed = list_prompts(prompts)
         drawn, params = random.Random(self._seed), list_params(sampling_params, len(listed))
         seeded = [replace(one, seed=drawn.getrandbits(SEED_BITS)) if one.seed is None else one for one in params]
         works = [_Work(index, *named, one) for index, (named, one) in enumerate(zip(listed, seeded, strict=True))]
-        return self._serve(deque(self._check(works)))
+        encoded, refused = self._check(works)
+        if refused and is_prompt(prompts):
+            raise PromptError(refused[0].error)
+        return chain(refused, self._serve(deque(encoded)))
 
-    def _check(self, works: Sequence[_Work]) -> list[_Work]:
-        """Have the replicas encode and check the prompts, each an equal share."""
+    def _check(self, works: Sequence[_Work]) -> tuple[list[_Work], list[RequestOutput]]:
+        """Have the replicas encode and check the prompts, each an equal share; prompts that cannot be served have
+        their outputs already."""
         count = len(self._connections)
         for replica in range(count):
             self._send(replica, works[replica::count])
         checked = self._one_of_each(_Checked)
-        refused = {index: message for one in checked for index, message in one.refused.items()}
-        if refused:
-            raise UserError(refused[min(refused)])
-        return sorted((work for one in checked for work in one.encoded), key=lambda work: work.index)
+        errors = {index: message for one in checked for index, message in one.errors.items()}
+        if errors:
+            raise UserError(errors[min(errors)])
+        encoded = sorted((work for one in checked for work in one.encoded), key=lambda work: work.index)
+        return encoded, [output for one in checked for output in one.refused]
 
     def _serve(self, waiting: deque[_Work]) -> Iterator[RequestOutput]:
         held = [0] * len(self._connections)
@@ -332,16 +342,22 @@ def _serve(connection: Connection, inbox: _Inbox, options: EngineOptions) -> Non
 
 
 def _checked(llm: LLM, works: list[_Work]) -> _Checked:
-    encoded, refused = list[_Work](), dict[int, str]()
+    checked = _Checked([], [], {})
     for work in works:
+        text: str | None = None
+        token_ids: Sequence[int] = ()
         try:
             text, token_ids = encode(work.prompt, llm.tokenizer, work.name)
             at = checkpoint_of(work.prompt, work.name)
-            encoded.append(replace(work, text=text, token_ids=token_ids, checkpoint_at=at))
-            _request(llm, encoded[-1])
+            encoded = replace(work, text=text, token_ids=token_ids, checkpoint_at=at)
+            _request(llm, encoded)
+            checked.encoded.append(encoded)
+        except PromptError as error:
+            ended = llm.engine.refused(str(work.index), work.params, error, text, token_ids)
+            checked.refused.append(RequestOutput.of(ended))
         except UserError as error:
-            refused[work.index] = str(error)
-    return _Checked(encoded, refused)
+            checked.errors[work.index] = str(error)
+    return checked
 
 
 def _request(llm: LLM, work: _Work) -> Request:

@@ -8,7 +8,7 @@ from typing import Literal
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.tree import Tree
-from mtpkit.errors import MtpkitError
+from mtpkit.errors import MtpkitError, UserError
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -311,6 +311,10 @@ class RequestOutput:
     def error(self) -> str | None:
         """Message of the error that ended the request: one line that names the request. None without an error."""
         return self.outputs[0].error
+
+
+class PromptError(UserError):
+    """A prompt that can never be served. Other prompts of the same list are not affected."""
 
 
 class RequestError(MtpkitError):

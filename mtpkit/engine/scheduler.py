@@ -10,7 +10,7 @@ from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.pacing import Pacing
 from mtpkit.engine.params import MOST_END_TOKENS
 from mtpkit.engine.prefix.cache import Hit, PrefixCache
-from mtpkit.engine.request import AcceptanceStats, FinishReason, Request
+from mtpkit.engine.request import AcceptanceStats, FinishReason, PromptError, Request
 from mtpkit.engine.step import Plan, Restore, Row, Save, StepResult
 from mtpkit.engine.tree import DraftShape, depth_of
 from mtpkit.errors import MtpkitError, UserError
@@ -89,16 +89,17 @@ class Scheduler:
         """Refuse a request that can never be served, or whose id is taken.
 
         Raises:
-            UserError: with the request's numbers and the limit that they exceed.
+            PromptError: with the request's numbers and the limit that they exceed.
+            UserError: the id is taken.
         """
         prompt, output = len(request.prompt_token_ids), request.max_tokens
         name = request.place or request.name
         if request.request_id in self._live_ids:
             raise UserError(f"{name}: an unfinished request has this id, choose another id or give none")
         if not prompt:
-            raise UserError(f"{name}: the prompt is empty, give it at least one token")
+            raise PromptError(f"{name}: the prompt is empty, give it at least one token")
         if not output:
-            raise UserError(
+            raise PromptError(
                 f"{name}: {prompt} prompt tokens leave no room for output in max_model_len "
                 f"{self.config.max_model_len}: shorten the prompt or raise max_model_len"
             )
@@ -106,7 +107,7 @@ class Scheduler:
         # before it.
         positions = self.config.reach(prompt + max(0, output - 2))
         if self._blocks_for(positions) > self.blocks.size:
-            raise UserError(
+            raise PromptError(
                 f"{name}: {prompt} prompt tokens + {output} output tokens + lookahead {self.config.lookahead} need "
                 f"{self._blocks_for(positions)} blocks of {self.config.block_size}, the cache has {self.blocks.size}: "
                 "shorten the prompt, lower max_tokens or raise num_blocks"

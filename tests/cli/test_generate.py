@@ -139,7 +139,7 @@ def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
             [PROMPT, "--top-p", 0, "--max-num-seqs", 0],
             "at most 1; --max-num-seqs is 0",
         ),
-        ([PROMPT, "--max-model-len", 5], "--max-tokens 128 exceed --max-model-len 5"),
+        ([PROMPT, "--max-model-len", 3], "prompt tokens leave no room for output in --max-model-len 3: shorten"),
     ],
 )
 def test_mistakes_are_one_line(options, message, model_dir, call, capsys):
@@ -228,11 +228,6 @@ def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, 
             ("--data-parallel-size", 2, "--tensor-parallel-size", 2),
             "--tensor-parallel-size 2 splits it: leave one of the two",
         ),
-        (
-            ("--data-parallel-size", 2, "--max-model-len", 1),
-            "prompts.txt:1: 1 prompt tokens + --max-tokens 1 exceed --max-model-len 1",
-        ),
-        (("--max-model-len", 1), "prompts.txt:1: 1 prompt tokens + --max-tokens 1 exceed --max-model-len 1"),
         (("--data-parallel-size", 0), "'--data-parallel-size': must be at least 1, not 0"),
         (("--output", "."), "is a directory; name a file"),
     ],
@@ -245,6 +240,21 @@ def test_refusals_leave_the_output_as_it_was(options, message, model_dir, severa
     printed = capsys.readouterr().err
     assert printed.splitlines()[-1].startswith("mtpkit: error: ") and message in printed
     assert (tmp_path / "out").read_text() == "before" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("options", [(), ("--data-parallel-size", 2)])
+def test_a_bad_prompt_of_a_file_does_not_stop_the_others(options, model_dir, answer, call, capsys, tmp_path):
+    preload(__name__)
+    lines = [{"prompt": PROMPT}, {"prompt_token_ids": [1] * 40, "name": "long"}, {"prompt": PROMPT}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--prompts", tmp_path / "prompts.jsonl", "--max-tokens", 8, "--max-model-len", 40, "--json", *options]
+    assert call(app, "--model", model_dir, *options) == 1
+    printed = capsys.readouterr()
+    first, bad, last = map(json.loads, printed.out.splitlines())
+    assert first["text"] == last["text"] == answer(PROMPT).text and first["finish_reason"] == "length"
+    assert (bad["index"], bad["text"], bad["finish_reason"]) == (1, "", "error")
+    assert "40 prompt tokens leave no room for output in max_model_len 40" in bad["error"]
+    assert bad["error"] + "\n" in printed.err and "1 of 3 prompts ended with an error, named above" in printed.err
 
 
 def test_hits_of_the_prefix_cache_are_told(model_dir, answer, call, capsys, tmp_path):

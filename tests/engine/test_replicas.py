@@ -75,15 +75,19 @@ def test_tokens_are_those_of_one_engine(model_dir):
     assert stats.state_bytes_per_request == llm.stats().state_bytes_per_request
 
 
-def test_prompts_that_cannot_be_served_are_refused_before_any_is_decoded(model_dir):
+def test_prompts_that_cannot_be_served_have_outputs_with_their_errors(model_dir):
+    """The others' are those of `LLM`, also without seeds."""
     with Replicas(settings(model_dir, max_model_len=40), 2) as replicas:
         prompts = [
             *PROMPTS[:3],
             {"prompt_token_ids": [1] * 60, "name": "file:4"},
             {"prompt_token_ids": [], "name": "x"},
         ]
-        with pytest.raises(UserError, match=r"^file:4.*: 60 prompt tokens \+ max_tokens 16 exceed max_model_len 40"):
-            replicas.stream(prompts)
+        outputs = {int(one.request_id): one for one in replicas.stream(prompts)}
+    assert outputs[3].error.startswith("file:4: 60 prompt tokens leave no room for output in max_model_len 40")
+    assert outputs[4].error.startswith("x: the prompt is empty")
+    want = LLM(**vars(settings(model_dir, max_model_len=40))).generate(prompts)
+    assert [outputs[index].outputs for index in range(5)] == [one.outputs for one in want]
 
 
 @pytest.mark.parametrize(

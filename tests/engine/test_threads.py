@@ -42,14 +42,15 @@ def test_calls_from_threads_each_get_their_own_outputs(k):
     def call(index: int):
         mine = prompts[index : index + 2]
         if index == 4:
-            return llm.generate([[1], []], greedy())
+            return llm.generate([], greedy()) + llm.generate([[1], []], greedy())
         if index % 2:
             return [o.outputs[0].token_ids for o in llm.generate(mine, drawn)]
         last = {o.request_id: o for o in llm.stream(mine, greedy())}
         return [last[name].outputs[0].token_ids for name in sorted(last, key=int)]
 
     results = in_threads(5, call)
-    assert isinstance(results[4], UserError) and str(results[4]).startswith("prompts[1]: the prompt is empty")
+    assert [one.outputs[0].finish_reason for one in results[4]] == ["length", "error"]
+    assert results[4][1].error.startswith("prompts[1]: the prompt is empty")
     for index in (0, 2):
         assert results[index] == [decode(model, prompt, 20) for prompt in prompts[index : index + 2]]
     assert [results[1], results[3]] == [want[1:3], want[3:5]]
