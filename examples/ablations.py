@@ -10,7 +10,7 @@ the corpus, at temperature 1 (`own`) or 0 (`greedy`). The columns are acceptance
 - trained: teacher-forced on held-out text, with the attention used in training;
 - in serving: the same, with the attention of serving;
 - served: teacher-forced on the base's own answers to held-out prompts, with the attention of serving;
-- engine: counted by the engine on the same prompts.
+- engine: counted by the engine on the same prompts, which is the same number.
 
 The last line printed is one JSON object. Rows that were trained by an earlier call are not trained again.
 """
@@ -23,21 +23,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from mtpkit import LLM, SamplingParams
 from mtpkit.bench.shapes import read_prompts
-from mtpkit.checkpoint import load_model
 from mtpkit.cli import run as run_command
 from mtpkit.data.samples import Columns
-from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.engine import require_whole
 from mtpkit.engine.prompts import encode
-from mtpkit.platform import default_device
-from mtpkit.training.evaluation import evaluate_directory, served_acceptance
+from mtpkit.training.evaluation import evaluate_directory
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "examples" / "tiny_base" / "model"
@@ -136,33 +133,44 @@ def row(setting: tuple[str, str, str, int], run: Path, prompts: list[list[int]],
     loss, attention, data, k = setting
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [values for values in metrics if values["kind"] == "eval"][-1]
-    in_serving = evaluate_directory(
-        run, [str(held_out)], Columns(), SEQUENCE, k, "serving", 16, HELD_OUT_SEQUENCES, dtype="float32"
-    )
-    assert in_serving is not None  # None on other ranks
-    model = load_model(run, device=default_device())
-    llm = LLM(model, k, max_num_seqs=len(prompts), max_model_len=PROMPT + ANSWER + 2 * k)
-    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
-    longer = SamplingParams(temperature=0, max_tokens=ANSWER + k - 1, ignore_eos=True)
-    require_whole(llm.generate(prompts, greedy))
+    llm = LLM(run, k, dtype="float32", max_num_seqs=len(prompts), max_model_len=PROMPT + ANSWER + 2 * k)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True))
+    require_whole(outputs)
+    own = run / "answers.jsonl"
+    write_answers(own, prompts, [output.outputs[0].token_ids for output in outputs])
     engine = llm.stats()
-    counted, conditional = engine.acceptance_length, engine.conditional_acceptance
-    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, longer)]
-    texts = [
-        torch.tensor(prompt + answer, device=default_device()) for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    served = [served_acceptance(model, text, len(p), k) for p, text in zip(prompts, texts, strict=True)]
     return dict(
         loss=loss,
         attention=attention,
         data=data,
         k=k,
         trained=trained["acceptance_length"],
-        in_serving=in_serving["acceptance_length"],
-        served=sum(served[1:], start=served[0]).acceptance_length(),
-        engine=counted,
-        engine_conditional_acceptance=conditional,
+        in_serving=teacher_forced(run, held_out, k),
+        served=teacher_forced(run, own, k),
+        engine=engine.acceptance_length,
+        engine_conditional_acceptance=engine.conditional_acceptance,
     )
+
+
+def write_answers(path: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Write prompts and answers as `mtpkit data regenerate` does."""
+    own = fingerprint(load_tokenizer(BASE))
+    rows = [
+        dict(prompt="", response="", prompt_token_ids=prompt, completion_token_ids=answer, tokenizer=own)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def teacher_forced(run: Path, data: Path, k: int) -> float:
+    """The acceptance length of greedy decoding along given text, with the attention of serving."""
+    found = evaluate_directory(
+        run, [str(data)], Columns(), SEQUENCE, k, "serving", 16, HELD_OUT_SEQUENCES, dtype="float32"
+    )
+    assert found is not None  # None on other ranks
+    length = found["acceptance_length"]
+    assert isinstance(length, float)
+    return length
 
 
 def show(rows: list[dict]) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import logging
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
 from mtpkit.bench.machine import commit, describe_device
 from mtpkit.bench.report import Column, Report, tabulate
-from mtpkit.bench.roofline import length_deviation
 from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, engine_settings, tree_settings
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.engine import LLM, require_whole
@@ -25,15 +24,17 @@ from mtpkit.engine.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.files import JsonObject
 from mtpkit.model.hybrid import HybridModel
+from mtpkit.training.bootstrap import Interval, acceptance_interval, draw_weights, middle, show_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from transformers import PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
-_FEW_STEPS, _WIDE_SPREAD = 100, 0.1
-"""A warning is given below this number of decode steps, or if two standard errors of the acceptance length are more
-than this share of it."""
+_FEW_STEPS = 100
+_WIDE = 0.1
+"""A warning is given below this number of decode steps, or if half of an interval is more than this share of the
+speedup or of the acceptance length."""
 _WARM_UP_TOKENS = 8
 _ROUNDS_PER_TURN = 4
 """Prompts of a turn, as a multiple of the batch size: few, yet enough to keep the batch full for most of the time."""
@@ -51,10 +52,12 @@ class SpeedupRow:
     """Drafts per step."""
     tokens_per_s: Annotated[float, Column("tokens/s", ".1f")]
     """Generated tokens over the wall time of `LLM.generate`, prefill and detokenization included."""
-    speedup: Annotated[float, Column("speedup", lambda row: f"{row.speedup:.2f}x")]
+    speedup: Annotated[
+        float, Column("speedup (95%)", lambda row: f"{row.speedup:.2f}x{_in_brackets(row.speedup_interval)}")
+    ]
     """`tokens_per_s` over that of K = 0 at the same batch size."""
     acceptance_length: Annotated[
-        float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
+        float, Column("acceptance length (95%)", lambda row: row.show_length() if row.k else "-")
     ]
     """1 + mean accepted drafts per decode step and request."""
     conditional_acceptance: Annotated[
@@ -69,10 +72,22 @@ class SpeedupRow:
     candidate_shares: list[list[float]] | None = None
     """With trees of drafts, per depth the share of steps in which the base chose the heads' best candidate, the second
     one, and so on; None: drafts are chains."""
+    speedup_interval: Interval | None = None
+    """95% interval of `speedup`, by the bootstrap over prompts and repeats; None: K = 0, or fewer than two prompts."""
+    acceptance_length_interval: Interval | None = None
+    """95% interval of `acceptance_length`, by the bootstrap over prompts; None as for `speedup_interval`."""
+
+    def show_length(self) -> str:
+        """The acceptance length with its interval."""
+        return f"{self.acceptance_length:.2f}{_in_brackets(self.acceptance_length_interval)}"
 
     def to_dict(self) -> dict[str, object]:
-        """The fields, `candidate_shares` only if drafts are trees."""
+        """The fields that are not None: intervals only where there are some, `candidate_shares` only for trees."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def _in_brackets(interval: Interval | None) -> str:
+    return f" ({show_interval(interval)})" if interval else ""
 
 
 @dataclass(frozen=True)
@@ -223,11 +238,12 @@ def measure_speedup(
     config = replace(_at_most(config, len(prompts)), ks=ks)
     contenders = [_Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in ks]
     _run_all(contenders, config)
-    _warn_of_few_steps(contenders, config.repeats)
     baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
+    rows = [contender.row(baselines[contender.batch_size]) for contender in contenders]
+    _warn_of_small_sample(rows, contenders)
     weight = next(first.model.parameters())
     return SpeedupReport(
-        rows=[contender.row(baselines[contender.batch_size]) for contender in contenders],
+        rows=rows,
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         device=describe_device(weight.device),
         dtype=str(weight.dtype).removeprefix("torch."),
@@ -263,20 +279,27 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
             progress.update()
 
 
-def _warn_of_few_steps(contenders: Sequence["_Contender"], repeats: int) -> None:
-    """Warn if another sample of prompts may well have another acceptance length."""
-    drafting = [contender.llm.stats() for contender in contenders if contender.k]
+def _warn_of_small_sample(rows: Sequence[SpeedupRow], contenders: Sequence["_Contender"]) -> None:
+    """Warn if another sample of prompts, or another run, may well have another acceptance length or speedup."""
+    drafting = [(row, contender) for row, contender in zip(rows, contenders, strict=True) if row.k]
     if not drafting:
         return
-    fewest = min(drafting, key=lambda stats: stats.acceptance.steps)
-    steps, length = fewest.acceptance.steps // repeats, fewest.acceptance_length  # repeats see the same prompts
-    spread = 2 * length_deviation(fewest.conditional_acceptance) / math.sqrt(max(1, steps))
-    if steps < _FEW_STEPS or spread > _WIDE_SPREAD * length:
-        _logger.warning(
-            "the acceptance length rests on %d decode steps (%.2f, give or take %.2f): for figures to rely on, take "
-            "more prompts or a larger --max-tokens",
-            *(steps, length, spread),
-        )
+    row, contender = max(drafting, key=lambda pair: _spread(pair[0]))
+    steps = min(other.steps.sum() for _, other in drafting)
+    if steps >= _FEW_STEPS and _spread(row) <= _WIDE:
+        return
+    _logger.warning(
+        "%d prompts with %d decode steps and %.1f s are a small sample: at batch %d and K = %d the speedup is %.2f%s, "
+        "the acceptance length %s; for figures to rely on, take more prompts or a larger --max-tokens",
+        *(len(contender.prompts), steps, contender.median_seconds, row.batch_size, row.k, row.speedup),
+        *(_in_brackets(row.speedup_interval), row.show_length()),
+    )
+
+
+def _spread(row: SpeedupRow) -> float:
+    """The larger half of the row's two intervals, as a share of the value; 0 without intervals."""
+    pairs = ((row.speedup, row.speedup_interval), (row.acceptance_length, row.acceptance_length_interval))
+    return max((interval[1] - interval[0]) / 2 / value if interval else 0.0 for value, interval in pairs)
 
 
 class _Contender:
@@ -302,10 +325,14 @@ class _Contender:
             **tree_settings(k),
         )
         self.llm = LLM(first.model, **settings)
-        self.seconds: list[float] = []
-        """Wall time of each repeat."""
+        self.seconds: list[list[float]] = []
+        """Wall time of each prompt, in each repeat: its share of the time of its turn, by steps."""
         self.outputs: list[list[list[int]]] = []
         """Tokens of each prompt, in each repeat."""
+        self.steps = np.zeros(len(prompts), dtype=int)
+        """Decode steps of each prompt, which are the same in each repeat."""
+        self.accepted = np.zeros(len(prompts), dtype=int)
+        """Accepted drafts of each prompt."""
 
     def warm_up(self) -> None:
         """Check that all prompts can be served, then run a few steps and a decode step of every batch size.
@@ -327,13 +354,18 @@ class _Contender:
     def run(self, start: int, end: int) -> None:
         """Decode some of the prompts, timed as a user would; a repeat begins with the first one."""
         if start == 0:
-            self.seconds.append(0.0)
+            self.seconds.append([])
             self.outputs.append([])
         began = time.perf_counter()
         outputs = self.llm.generate(self.prompts[start:end], self.sampling[start:end])
-        self.seconds[-1] += time.perf_counter() - began
+        seconds = time.perf_counter() - began
         require_whole(outputs)
         self.outputs[-1] += [output.outputs[0].token_ids for output in outputs]
+        stats = [output.stats for output in outputs]
+        self.steps[start:end] = [one.steps for one in stats]
+        self.accepted[start:end] = [one.accepted for one in stats]
+        shares = 1 + self.steps[start:end]  # the prompt is a step too
+        self.seconds[-1] += (seconds * shares / shares.sum()).tolist()
 
     def row(self, baseline: "_Contender") -> SpeedupRow:
         """Figures of this batch size and K, with the speedup over K = 0."""
@@ -349,9 +381,34 @@ class _Contender:
             conditional_acceptance=stats.conditional_acceptance,
             identical=sum(same) / len(same),
             candidate_shares=stats.acceptance.rank_shares or None,
+            speedup_interval=self._speedup_interval(baseline) if self.k else None,
+            acceptance_length_interval=acceptance_interval(self.steps, self.accepted) if self.k else None,
         )
 
     @property
     def rate(self) -> float:
         """Tokens per second of the median repeat."""
-        return sum(map(len, self.outputs[0])) / statistics.median(self.seconds)
+        return float(self.tokens.sum() / self.median_seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """Wall time of the median repeat."""
+        return statistics.median(map(sum, self.seconds))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Number of tokens of each prompt."""
+        return np.array([len(tokens) for tokens in self.outputs[0]])
+
+    def _speedup_interval(self, baseline: "_Contender") -> Interval | None:
+        """Interval of the speedup, from resampled prompts, and for each resample as many repeats, drawn anew."""
+        if len(self.prompts) < 2:
+            return None
+        weights = draw_weights(len(self.prompts))
+        repeats = len(self.seconds)
+        drawn = np.random.default_rng(0).integers(repeats, size=(len(weights), repeats))
+        rates = []
+        for one in (self, baseline):
+            seconds = np.take_along_axis(weights @ np.array(one.seconds).T, drawn, axis=1)
+            rates.append(weights @ one.tokens / np.median(seconds, axis=1))
+        return middle(rates[0] / rates[1])

@@ -1,8 +1,9 @@
-"""Acceptance of heads on held-out data: by source, during a run or for any checkpoint, and as in serving."""
+"""Acceptance of heads on held-out data, as a server would count it: by source, during a run or for any checkpoint."""
 
 import functools
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,23 +11,24 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.data.build import build_dataset
 from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.errors import MtpkitError, UserError
-from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
+from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import BackendName, resolve_backend
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.mtp import DepthAttention
 from mtpkit.platform import Dtype, default_device, device_name, ensure_distributed, resolve_dtype
+from mtpkit.training.bootstrap import Interval, acceptance_interval, show_interval
 from mtpkit.training.config.settings import HeadAttention, LossConfig, ParallelConfig
-from mtpkit.training.depths import DECODINGS, DepthSums, measure_depths
+from mtpkit.training.depths import DECODINGS, Decoding, DepthSums, measure_depths
 from mtpkit.training.heads import resolve_attention
 from mtpkit.training.parallel import check_layout, even_share, from_last_stage, stream_base
+
+ALL = ""
+"""Name of all sources together in `Evaluation.intervals`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Evaluation:
 
     sources: dict[str, DepthSums]
     depth_weights: tuple[float, ...]
+    intervals: Mapping[str, Sequence[Interval | None]]
+    """95% intervals of the acceptance lengths, one per decoding, for each source and for `ALL`."""
 
     @property
     def overall(self) -> DepthSums:
@@ -44,7 +48,10 @@ class Evaluation:
     def __str__(self) -> str:
         overall = self.overall
         rates = ", ".join(f"{rate:.1%}" for rate in overall.conditional_acceptance())
-        text = f"held-out AL {overall.acceptance_length():.3f}, conditional acceptance {rates}"
+        text = f"held-out AL {overall.acceptance_length():.3f}"
+        if interval := show_interval(self.intervals[ALL][0]):
+            text += f" (95%: {interval})"
+        text += f", conditional acceptance {rates}, departures {overall.departures():.1%}"
         text += f", AL sampling {overall.acceptance_length('sampling'):.3f}"
         if len(self.sources) > 1:
             each = (f"{name} {sums.acceptance_length():.3f}" for name, sums in self.sources.items())
@@ -52,28 +59,58 @@ class Evaluation:
         return text
 
     def to_dict(self) -> dict[str, object]:
-        """The `summary` of all sources together, with the summary of each source under `sources`."""
-        each = {name: summary(sums, self.depth_weights) for name, sums in self.sources.items()}
-        return {**summary(self.overall, self.depth_weights), "sources": each}
+        """The summary of all sources together, with the summary of each source under `sources`.
+
+        A summary is that of `summary`; `acceptance_length_interval`, and the same key with the prefixes `sampling_` and
+        `draft_sampling_`, is the 95% interval [low, high] of the acceptance length, None with fewer than two documents.
+        """
+        each = {name: self._summary(name, sums) for name, sums in self.sources.items()}
+        return {**self._summary(ALL, self.overall), "sources": each}
+
+    def counts(self) -> dict[str, object]:
+        """Steps, and reached and accepted drafts per depth, of all sources together, under the names of the engine's
+        `AcceptanceStats`, with the prefixes of `summary`; expected numbers under sampling."""
+        overall = self.overall
+        values: dict[str, object] = {}
+        for decoding in DECODINGS:
+            prefix = _prefix(decoding)
+            counts = overall.counts(decoding)
+            reached, accepted = (counts.long() if decoding == "greedy" else counts).tolist()
+            values[f"{prefix}steps"] = reached[0]
+            values[f"{prefix}reached_per_depth"] = reached
+            values[f"{prefix}accepted_per_depth"] = accepted
+        return values
+
+    def _summary(self, name: str, sums: DepthSums) -> dict[str, object]:
+        values = summary(sums, self.depth_weights)
+        for decoding, interval in zip(DECODINGS, self.intervals[name], strict=True):
+            values[f"{_prefix(decoding)}acceptance_length_interval"] = interval and list(interval)
+        return values
 
 
 def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, object]:
     """The numbers that are logged and reported for a set of tokens.
 
-    `loss` is the weighted sum of `depth_losses`. `acceptance_length` and `conditional_acceptance` (one rate per depth)
-    are for greedy decoding; the same keys with the prefixes `sampling_` and `draft_sampling_` hold the expected values
-    at temperature 1, see `Decoding`. `positions` counts the positions where a step could start.
+    `loss` is the weighted sum of `depth_losses`. `steps` counts the steps of greedy decoding along the text, and
+    `departures` is the share of the tokens at which the text departs from the base's greedy choice.
+    `acceptance_length` and `conditional_acceptance` (one rate per depth) are for greedy decoding; the same keys with
+    the prefixes `sampling_` and `draft_sampling_` hold the expected values at temperature 1, see `Decoding`.
     """
     values: dict[str, object] = {
         "loss": sum(weight * loss for weight, loss in zip(depth_weights, sums.losses(), strict=True)),
         "depth_losses": sums.losses(),
-        "positions": int(sums.values[2, 0]),
+        "steps": round(sums.steps()),
+        "departures": sums.departures(),
     }
     for decoding in DECODINGS[: sums.num_decodings]:
-        prefix = "" if decoding == "greedy" else f"{decoding}_"
+        prefix = _prefix(decoding)
         values[f"{prefix}conditional_acceptance"] = sums.conditional_acceptance(decoding)
         values[f"{prefix}acceptance_length"] = sums.acceptance_length(decoding)
     return values
+
+
+def _prefix(decoding: Decoding) -> str:
+    return "" if decoding == "greedy" else f"{decoding}_"
 
 
 @torch.no_grad()
@@ -100,6 +137,7 @@ def evaluate_sources(
     """
     device, group = next(model.parameters()).device, model.pg_collection.dp
     sources = {}
+    documents = {}
     for source in dataset.sources:
         rows = dataset.source_rows(source)
         if max_sequences is not None and max_sequences < len(rows):
@@ -107,11 +145,34 @@ def evaluate_sources(
         batches = (dataset.batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
         share = (batch.to(device) for batch in even_share(batches, group))
         sums = DepthSums.zero(num_depths, device, len(DECODINGS))
+        counts = [np.empty((0, 2 * len(DECODINGS)))]
         for batch, hidden in stream_base(model, share):
-            sums += measure_depths(model, batch, num_depths, attention, loss, hidden)
+            batch_sums, by_document = measure_depths(model, batch, num_depths, attention, loss, hidden)
+            sums += batch_sums
+            counts.append(by_document.cpu().numpy())
+        documents[source] = _gather(np.concatenate(counts), group)
         sources[source] = sums = DepthSums(from_last_stage(model, sums.all_reduce(group).values)).on_host()
         sums.check_finite(f"held-out data {source}")
-    return Evaluation(sources, loss.weights(num_depths))
+    documents[ALL] = np.concatenate([*documents.values()])
+    intervals = {name: _intervals(model, counts, device) for name, counts in documents.items()}
+    return Evaluation(sources, loss.weights(num_depths), intervals)
+
+
+def _gather(counts: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
+    """The counts [n, c] of the documents of all ranks of a group."""
+    every: list[np.ndarray] = [counts] * group.size()
+    dist.all_gather_object(every, counts, group=group)
+    return np.concatenate(every)
+
+
+def _intervals(model: HybridModel, counts: np.ndarray, device: torch.device) -> list[Interval | None]:
+    """Intervals of the acceptance lengths, one per decoding, from the counts [n, 2 D] of `measure_depths` on the last
+    stage. Collective over pipeline stages."""
+    unknown = (math.nan, math.nan)
+    pairs = [(counts[:, 2 * place], counts[:, 2 * place + 1]) for place in range(len(DECODINGS))]
+    found = torch.tensor([acceptance_interval(*pair) or unknown for pair in pairs], dtype=torch.float64, device=device)
+    whole = from_last_stage(model, found).tolist()
+    return [None if math.isnan(low) else (low, high) for low, high in whole]
 
 
 def evaluate_directory(
@@ -138,7 +199,7 @@ def evaluate_directory(
 
     Returns:
         `model`, `num_depths`, `attention`, `sequence_length`, `dtype` and `device`, then `Evaluation.to_dict` for KL at
-        temperature 1 with the default depth weights; None on all ranks but the first.
+        temperature 1 with the default depth weights, and `Evaluation.counts`; None on all ranks but the first.
 
     Raises:
         UserError: the directory has no model, no heads or too few heads, or the data or the split over ranks does not
@@ -174,53 +235,13 @@ def evaluate_directory(
         expert_parallel=parallel.expert,
     )
     found = evaluate_sources(model, dataset, num_depths, attention, LossConfig(), batch_size, max_sequences)
+    if not found.overall.steps():
+        raise UserError(
+            f"data: {listed(found.sources)}: nothing is drafted, since no answer has more than one token; a server "
+            "drafts from the second token of an answer on"
+        )
     if dist.get_rank():
         return None
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}
     about |= {"sequence_length": sequence_length, "dtype": dtype, "device": device_name(device)}
-    return about | found.to_dict()
-
-
-@torch.no_grad()
-def served_acceptance(
-    model: HybridModel, token_ids: Tensor, prompt_length: int, num_depths: int, attention: DepthAttention = "serving"
-) -> DepthSums:
-    """Measure acceptance without an engine, at the positions where greedy speculative decoding would start a step.
-
-    A step that starts at p drafts t_{p+2} .. t_{p+K+1}; after n accepted drafts the next one starts at p + n + 1.
-    Example, K = 2, a prompt of 3 tokens: the first step starts at p = 2, where t_3 is known from the prompt's own
-    forward pass; if the draft of t_4 is right and that of t_5 is wrong, the base supplies t_5 and the next step starts
-    at p = 4.
-
-    Args:
-        token_ids: [s], a prompt and the base's greedy answer.
-
-    Returns:
-        Sums over the steps whose K drafts all lie in the text, with losses of 0.
-
-    Raises:
-        MtpkitError: logits where a step may start are not finite.
-    """
-    batch = token_ids[None]
-    hidden = base_forward(model, batch, SequenceInput())
-    starts = max(0, len(token_ids) - num_depths - 1)  # number of positions from 0 on whose K drafts lie in the text
-    right = []
-    for depth, states in enumerate(unroll_depths(model, hidden, batch, num_depths, attention), start=1):
-        logits = compute_logits(model, states[:starts, 0])
-        if not logits[prompt_length - 1 :].isfinite().all():
-            raise MtpkitError(f"NaN or infinity in the logits of depth {depth}; look for it in the model's weights")
-        drafts = logits.argmax(dim=-1)
-        right.append((drafts == token_ids[depth + 1 : depth + 1 + starts]).tolist())
-    sums = DepthSums.zero(num_depths, torch.device("cpu"))
-    position = prompt_length - 1
-    while position < starts:
-        sums.values[1] += 1
-        accepted = 0
-        while accepted < num_depths:
-            sums.values[2, accepted] += 1
-            if not right[accepted][position]:
-                break
-            sums.values[3, accepted] += 1
-            accepted += 1
-        position += accepted + 1
-    return sums
+    return about | found.to_dict() | found.counts()

@@ -131,7 +131,9 @@ class Trainer:
         if self.directory.changed:
             self.log.message(f"settings changed since the last part of the run: {'; '.join(self.directory.changed)}")
         if self.step == 0:
-            self._evaluate()
+            length = self._evaluate()
+            if self.directory.improves(length):
+                self._save(length)
         elif self.step >= config.steps:
             self.log.message(f"all {self.step} steps are done already; set steps higher to go on")
         while self.step < config.steps and not stop.on_any_rank(self.device):

@@ -24,7 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpkit.kernels.head_loss import HeadLoss
-from mtpkit.kernels.head_loss.slices import draft_tokens, fold, is_finite, log_probs, matches, number_tokens, row_losses
+from mtpkit.kernels.head_loss.slices import (
+    base_tokens,
+    draft_tokens,
+    fold,
+    is_finite,
+    log_probs,
+    matches,
+    number_tokens,
+    row_losses,
+)
 from mtpkit.platform import to_device
 from mtpkit.training.config.settings import LossConfig
 
@@ -81,8 +90,8 @@ def head_losses(
     options: LossConfig,
     group: dist.ProcessGroup | None = None,
     mask_on_host: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sum of each depth's loss over its selected tokens, and the tokens where its greedy choice equals the base's.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of each depth's loss over its selected tokens, and the greedy choices of depths, base and text compared.
 
     Row n is one target position: the base predicts its token from `teacher[n]`, depth k from `students[k - 1][n]`.
 
@@ -90,17 +99,18 @@ def head_losses(
         students: K tensors [N, h], the only inputs that receive a gradient.
         teacher: [N, h], the base's hidden states after the final norm.
         weight: [V/tp, h], the lm_head.
-        targets: [N] int64, the tokens; only `ce` reads them.
+        targets: [N] int64, the text's tokens.
         mask: [K, N] bool, the tokens that count for each depth.
         options: `top_k` also keeps logits of the base that tie with the smallest of its `top_k` largest.
         group: the tensor-parallel group, or None when `weight` is whole.
         mask_on_host: a copy of `mask` on the host; None: it is read from the device.
 
     Returns:
-        losses [K] in at least fp32, and matches [K, N] bool, True where the mask is True and student and base have the
-        same argmax of the logits in the model's dtype (of tied tokens, the smallest id). If a logit in a row of student
-        or base is NaN or infinite, the depth's loss is NaN or infinite too, and the row is no match. The gradient on
-        the ranks of `group` is that of a single loss.
+        losses [K] in at least fp32; matches [K, N] bool, True where the mask is True and student and base have the same
+        argmax of the logits in the model's dtype (of tied tokens, the smallest id); and follows [K, N] bool, True where
+        the mask is True and the text's token is the base's argmax. If a logit in a row of student or base is NaN or
+        infinite, the depth's loss is NaN or infinite too, and the row is False in both. The gradient on the ranks of
+        `group` is that of a single loss.
     """
     wants_grad = torch.is_grad_enabled() and any(student.requires_grad for student in students)
     return _HeadLosses.apply(teacher, weight, targets, mask, mask_on_host, options, group, wants_grad, *students)
@@ -111,7 +121,7 @@ class Agreement:
     """Agreement of depths and base about each token; all fields are [K, N] in at least fp32, and 0 outside the mask.
 
     p is the base's distribution of the token at a target position, q the depth's, d = argmax q, t the text's token.
-    With logits that are not finite `match` and `draft_is_token` are 0, and the other numbers are NaN.
+    With logits that are not finite `match`, `draft_is_token` and `base_is_token` are 0, and the other numbers are NaN.
     """
 
     match: Tensor
@@ -120,6 +130,8 @@ class Agreement:
     """p(d): sampling at temperature 1 accepts the draft d."""
     draft_is_token: Tensor
     """1 where d = t."""
+    base_is_token: Tensor
+    """1 where argmax p = t: the text follows the base's greedy choice."""
     overlap: Tensor
     """sum_v min(p(v), q(v)): the probability that rejection sampling accepts a draft sampled from q."""
     token_accept: Tensor
@@ -166,26 +178,30 @@ class _HeadLosses(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         wants_grad: bool,
         *students: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shard = VocabShard(weight.shape[0], group)
         losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
         same = torch.zeros_like(mask)
+        chosen = torch.full_like(mask, -1, dtype=targets.dtype)
         grads = [torch.zeros_like(student) for student in students] if wants_grad else []
         for rows, parts, base, drafts in _chunks(students, teacher, weight, mask, mask_on_host, options.chunk_size):
-            values, row_same = _finish(base, drafts, mask[:, rows], targets[rows], options, shard, wants_grad)
+            values, whole = _finish(base, drafts, mask[:, rows], targets[rows], options, shard, wants_grad)
+            row_same, row_chosen = matches(whole), base_tokens(whole)
             grad = drafts @ weight if wants_grad else None
             for part in parts:
                 losses[part.depth] += values[part.span].sum()
                 same[part.depth][part.rows] = row_same[part.span]
+                chosen[part.depth][part.rows] = row_chosen[part.span]
                 if grad is not None:
                     grads[part.depth][part.rows] = grad[part.span]
         ctx.save_for_backward(*[shard.sum(grad) for grad in grads])
-        ctx.mark_non_differentiable(same)
-        return losses, same
+        follows = chosen == targets
+        ctx.mark_non_differentiable(same, follows)
+        return losses, same, follows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.Function, grad_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: torch.autograd.Function, grad_losses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
             (grad * scale.to(_wide(grad))).to(grad.dtype)
             for grad, scale in zip(ctx.saved_tensors, grad_losses.unsqueeze(-1), strict=True)
@@ -202,7 +218,10 @@ def _finish(
     shard: VocabShard,
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Losses [S] and matches [S] of a chunk's logits; with `wants_grad`, drafts [S, V/tp] become their gradient."""
+    """Losses [S] and statistics [7, S] of a chunk's logits.
+
+    With `wants_grad`, drafts [S, V/tp] become their gradient.
+    """
     kind, temperature = options.kind, options.temperature
     floor = shard.kth_largest(base, options.top_k) if options.top_k else None
     loss = HeadLoss(base, drafts, mask, targets - shard.first, kind, temperature, floor)
@@ -215,13 +234,13 @@ def _finish(
         losses = row_losses(whole, kind, temperature)
     if wants_grad:
         loss.gradient_(whole, pull)
-    return losses, matches(whole)
+    return losses, whole
 
 
 def _agree(
     base: Tensor, drafts: Tensor, mask: Tensor, targets: Tensor, options: LossConfig, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
-    """Losses [S] and the numbers of `Agreement` [5, S] from a chunk's logits, which are overwritten."""
+    """Losses [S] and the numbers of `Agreement` [6, S] from a chunk's logits, which are overwritten."""
     plain = options.kind == "kl" and options.temperature == 1 and not options.top_k
     if not plain:
         losses, _ = _finish(base.clone(), drafts.clone(), mask, targets, options, shard, wants_grad=False)
@@ -239,6 +258,7 @@ def _agree(
         "match": matches(whole),
         "draft_prob": log_p_draft.exp().masked_fill(~finite, torch.nan),
         "draft_is_token": (draft_tokens(whole) == tokens) & finite,
+        "base_is_token": base_tokens(whole) == tokens,
         "overlap": 1 - distance,
         "token_accept": (log_q - log_p).clamp(max=0).exp(),
     }

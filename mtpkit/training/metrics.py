@@ -233,14 +233,14 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield (tag, number) for everything in a nested value; entries of lists are numbered from 1."""
+    """Yield (tag, number) for every number in a nested value; entries of lists are numbered from 1."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _scalars(f"{name}/{key}", entry)
     elif isinstance(value, list):
         for number, entry in enumerate(value, start=1):
             yield from _scalars(f"{name}_{number}", entry)
-    else:
+    elif value is not None:
         yield name, value
 
 

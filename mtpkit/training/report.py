@@ -11,6 +11,7 @@ from pydantic import Field
 from mtpkit.config.checked import checked, from_file
 from mtpkit.errors import UserError
 from mtpkit.files import is_there, read_text, write_file
+from mtpkit.training.bootstrap import show_interval
 from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.run import read_best
 
@@ -26,6 +27,8 @@ Panel = tuple[str, list[Curve], tuple[float | None, float | None]]
 
 Number = Annotated[float, Field(allow_inf_nan=True, title="a number")]
 """A logged number, which may be NaN if the loss of the run became NaN."""
+Interval = tuple[Number, Number]
+"""Ends of a 95% interval."""
 
 
 @checked("logged training step")
@@ -44,21 +47,25 @@ class TrainLine:
 
 @checked("evaluation")
 class Summary:
-    """Loss and acceptance on held-out tokens, see `mtpkit.training.evaluation.summary`."""
+    """Loss and acceptance on held-out tokens, see `mtpkit.training.evaluation.Evaluation.to_dict`."""
 
-    positions: int
+    steps: int
+    departures: Number
     loss: Number
     conditional_acceptance: list[Number]
     acceptance_length: Number
     sampling_acceptance_length: Number
     draft_sampling_acceptance_length: Number
+    acceptance_length_interval: Interval | None = None
+    sampling_acceptance_length_interval: Interval | None = None
+    draft_sampling_acceptance_length_interval: Interval | None = None
 
 
 @checked("evaluation")
 class Evaluated(Summary):
     """An `Evaluation.to_dict`: the summary of all sources together, and the summary of each source."""
 
-    sources: dict[str, Summary]
+    sources: dict[str, Summary] = Field(kw_only=True)
     step: int = 0
 
 
@@ -95,18 +102,30 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
 """
 
 COLUMNS: dict[str, Callable[[Summary], str]] = {
-    "positions": lambda found: f"{found.positions:,}",
+    "steps": lambda found: f"{found.steps:,}",
+    "departures": lambda found: f"{found.departures:.1%}",
     "loss": lambda found: f"{found.loss:.4f}",
     "conditional acceptance": lambda found: " ".join(f"{rate:.1%}" for rate in found.conditional_acceptance),
-    "AL": lambda found: f"{found.acceptance_length:.3f}",
-    "AL, sampling": lambda found: f"{found.sampling_acceptance_length:.3f}",
-    "AL, drawn drafts": lambda found: f"{found.draft_sampling_acceptance_length:.3f}",
+    "AL": lambda found: _length(found.acceptance_length, found.acceptance_length_interval),
+    "AL, sampling": lambda found: _length(found.sampling_acceptance_length, found.sampling_acceptance_length_interval),
+    "AL, drawn drafts": lambda found: _length(
+        found.draft_sampling_acceptance_length, found.draft_sampling_acceptance_length_interval
+    ),
 }
 """Columns of a table of evaluations, each with a function that formats its cells."""
 LEGEND = (
-    "AL: acceptance length, tokens per step, under greedy decoding. Sampling: expected at temperature 1, drafts being "
-    "the heads' best tokens (the engine's default); drawn drafts: sampled from the heads (draft_sampling)."
+    "Steps: those of greedy decoding along the text. Departures: tokens that are not the base's greedy choice; a step "
+    "ends there, and the next one begins. AL: acceptance length, tokens per step, under greedy decoding, and its 95% "
+    "interval over prompts. Sampling: expected at temperature 1, drafts being the heads' best tokens (the engine's "
+    "default); drawn drafts: sampled from the heads (draft_sampling)."
 )
+
+
+def _length(length: float, interval: Interval | None) -> str:
+    """An acceptance length, with its interval in a second line."""
+    if interval is None:
+        return f"{length:.3f}"
+    return f"{length:.3f}\n{show_interval(interval)}"
 
 
 def table_rows(evaluation: Mapping[str, object]) -> list[list[str]]:

@@ -171,7 +171,7 @@ class RunDirectory:
     def started(self) -> Iterator[None]:
         """Write the settings over those of an earlier part of the run, and remove unfinished files.
 
-        A run that fails before `keep` or `save` leaves the directory as it found it.
+        A run that fails before `keep`, or `save` after a step, leaves the directory as it found it.
 
         Raises:
             StorageError: the directory cannot be written.
@@ -205,6 +205,8 @@ class RunDirectory:
     ) -> Path:
         """Write a checkpoint atomically, and remove the oldest ones beyond `keep_checkpoints` except for the best.
 
+        The first checkpoint may be that of step 0, before anything is learnt, if it has a held-out acceptance length.
+
         Checkpoints share the base's files, see `mtpkit.checkpoint.run`. Each checkpoint names the best one so far, so
         that a killed run resumes with the best one known to its newest checkpoint.
 
@@ -219,7 +221,8 @@ class RunDirectory:
         source = self._config.model
         path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, source, base=source)
         self.iteration, self.best = step, best
-        self.keep()
+        if step:  # a run that ends in its first step leaves nothing, not even its start
+            self.keep()
         if dist.get_rank() == 0:
             self._mark_best()
             self._remove_old()

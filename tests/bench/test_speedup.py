@@ -105,7 +105,10 @@ class FakeLLM:
         FakeLLM.clock += len(prompts) / (1 + self.k) * (self.slow if repeat else 1)
         self.seen += len(prompts) if params[0].max_tokens == 12 else 0
         wrong = [index < self.wrong.get(self.k, 0) for index in range(len(prompts))]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[bad] * 12)], error=None) for bad in wrong]
+        stats = AcceptanceStats(steps=self.steps // 12, accepted_per_depth=[self.steps // 24] * self.k)
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[bad] * 12)], error=None, stats=stats) for bad in wrong
+        ]
 
     def reset_stats(self):
         pass
@@ -153,7 +156,11 @@ def test_a_prompt_whose_tokens_differ_is_counted(fake, monkeypatch):
 
 @pytest.mark.parametrize(
     ("steps", "says"),
-    [(0, "rests on 0 decode steps (1.00, "), (180, "rests on 90 decode steps (1.50, give or take 0.11): "), (4000, "")],
+    [
+        (0, "6 prompts with 0 decode steps and 3.0 s are a small sample: at batch 1 and K = 1 the speedup is 2.00"),
+        (180, "6 prompts with 90 decode steps and 3.0 s are a small sample: "),
+        (4000, ""),
+    ],
 )
 def test_a_small_sample_is_said_to_be_small(fake, caplog, monkeypatch, steps, says):
     monkeypatch.setattr(fake, "steps", steps)
@@ -163,6 +170,46 @@ def test_a_small_sample_is_said_to_be_small(fake, caplog, monkeypatch, steps, sa
     caplog.clear()
     measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(0,), batch_sizes=(1,), repeats=2, sampling=GREEDY))
     assert not caplog.messages
+
+
+def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypatch):
+    """Repeats that differ in time widen the speedup, prompts that differ in steps both; the warning says both."""
+    monkeypatch.setattr(fake, "steps", 4000)
+    config = SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=3, sampling=GREEDY)
+    plain, drafted = measure_speedup("dir", PROMPTS, config).rows
+    assert plain.speedup_interval is plain.acceptance_length_interval is None
+    assert drafted.speedup_interval == pytest.approx((2, 2))
+    assert drafted.acceptance_length_interval == pytest.approx((1 + 166 / 333, 1 + 166 / 333))
+    assert not caplog.messages
+
+    generate = fake.generate
+
+    def uneven(llm, prompts, params):
+        """The time of drafting in the second of three repeats is four times as long, as on a shared machine."""
+        before, repeat = fake.clock, llm.seen // 6
+        outputs = generate(llm, prompts, params)
+        fake.clock += 3 * (fake.clock - before) * (llm.k > 0 and repeat == 1)
+        return outputs
+
+    monkeypatch.setattr(fake, "generate", uneven)
+    _, drafted = measure_speedup("dir", PROMPTS, config).rows
+    low, high = drafted.speedup_interval
+    assert drafted.speedup == pytest.approx(2) and (low, high) == pytest.approx((0.5, 2))
+    (message,) = caplog.messages
+    assert "the speedup is 2.00 (0.50-2.00), the acceptance length 1.50 (1.50-1.50); " in message
+
+
+def test_two_unlike_prompts_have_wide_intervals():
+    config = SpeedupConfig(ks=(3,), batch_sizes=(1,), repeats=1, sampling=GREEDY)
+    row = measure_speedup(tiny_model(), make_prompts((3, 9, 4, 6, 1)), config).rows[1]
+    for value, (low, high) in (
+        (row.speedup, row.speedup_interval),
+        (row.acceptance_length, row.acceptance_length_interval),
+    ):
+        assert low < value < high
+    alone = measure_speedup(tiny_model(), make_prompts((3,)), config).rows[1]
+    assert alone.speedup_interval is alone.acceptance_length_interval is None
+    assert "speedup_interval" not in alone.to_dict() and len(row.to_dict()["speedup_interval"]) == 2
 
 
 def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog, monkeypatch):

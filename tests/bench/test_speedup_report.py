@@ -35,6 +35,18 @@ def test_the_object_has_the_documented_keys_in_order():
     assert list(report(before=[row(1, 0)]).to_dict())[-1] == "before"
 
 
+def test_intervals_stand_beside_their_values():
+    found = report(row(1, 0), replace(row(1, 2), speedup_interval=(1.32, 4.1), acceptance_length_interval=(1.8, 2.25)))
+    assert "speedup_interval" not in found.to_dict()["rows"][0]
+    values = json.loads(json.dumps(found.to_dict()))["rows"][1]
+    assert (values["speedup_interval"], values["acceptance_length_interval"]) == ([1.32, 4.1], [1.8, 2.25])
+    console = Console(width=120, file=io.StringIO())
+    for table in found.tables():
+        console.print(table)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["1", "2", "90.0", "3.00x", "(1.32-4.10)", "2.00", "(1.80-2.25)", "50%", "50%", "100%"] in lines
+
+
 def test_trees_say_which_candidates_the_base_chose():
     found = report(row(1, 0), replace(row(1, 2), candidate_shares=[[0.625, 0.125], [0.5, 0.0]]))
     assert "candidate_shares" not in found.to_dict()["rows"][0]

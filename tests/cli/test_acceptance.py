@@ -27,6 +27,9 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
     rows = {row.split()[0]: row for row in table if row.strip()}
     for name, values in {**found["sources"], "all": found}.items():
         assert f"{values['acceptance_length']:.3f}" in rows[name] and f"{values['loss']:.4f}" in rows[name]
+        assert f"{values['departures']:.1%}" in rows[name]
+        low, high = values["draft_sampling_acceptance_length_interval"]
+        assert any(f"{low:.2f}-{high:.2f}" in row for row in table)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(call, capsys, tmp_path, monkeypatch):
@@ -54,9 +57,11 @@ def test_a_model_split_over_processes_is_evaluated_the_same(split, model_dir, ca
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     run_ranks(call_rank, [*map(str, options), f"--{split}-parallel-size=2", f"--output={tmp_path / 'found.json'}"])
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["positions"] == alone["positions"] > 0
+    assert found["steps"] == alone["steps"] > 0
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert found["conditional_acceptance"] == pytest.approx(alone["conditional_acceptance"], abs=1e-2)
+    interval = "draft_sampling_acceptance_length_interval"
+    assert found[interval] == pytest.approx(alone[interval], rel=1e-4) and found[interval][0] < found[interval][1]
 
 
 def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path):

@@ -1,15 +1,13 @@
 """Heads trained for a moment on the very texts that will be decoded, and two counts of what is accepted of them."""
 
-from itertools import chain
-
 import torch
 
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.training.config.settings import LossConfig
-from mtpkit.training.depths import run_depths
-from mtpkit.training.evaluation import served_acceptance
+from mtpkit.training.depths import measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
 from tests.engine.tiny import make_prompts
+from tests.training.toy import answer_batch
 
 TOKENS, K, VOCAB = 90, 3, 13
 PROMPTS = [[token % VOCAB for token in prompt] for prompt in make_prompts((5, 3, 7, 2))]
@@ -36,18 +34,12 @@ def train(model, texts: list[list[int]], attention: str, steps: int = 25, lr: fl
 
 def predicted(model, texts: list[list[int]], attention: str) -> Counts:
     """Without an engine."""
-    pairs = zip(texts, PROMPTS, strict=True)
-    sums = [served_acceptance(model, torch.tensor(text), len(prompt), K, attention) for text, prompt in pairs]
-    return sum(sums[1:], start=sums[0]).values[2:].long().tolist()
+    answers = [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
+    sums, _ = measure_depths(model, answer_batch(PROMPTS, answers), K, attention, LossConfig())
+    return sums.counts().long().tolist()
 
 
 def counted(llm) -> Counts:
     """By an engine that has decoded the prompts."""
     acceptance = llm.stats().acceptance
     return [acceptance.reached_per_depth, acceptance.accepted_per_depth]
-
-
-def close(one: Counts, other: Counts) -> bool:
-    """But for the last step of each request, of which the engine counts the drafts up to the last token."""
-    pairs = zip(chain(*one), chain(*other), strict=True)
-    return all(abs(a - b) <= len(PROMPTS) for a, b in pairs)

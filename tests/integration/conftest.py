@@ -17,7 +17,7 @@ from mtpkit.engine import LLM
 from mtpkit.training.cache_write import write_cache
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.loop import train
-from tests.integration.front_doors import AHEAD, PROMPTS, ROOT, TINY_BASE, TOKENS, call, greedy
+from tests.integration.front_doors import PROMPTS, ROOT, TINY_BASE, TOKENS, call, greedy
 from tests.shared import made_once
 
 SETTINGS = [
@@ -52,11 +52,11 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> list[list[int]]:
-    """Each prompt with what the base says to it, TOKENS + AHEAD tokens, decoded once for all workers."""
+    """Each prompt with what the base says to it, TOKENS tokens, decoded once for all workers."""
 
     def make(folder: Path) -> None:
         base = LLM(TINY_BASE, max_num_seqs=PROMPTS, max_model_len=512)
-        outputs = base.generate(prompts, greedy(TOKENS + AHEAD))
+        outputs = base.generate(prompts, greedy(TOKENS))
         pairs = zip(prompts, outputs, strict=True)
         tokens = [prompt + output.outputs[0].token_ids for prompt, output in pairs]
         (folder / "tokens.json").write_text(json.dumps(tokens))
@@ -85,7 +85,7 @@ def trained(train_on_answers: Callable[..., Trained]) -> Trained:
 
 def _make(shared: Path, answers: list[list[int]], settings: list[str]) -> None:
     tokenizer = load_tokenizer(TINY_BASE)
-    lines = [json.dumps({"text": tokenizer.decode(tokens[:-AHEAD])}) + "\n" for tokens in answers]
+    lines = [json.dumps({"text": tokenizer.decode(tokens)}) + "\n" for tokens in answers]
     cache, data = shared.with_name("cache"), shared.with_name("answers.jsonl")
     paths = [f"model={TINY_BASE}", f"output={shared / 'run'}", f"data.train=[{data}]", f"cache={cache}"]
     config = load_config(ROOT / "examples" / "train_tiny.yaml", [*SETTINGS, *settings, *paths])

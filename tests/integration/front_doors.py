@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 TINY_BASE = ROOT / "examples" / "tiny_base" / "model"
 TOKENS, PROMPTS = 80, 16
 """Prompts that the heads are trained for, and the tokens that follow them."""
-AHEAD = 2
-"""Tokens beyond these, so that the K = 3 drafts of the last step lie in the text too."""
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -1,65 +1,82 @@
-"""Teacher-forced acceptance, the engine's own count and the report are one number on the same prompts."""
+"""`mtpkit acceptance`, the engine's own count and the report are one number on the same prompts."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from mtpkit.checkpoint import load_model
+from mtpkit.checkpoint import find_companions
+from mtpkit.cli import run
+from mtpkit.cli.acceptance import app
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.engine import LLM
 from mtpkit.engine.drafting import repeated
-from mtpkit.model.mtp import DepthAttention
-from mtpkit.training.evaluation import served_acceptance
-from tests.integration.front_doors import AHEAD, PROMPTS, TOKENS, call_here, greedy
+from tests.integration.front_doors import PROMPTS, TOKENS, call_here, greedy
 
-K = 1 + AHEAD
-TOLERANCE = 0.02
-"""Relative. The engine cuts the last step of a request at max_tokens, of which teacher forcing knows nothing."""
+K = 3
 
-Acceptance = tuple[float, list[float]]
-"""Acceptance length, and conditional acceptance of each depth."""
+Counts = tuple[int, list[int], list[int]]
+"""Steps, and the drafts of each depth that they reach and accept."""
 
 
-def agree(a: Acceptance, b: Acceptance) -> bool:
-    pairs = [(a[0], b[0]), *zip(a[1], b[1], strict=True)]
-    return all(abs(x - y) <= TOLERANCE * max(x, y) for x, y in pairs)
+def rates(counts: Counts) -> list[float]:
+    """Acceptance length, then the conditional acceptance of each depth."""
+    steps, reached, accepted = counts
+    return [1 + sum(accepted) / steps, *(part / whole for part, whole in zip(accepted, reached, strict=True))]
 
 
-def predicted(
-    directory: Path, prompts: list[list[int]], answers: list[list[int]], attention: DepthAttention = "serving"
-) -> Acceptance:
-    """Teacher-forced, on what the base says, which goes on until the drafts of every step of the engine lie in it."""
-    model = load_model(directory)
-    pairs = zip(prompts, answers, strict=True)
-    sums = [served_acceptance(model, torch.tensor(tokens), len(prompt), K, attention) for prompt, tokens in pairs]
-    total = sum(sums[1:], start=sums[0])
-    return total.acceptance_length(), total.conditional_acceptance()
+def predicted(directory: Path, prompts: list[list[int]], answers: list[list[int]], attention: str = "auto") -> Counts:
+    """What the command says of the base's own answers, which the end of a request cuts short as in the engine."""
+    data, found = (directory.parent / f"greedy.{kind}" for kind in ("jsonl", "json"))
+    own = fingerprint(load_tokenizer(find_companions(directory)))
+    rows = [
+        dict(
+            prompt="prompt",
+            response="answer",
+            prompt_token_ids=prompt,
+            completion_token_ids=tokens[len(prompt) :],
+            tokenizer=own,
+        )
+        for prompt, tokens in zip(prompts, answers, strict=True)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = f"--sequence-length 512 --batch-size 4 --num-depths {K} --attention {attention} --dtype float32"
+    with pytest.raises(SystemExit) as stop:
+        run(app, ["--model", str(directory), "--data", str(data), *options.split(), "--output", str(found)])
+    assert not stop.value.code
+    values = json.loads(found.read_text())
+    assert (values["departures"], values["steps"]) == (0, values["reached_per_depth"][0])
+    counts = values["steps"], values["reached_per_depth"], values["accepted_per_depth"]
+    assert [values["acceptance_length"], *values["conditional_acceptance"]] == pytest.approx(rates(counts), rel=1e-12)
+    low, high = values["acceptance_length_interval"]
+    assert low < values["acceptance_length"] < high
+    return counts
 
 
 @pytest.fixture(scope="module")
-def teacher_forced(trained, prompts, answers) -> Acceptance:
+def teacher_forced(trained, prompts, answers) -> Counts:
     return predicted(trained.megatron, prompts, answers)
 
 
-def engine_count(model: Path, prompts: list[list[int]], **settings: str) -> Acceptance:
+def engine_count(model: Path, prompts: list[list[int]], **settings: str) -> Counts:
     llm = LLM(model, K, max_num_seqs=PROMPTS, max_model_len=512, **settings)
     llm.generate(prompts, greedy(TOKENS))
-    return llm.stats().acceptance_length, llm.stats().conditional_acceptance
+    found = llm.stats().acceptance
+    return found.steps, found.reached_per_depth, found.accepted_per_depth
 
 
 @pytest.mark.parametrize("layout", ["megatron", "hf"])
 def test_the_engine_counts_what_teacher_forcing_predicts(layout, trained, prompts, teacher_forced):
-    assert teacher_forced[0] > 1.8, "heads that accept little would agree with much"
-    assert agree(engine_count(getattr(trained, layout), prompts), teacher_forced)
+    assert rates(teacher_forced)[0] > 1.8, "heads that accept little would agree with much"
+    assert engine_count(getattr(trained, layout), prompts) == teacher_forced
 
 
 def test_they_agree_however_heads_were_trained(train_on_answers, prompts, answers):
     """With another loss and another attention than by default: both change weights alone, not what is computed here."""
     other = train_on_answers("ce", "per_depth", 12)
-    expected = predicted(other.megatron, prompts, answers)
-    assert expected[0] > 1.4, "heads that accept little would agree with much"
-    assert agree(engine_count(other.hf, prompts), expected)
+    expected = predicted(other.hf, prompts, answers, "serving")
+    assert rates(expected)[0] > 1.4, "heads that accept little would agree with much"
+    assert engine_count(other.hf, prompts) == expected
 
 
 @pytest.mark.parametrize(("pattern", "rollback"), [("M", "replay"), ("M*-", "snapshot")])
@@ -68,8 +85,8 @@ def test_they_agree_for_distinct_heads_with_mamba_layers(pattern, rollback, trai
     heads = f"heads.pattern={pattern}", "heads.repeated=false"
     other = train_on_answers("kl", "per_depth", 12, *heads)
     expected = predicted(other.megatron, prompts, answers, "per_depth")
-    assert expected[0] > 1.4, "heads that accept little would agree with much"
-    assert agree(engine_count(other.hf, prompts, state_rollback=rollback), expected)
+    assert rates(expected)[0] > 1.4, "heads that accept little would agree with much"
+    assert engine_count(other.hf, prompts, state_rollback=rollback) == expected
 
 
 def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path, capsys):
@@ -84,11 +101,17 @@ def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path, ca
     assert (report["model"], report["dtype"]) == (str(trained.hf), "float32")
     plain, drafted = report["rows"]
     fields = "batch_size k tokens_per_s speedup acceptance_length conditional_acceptance identical"
-    assert list(plain) == list(drafted) == fields.split()
+    assert list(plain) == fields.split()
+    assert list(drafted) == [*fields.split(), "speedup_interval", "acceptance_length_interval"]
+    for name in ("speedup", "acceptance_length"):
+        low, high = drafted[f"{name}_interval"]
+        assert low < drafted[name] < high
     assert (plain["batch_size"], plain["k"], plain["speedup"], plain["acceptance_length"]) == (8, 0, 1, 1)
     assert (drafted["batch_size"], drafted["k"], drafted["identical"]) == (8, K, 1)
     assert drafted["speedup"] == pytest.approx(drafted["tokens_per_s"] / plain["tokens_per_s"])
-    assert agree((drafted["acceptance_length"], drafted["conditional_acceptance"]), teacher_forced)
+    assert [drafted["acceptance_length"], *drafted["conditional_acceptance"]] == pytest.approx(
+        rates(teacher_forced), rel=1e-12
+    )
 
     assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md", "report.png"]
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -113,4 +136,4 @@ def shift_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sabotage", [shift_tokens, shift_hidden])
 def test_a_shift_by_one_shows(sabotage, monkeypatch, trained, prompts, teacher_forced):
     sabotage(monkeypatch)
-    assert not agree(engine_count(trained.hf, prompts), teacher_forced)
+    assert engine_count(trained.hf, prompts) != teacher_forced

@@ -1,16 +1,14 @@
-"""Served acceptance against greedy speculative decoding written out with whole forward passes."""
+"""Acceptance along a text against greedy speculative decoding written out with whole forward passes."""
 
 import pytest
 import torch
 
 from mtpkit.data.dataset import PackedBatch
-from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from mtpkit.training.config.settings import LossConfig
-from mtpkit.training.depths import run_depths
-from mtpkit.training.evaluation import served_acceptance
+from mtpkit.training.depths import DECODINGS, measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
-from tests.training.toy import toy_model
+from tests.training.toy import answer_batch, toy_model
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -45,41 +43,34 @@ def answered():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("length", [40, 39, 38, 37])
 @pytest.mark.parametrize("num_depths", [1, 3])
-def test_equals_decoding(answered, num_depths):
+def test_equals_decoding(answered, num_depths, length):
+    """To the last step, which the end of the text cuts short."""
     model, tokens = answered
-    offered, accepted = [0] * num_depths, [0] * num_depths
+    tokens = tokens[:length]
+    reached, accepted = [0] * num_depths, [0] * num_depths
     known = len(PROMPT) + 1
-    while known + num_depths <= len(tokens):
+    while known < len(tokens):
         right = 0
-        for guess in draft(model, tokens[:known], num_depths):
-            offered[right] += 1
+        for guess in draft(model, tokens[:known], num_depths)[: len(tokens) - known]:
+            reached[right] += 1
             if guess != tokens[known + right]:
                 break
             accepted[right] += 1
             right += 1
         known += right + 1
-    sums = served_acceptance(model, torch.tensor(tokens), len(PROMPT), num_depths)
-    assert sums.values[2:].tolist() == [offered, accepted]
-    assert 0 < accepted[0] < offered[0]
+    batch = answer_batch([PROMPT], [tokens[len(PROMPT) :]])
+    sums, by_document = measure_depths(model, batch, num_depths, "serving", LossConfig())
+    assert sums.counts().tolist() == [reached, accepted]
+    assert by_document[0, :2].tolist() == [reached[0], sum(accepted)]
+    assert 0 < accepted[0] < reached[0] and sums.departures() == 0
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [1, 3, 4, 6])
-def test_a_text_shorter_than_the_drafts_has_no_step(answered, length):
-    """The prompt's last token, the one that the base gives, and fewer than K more."""
+def test_an_answer_of_one_token_has_no_step(answered):
     model, tokens = answered
-    assert not served_acceptance(model, torch.tensor(tokens[:length]), length, num_depths=6).values.any()
-
-
-@torch.no_grad()
-def test_logits_that_are_no_numbers_accept_nothing(answered):
-    model, tokens = answered
-    weight = model.output_layer.weight
-    before = weight[0].clone()
-    try:
-        weight[0] = torch.nan  # what a search for the largest finds first
-        with pytest.raises(MtpkitError, match="NaN or infinity in the logits of depth 1"):
-            served_acceptance(model, torch.tensor(tokens), len(PROMPT), 3)
-    finally:
-        weight[0] = before
+    batch = answer_batch([tokens[:8]], [tokens[8:9]])
+    sums, by_document = measure_depths(model, batch, 3, "serving", LossConfig())
+    assert not sums.values.any() and not len(by_document)
+    assert [sums.acceptance_length(decoding) for decoding in DECODINGS] == [1, 1, 1]

@@ -23,7 +23,9 @@ def dense(students, teacher, weight, targets, mask):
         q = (student.double() @ weight.double().t()).softmax(-1)
         draft = q.argmax(-1)
         accept = (q[rows, targets] / p[rows, targets]).clamp(max=1)
-        values.append([draft == p.argmax(-1), p[rows, draft], draft == targets, torch.minimum(p, q).sum(-1), accept])
+        best = p.argmax(-1)
+        equal = draft == best, draft == targets, best == targets
+        values.append([equal[0], p[rows, draft], *equal[1:], torch.minimum(p, q).sum(-1), accept])
     return [torch.stack([each.double() for each in parts]) * mask for parts in zip(*values, strict=True)]
 
 
@@ -84,4 +86,5 @@ def test_what_is_not_finite_agrees_with_nothing(options, whose):
     assert torch.equal(losses.isnan(), hit)
     assert torch.equal(head_losses(students, teacher, weight, targets, mask, options)[0].isnan(), hit)
     assert not found.match[hit, 4].any() and not found.draft_is_token[hit, 4].any()
+    assert not found.base_is_token[hit, 4].any()
     assert found.draft_prob[hit, 4].isnan().all() and found.overlap[hit, 4].isnan().all()

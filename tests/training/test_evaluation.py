@@ -10,7 +10,7 @@ import torch
 from mtpkit.checkpoint import save_hf_model, save_model
 from mtpkit.data.build import build_dataset
 from mtpkit.data.samples import Columns
-from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.training import evaluation, loop
 from mtpkit.training.config.reading import load_config
@@ -49,7 +49,7 @@ def test_each_source_is_evaluated_by_itself(model, dataset, batch_size):
     assert list(found.sources) == ["cats", "code"]
     for name, sums in found.sources.items():
         batch = dataset.batch(dataset.source_rows(name))
-        expected = measure_depths(model, batch, 3, "serving", LossConfig())
+        expected, _ = measure_depths(model, batch, 3, "serving", LossConfig())
         torch.testing.assert_close(sums.values, expected.values, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(found.overall.values, sum(sums.values for sums in found.sources.values()))
 
@@ -58,13 +58,22 @@ def test_what_is_reported(model, dataset):
     found = run(model, dataset, batch_size=4, max_sequences=4)
     values, overall = found.to_dict(), found.overall
     assert list(values["sources"]) == ["cats", "code"]
-    assert values["positions"] == sum(each["positions"] for each in values["sources"].values()) > 0
+    assert values["steps"] == sum(each["steps"] for each in values["sources"].values()) > 0
+    assert 0 < values["departures"] <= 1
     assert values["loss"] == pytest.approx(sum(w * loss for w, loss in zip(WEIGHTS, overall.losses(), strict=True)))
     for prefix, decoding in zip(("", "sampling_", "draft_sampling_"), DECODINGS, strict=True):
         assert values[f"{prefix}acceptance_length"] == overall.acceptance_length(decoding)
         assert values[f"{prefix}conditional_acceptance"] == overall.conditional_acceptance(decoding)
         assert 1 <= values[f"{prefix}acceptance_length"] < 4
-    assert f"held-out AL {overall.acceptance_length():.3f}" in str(found) and "cats" in str(found)
+        low, high = values[f"{prefix}acceptance_length_interval"]
+        assert low <= values[f"{prefix}acceptance_length"] <= high <= low + 1
+    assert f"held-out AL {overall.acceptance_length():.3f} (95%: " in str(found) and "cats" in str(found)
+    assert f"departures {overall.departures():.1%}" in str(found)
+    counts = found.counts()
+    for prefix in ("", "sampling_", "draft_sampling_"):
+        assert counts[f"{prefix}steps"] == counts[f"{prefix}reached_per_depth"][0]
+        length = 1 + sum(counts[f"{prefix}accepted_per_depth"]) / counts[f"{prefix}steps"]
+        assert length == pytest.approx(values[f"{prefix}acceptance_length"], rel=1e-12)
 
 
 def test_few_sequences_are_spread_over_a_source(model, dataset, monkeypatch):
@@ -85,7 +94,7 @@ def test_a_directory_of_either_layout(layout, model, dataset, sources, tokenizer
     found = evaluate_directory(directory, sources, Columns(), 32, batch_size=8, dtype="float32")
     expected = run(model, dataset, batch_size=8)
     assert (found["num_depths"], found["attention"]) == (3, "serving")
-    assert found["sources"]["code"]["positions"] == int(expected.sources["code"].values[2, 0])
+    assert found["sources"]["code"]["steps"] == expected.sources["code"].steps()
     assert found["acceptance_length"] == pytest.approx(expected.overall.acceptance_length(), abs=1e-3)
     json.dumps(found)
 
@@ -128,8 +137,8 @@ def test_a_model_of_weights_that_are_no_numbers_is_not_measured(dataset, name, v
 
 def test_the_source_of_what_is_not_finite_is_named(model, dataset, monkeypatch):
     found = run(model, dataset, batch_size=4, max_sequences=2)
-    monkeypatch.setattr(evaluation, "measure_depths", lambda *_: next(results))
-    for row, says in ((0, "the loss"), (2, "the greedy acceptance"), (5, "the sampling acceptance")):
+    monkeypatch.setattr(evaluation, "measure_depths", lambda *_: (next(results), torch.zeros(0, 6)))
+    for row, says in ((0, "the loss"), (3, "the greedy acceptance"), (6, "the sampling acceptance")):
         bad = DepthSums(found.sources["code"].values.clone())
         bad.values[row, 1] = torch.nan
         results = iter([found.sources["cats"], bad])
@@ -147,3 +156,21 @@ def test_a_run_is_evaluated_by_its_own_settings(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         trainer._evaluate()
     assert given == ["model", "data", 3, "serving", LossConfig("tv", depth_weights=(2.0, 1.0, 1.0)), 2, 5]
+
+
+def test_data_of_which_a_server_drafts_nothing_is_refused(tokenizer_dir, tmp_path):
+    shutil.copytree(tokenizer_dir, tmp_path / "model")
+    save_model(toy_model(vocab_size=300), tmp_path / "model")
+    own = fingerprint(load_tokenizer(tokenizer_dir))
+    rows = [
+        {
+            "prompt": "a",
+            "response": "b",
+            "prompt_token_ids": [5, 6, 7, 8],
+            "completion_token_ids": [9],
+            "tokenizer": own,
+        }
+    ] * 8
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="short: nothing is drafted, since no answer has more than one token"):
+        evaluate_directory(tmp_path / "model", [str(tmp_path / "short.jsonl")], Columns(), 16)

@@ -54,7 +54,7 @@ def weighted_grads(losses, students):
 def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
     students, teacher, weight, targets, mask = make_inputs(num_tokens, vocab)
     options = LossConfig(kind, temperature=TEMPERATURES[kind], chunk_size=chunk_size)
-    losses, matches = head_losses(students, teacher, weight, targets, mask, options)
+    losses, matches, follows = head_losses(students, teacher, weight, targets, mask, options)
     expected = dense_losses(students, teacher, weight, targets, mask, options)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     for got, want in zip(weighted_grads(losses, students), weighted_grads(expected, students), strict=True):
@@ -62,6 +62,7 @@ def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
     choice = (teacher @ weight.t()).argmax(-1)
     same = torch.stack([(student @ weight.t()).argmax(-1) == choice for student in students])
     assert torch.equal(matches, same & mask)
+    assert torch.equal(follows, (targets == choice) & mask)
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 500])
@@ -101,15 +102,15 @@ def test_rows_that_are_masked_out_are_not_read(kind):
     students, teacher, weight, targets, mask = make_inputs(63, 500)
     mask[:, 16:40] = False  # a chunk of nothing, and one with some
     options = LossConfig(kind, chunk_size=16)
-    losses, matches = head_losses(students, teacher, weight, targets, mask, options)
+    losses, *rows = head_losses(students, teacher, weight, targets, mask, options)
     grads = weighted_grads(losses, students)
     spoilt = [student.detach().clone() for student in students]
     for student, row in zip(spoilt, mask, strict=True):
         student[~row] = torch.nan
         student.requires_grad_()
     teacher[16:32] = torch.nan
-    again, same = head_losses(spoilt, teacher, weight, targets, mask, options)
-    assert torch.equal(again, losses) and torch.equal(same, matches)
+    again, *same = head_losses(spoilt, teacher, weight, targets, mask, options)
+    assert torch.equal(again, losses) and all(map(torch.equal, same, rows))
     for got, want, row in zip(weighted_grads(again, spoilt), grads, mask, strict=True):
         assert torch.equal(got, want) and not got[~row].any()
 
@@ -126,12 +127,12 @@ def test_gradcheck(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_selected_tokens_loss_and_gradient_are_zero(kind):
     students, teacher, weight, targets, mask = make_inputs(9, 13)
-    losses, _ = head_losses(students, teacher, weight, targets, torch.zeros_like(mask), LossConfig(kind))
+    losses, *_ = head_losses(students, teacher, weight, targets, torch.zeros_like(mask), LossConfig(kind))
     assert not losses.any()
     assert not any(grad.any() for grad in weighted_grads(losses, students))
     empty = [student[:0] for student in students]
-    losses, matches = head_losses(empty, teacher[:0], weight, targets[:0], mask[:, :0], LossConfig(kind))
-    assert not losses.any() and matches.shape == (3, 0)
+    losses, matches, follows = head_losses(empty, teacher[:0], weight, targets[:0], mask[:, :0], LossConfig(kind))
+    assert not losses.any() and matches.shape == follows.shape == (3, 0)
 
 
 def test_kl_and_tv_of_the_teacher_itself_are_zero():
@@ -139,7 +140,7 @@ def test_kl_and_tv_of_the_teacher_itself_are_zero():
     mask = torch.ones(1, 63, dtype=torch.bool)
     for kind in ("kl", "tv"):
         student = teacher.clone().requires_grad_()
-        losses, matches = head_losses([student], teacher, weight, targets, mask, LossConfig(kind))
+        losses, matches, _ = head_losses([student], teacher, weight, targets, mask, LossConfig(kind))
         assert losses.abs().item() < 63 * 1e-6
         assert matches.all()
 
@@ -167,7 +168,7 @@ def test_in_fp32_on_each_device(options, device):
     want = weighted_grads(want_losses, inputs[0])
     students = [student.detach().float().to(device).requires_grad_() for student in inputs[0]]
     teacher, weight = (tensor.float().to(device) for tensor in inputs[1:3])
-    losses, _ = head_losses(students, teacher, weight, *(tensor.to(device) for tensor in inputs[3:]), options)
+    losses, *_ = head_losses(students, teacher, weight, *(tensor.to(device) for tensor in inputs[3:]), options)
     scale = torch.arange(1, 4, device=device) / 7
     grads = torch.autograd.grad((losses * scale).sum(), students)
     torch.testing.assert_close(losses.cpu().double(), want_losses, rtol=1e-5, atol=1e-5)
@@ -193,7 +194,7 @@ class LargestTensor(TorchDispatchMode):
 def largest_tensor(kind, num_tokens, vocab, chunk_size=0):
     inputs = make_inputs(num_tokens, vocab, hidden=4)
     with LargestTensor() as largest:
-        losses, _ = head_losses(*inputs, LossConfig(kind, chunk_size=chunk_size))
+        losses, *_ = head_losses(*inputs, LossConfig(kind, chunk_size=chunk_size))
         losses.sum().backward()
     return largest.numel
 
@@ -227,13 +228,13 @@ CASES = [
 
 
 def split_losses(options, rank=None):
-    """Losses, matches and gradients; with this rank's half of the vocabulary, or with all of it."""
+    """Losses, matches, followed tokens and gradients; with this rank's half of the vocabulary, or with all of it."""
     students, teacher, weight, targets, mask = make_inputs(63, 500)
     group = None
     if rank is not None:
         weight, group = weight.chunk(2)[rank], dist.group.WORLD
-    losses, matches = head_losses(students, teacher, weight, targets, mask, options, group)
-    return [losses.detach(), matches, *weighted_grads(losses, students)]
+    losses, matches, follows = head_losses(students, teacher, weight, targets, mask, options, group)
+    return [losses.detach(), matches, follows, *weighted_grads(losses, students)]
 
 
 def split_rank(rank, folder):

@@ -161,7 +161,7 @@ def fields(batch):
 def test_evaluation_reads_what_decoding_does():
     model, batch = toy_model(), toy_batch([[20]])
     sums = [
-        measure_depths(model, batch, 3, "serving", config.loss).values
+        measure_depths(model, batch, 3, "serving", config.loss)[0].values
         for config in (load_config(None, [*NEEDED, f"loss.hidden_mix={share}"]) for share in (0, 1))
     ]
     assert torch.equal(*sums)

@@ -17,8 +17,16 @@ def train_line(step, **more):
 
 
 def eval_line(step, length=1.7, names=("code", "<chat>")):
-    values = {"loss": 2.5, "positions": 1234, "conditional_acceptance": [0.5, 0.4], "acceptance_length": length}
+    values = {
+        "loss": 2.5,
+        "steps": 1234,
+        "departures": 0.125,
+        "conditional_acceptance": [0.5, 0.4],
+        "acceptance_length": length,
+    }
     values |= {"sampling_acceptance_length": length - 0.25, "draft_sampling_acceptance_length": length - 0.125}
+    values |= {"acceptance_length_interval": [length - 0.5, length + 0.5]}
+    values |= {f"{name}_acceptance_length_interval": None for name in ("sampling", "draft_sampling")}
     return {"kind": "eval", "step": step, **values, "sources": dict.fromkeys(names, values)}
 
 
@@ -48,7 +56,7 @@ def test_curves_and_the_last_evaluation(tmp_path):
         assert title in shown
     assert {"depth 1", "code", "all", "drawn drafts"} <= set(re.findall(r">([^<>]+)</text>", page))
     assert "best held-out acceptance length 1.900 at step 2" in page and "at step 4</h2>" in page
-    assert "<td>1.800</td><td>1.550</td><td>1.675</td>" in page
+    assert "<td>12.5%</td>" in page and "<td>1.800\n1.30-2.30</td><td>1.550</td><td>1.675</td>" in page
     assert "<td>&lt;chat&gt;</td>" in page and "model: &lt;base&gt;" in page
     assert not re.search(r"<(script|link|img)", page) and "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

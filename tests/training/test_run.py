@@ -185,7 +185,7 @@ def weights(path):
 
 def test_the_best_checkpoint_is_kept(settings, monkeypatch):
     settings = [*settings, "eval_interval=1", "keep_checkpoints=1"]
-    plan_lengths(monkeypatch, {0: 9.0, 1: 1.5, 2: 2.5, 3: 2.0, 4: 2.5, 5: 2.4, 6: 2.3, 7: 2.6, 8: 2.0})
+    plan_lengths(monkeypatch, {0: 1.2, 1: 1.5, 2: 2.5, 3: 2.0, 4: 2.5, 5: 2.4, 6: 2.3, 7: 2.6, 8: 2.0})
     output = run(settings)
     assert iterations(output) == [2, 6]
     assert json.loads((output / "best.json").read_text()) == {"iteration": 2, "acceptance_length": 2.5}
@@ -206,6 +206,22 @@ def test_the_best_checkpoint_is_kept(settings, monkeypatch):
     assert not list(output.glob(".*"))
     run(settings, "steps=8")
     assert iterations(output) == [7, 8] and (output / "best").resolve() == (output / "iter_0000007").resolve()
+
+
+def test_the_best_step_may_be_the_one_before_the_first(settings, tmp_path, monkeypatch):
+    """Heads that training only makes worse, in a run that is resumed at step 0 too."""
+    plan_lengths(monkeypatch, {0: 2.5, 1: 1.5, 2: 2.4})
+    settings = [*settings, "eval_interval=1", "save_interval=2", "keep_checkpoints=1"]
+    train_step = loop.train_step
+    with monkeypatch.context() as killed, pytest.raises(ZeroDivisionError):
+        killed.setattr(loop, "train_step", lambda *args: train_step(*args) if args[-1] == 0 else 1 / 0)
+        run(settings, "steps=2")
+    assert iterations(tmp_path / "run") == [0]
+    output = run(settings, "steps=2")
+    assert iterations(output) == [0, 2]
+    assert json.loads((output / "best.json").read_text()) == {"iteration": 0, "acceptance_length": 2.5}
+    best, newest = (weights(path) for path in (output / "best", output))
+    assert not all(torch.equal(best[name], newest[name]) for name in newest)
 
 
 def test_no_best_checkpoint_is_kept_where_none_is_wanted(settings, monkeypatch):
@@ -241,7 +257,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint(settings, monkeypatch):
             run(settings, "steps=4", "save_interval=2")
     assert error.value.exit_code == 1
     assert (output / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert [path.name for path in output.glob("*iter_*")] == ["iter_0000002"]
+    assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000000", "iter_0000002"]
     run(settings, "steps=4", "save_interval=2")
     assert sorted(losses(output)) == [1, 2, 3, 4]
 
@@ -634,7 +650,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(settings, tmp_path):
     finally:
         process.kill()
     assert process.exitcode == 130 and "mtpkit: interrupted" in printed.read_text().splitlines()
-    assert not (output / "latest_checkpointed_iteration.txt").exists()
+    assert (output / "latest_checkpointed_iteration.txt").read_text() == "0"
 
 
 def test_a_run_that_stops_before_its_first_line_of_metrics_ends_well(settings, monkeypatch):

@@ -32,3 +32,15 @@ def cut(batch, row, start, end):
     """Tokens start .. end - 1 of one row, as a batch."""
     place = (slice(row, row + 1), slice(start, end))
     return PackedBatch(batch.token_ids[place], batch.loss_mask[place], batch.documents[place], batch.positions[place])
+
+
+def answer_batch(prompts, answers):
+    """One sequence per prompt, padded behind its answer."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    place = torch.arange(max(lengths)).expand(len(lengths), -1)
+    start, end = torch.tensor([list(map(len, prompts)), lengths])[..., None]
+    token_ids = torch.zeros_like(place)
+    for row, text in enumerate(zip(prompts, answers, strict=True)):
+        token_ids[row, : lengths[row]] = torch.tensor([*text[0], *text[1]])
+    padding = place >= end
+    return PackedBatch(token_ids, (place >= start) & ~padding, padding.int(), place - padding * end)

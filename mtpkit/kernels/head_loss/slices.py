@@ -76,6 +76,11 @@ def draft_tokens(whole: Tensor) -> Tensor:
     return whole[TOKEN].long()
 
 
+def base_tokens(whole: Tensor) -> Tensor:
+    """[S] int64, the teacher's best token; -1 if the logits of student or teacher are invalid."""
+    return whole[BASE_TOKEN].masked_fill(~is_finite(whole), -1).long()
+
+
 def log_probs(whole: Tensor, logits: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Turn the student's and the teacher's logits [S] of one token per row into log-probabilities, [S] each. `whole`
     must be statistics of `kl` at temperature 1."""
