@@ -292,7 +292,10 @@ def _own_gpu() -> int:
     """The GPU of this process, by its rank on this machine."""
     place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if place >= gpus:
-        raise UserError(f"process {place} has no GPU: this machine has {gpus}; start with --nproc-per-node={gpus}")
+        processes = os.environ.get("LOCAL_WORLD_SIZE", place + 1)
+        raise UserError(
+            f"{processes} processes need a GPU each, this machine has {gpus}; start with --nproc-per-node={gpus}"
+        )
     return place
 
 

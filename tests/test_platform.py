@@ -147,7 +147,7 @@ def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="process 2 has no GPU: this machine has 2; start with --nproc-per-node=2"):
+    with pytest.raises(UserError, match="3 processes need a GPU each, this machine has 2; start with --nproc"):
         ensure_distributed()
 
 

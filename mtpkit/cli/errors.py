@@ -1,14 +1,19 @@
 """The error boundary: turns an exception into one line on stderr and an exit code."""
 
 import atexit
+import contextlib
 import errno
+import hashlib
 import io
+import json
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -17,6 +22,10 @@ from mtpkit.errors import MtpkitError, on_failure
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
+REPORTED = "reported by mtpkit"
+"""Key in a process's error file for torchrun, where the reason has been printed; see `mtpkit.cli.torchrun`."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable in which torchrun names a process's error file: ATTEMPT/RANK/error.json."""
 _LONGEST = 380
 """Most characters of an error, not counting `mtpkit: error: `. `mtpkit.errors.listed` has already cut long lists."""
 _NO_PATHS = (errno.ELOOP, errno.ENAMETOOLONG)
@@ -39,6 +48,8 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         args: the command line of a typer command, by default that of the process.
     """
     code = 0
+    if int(os.environ.get("RANK", 0)):
+        _leave_warnings_to_the_first_rank()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: model output may not fit the encoding
     try:
@@ -62,7 +73,7 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         sys.exit(1)
     except OSError as error:
         _fail(_describe(error), USAGE_EXIT_CODE if error.errno in _NO_PATHS else 1)
-    if code == INTERRUPTED_EXIT_CODE:
+    if code == INTERRUPTED_EXIT_CODE and _speaks_for_all("interrupted"):
         print("mtpkit: interrupted", file=sys.stderr)
     if code == 0 and "mtpkit.platform" in sys.modules:
         from mtpkit.platform import close_distributed
@@ -77,10 +88,41 @@ def _fail(message: str, exit_code: int) -> NoReturn:
     line = " ".join(message.split())
     if len(line) > _LONGEST:  # keep both ends: the problem comes first, the remedy last
         line = f"{line[: 2 * _LONGEST // 3]} ... {line[-_LONGEST // 4 :]}"
-    print("mtpkit: error:", line, file=sys.stderr)
+    if _speaks_for_all(line):
+        print("mtpkit: error:", line, file=sys.stderr)
+    _tell_torchrun(line)
     for call in on_failure:
         call(line)
     sys.exit(exit_code)
+
+
+def _leave_warnings_to_the_first_rank() -> None:
+    """Show no warnings; all ranks would show the same."""
+    logging.disable(logging.WARNING)
+    warnings.showwarning = lambda *_args, **_named: None
+
+
+def _speaks_for_all(line: str) -> bool:
+    """Whether this process prints a line: of the processes of one torchrun with the same line, the first one does."""
+    if not (file := os.environ.get(_ERROR_FILE)):
+        return True
+    said = Path(file).parent.parent / f"mtpkit-{hashlib.blake2b(line.encode(), digest_size=8).hexdigest()}"
+    try:
+        said.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # better twice than never
+        return True
+    return True
+
+
+def _tell_torchrun(line: str) -> None:
+    """Hand the line to torchrun in the form of its own error files, for its report."""
+    if not (file := os.environ.get(_ERROR_FILE)):
+        return
+    details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}, REPORTED: True}))
 
 
 def _describe(error: OSError) -> str:
