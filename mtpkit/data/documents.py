@@ -16,7 +16,7 @@ import numpy as np
 
 from mtpkit.data.chat import SampleError, encode_chat, require_template
 from mtpkit.data.samples import Sample
-from mtpkit.data.tokenizer import Tokenizer, fingerprint
+from mtpkit.data.tokenizer import Tokenizer, fingerprint, without_second_bos
 from mtpkit.errors import UserError, listed, shown
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def _texts(samples: list[Sample], tokenizer: Tokenizer) -> Iterator[Document]:
     heads = _encode(tokenizer, [sample.prompt or sample.text for sample in samples], special=True)
     tails = _encode(tokenizer, [sample.text if sample.prompt else "" for sample in samples], special=False)
     for sample, head, tail in zip(samples, heads, tails, strict=True):
+        head = without_second_bos(head, sample.prompt or sample.text, tokenizer)
         if head and head[-1] == eos:
             head = head[:-1]
         token_ids = np.array([*head, *tail, *([eos] if sample.complete else [])], dtype=np.int32)

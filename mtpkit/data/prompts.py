@@ -12,7 +12,7 @@ from mtpkit.data.documents import describe
 from mtpkit.data.rows import Row, read_rows
 from mtpkit.data.samples import NAMING, Columns, lacking, read_messages, read_text_column
 from mtpkit.data.sources import find_files
-from mtpkit.data.tokenizer import Tokenizer
+from mtpkit.data.tokenizer import Tokenizer, without_second_bos
 from mtpkit.errors import UserError, listed
 from mtpkit.files import JsonObject
 
@@ -123,7 +123,7 @@ def _prompts(
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     first = _bos(tokenizer)
     if column == columns.prompt:
-        yield partial(_same, Prompt(name, text, [*first, *token_ids]))
+        yield partial(_same, Prompt(name, text, without_second_bos([*first, *token_ids], text, tokenizer)))
         return
     if prompt_length is None:
         raise UserError(f"data: {name} is a text; say how many of its tokens make a prompt with --prompt-length")
@@ -140,7 +140,8 @@ def _piece(
     name: str, tokenizer: Tokenizer, first: list[int], token_ids: list[int], start: int, prompt_length: int
 ) -> Prompt:
     piece = token_ids[start : start + prompt_length]
-    return Prompt(name, tokenizer.decode(piece), [*first, *piece])
+    text = tokenizer.decode(piece)
+    return Prompt(name, text, without_second_bos([*first, *piece], text, tokenizer))
 
 
 def _from_messages(

@@ -3,10 +3,10 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtpkit.errors import UserError, listed
 from mtpkit.files import is_there, require_file
@@ -70,6 +70,13 @@ def _without_config_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def without_second_bos(token_ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
+    """Drop the BOS token that a tokenizer put before a text that begins with its own, as rendered chats do."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    twice = bos is not None and list(token_ids[:2]) == [bos, bos] and text.startswith(tokenizer.bos_token)
+    return list(token_ids[1:] if twice else token_ids)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

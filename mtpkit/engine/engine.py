@@ -12,7 +12,7 @@ import torch
 from mtpkit.config.checked import are_whole, is_whole
 from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.detokenizer import Detokenizer, Tokenizer
+from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.executor import Executor, Launched, Verifier
 from mtpkit.engine.options import EngineConfig
@@ -25,6 +25,7 @@ from mtpkit.engine.request import AcceptanceStats, EngineStats, PromptError, Req
 from mtpkit.engine.runner import StepRunner
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Plan, StepResult
+from mtpkit.engine.token_texts import Tokenizer, TokenTexts
 from mtpkit.engine.tree import DraftShape, width_of
 from mtpkit.errors import MtpkitError, UserError, shown
 from mtpkit.model.state import StateLayout
@@ -62,6 +63,9 @@ class Engine:
         self.vocab_size = vocab_size
         self.ranks = ranks or Ranks()
         self.tokenizer = tokenizer
+        self.texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._never_found = set[str]()
+        """Stop strings that were warned of."""
         self.executor = Executor(config, layout, num_blocks, runner, drafter, vocab_size, device, verifier, self.ranks)
         blocks, prefix = IdPool(num_blocks), None
         if config.enable_prefix_caching:
@@ -145,7 +149,7 @@ class Engine:
             raise UserError(f"{where}: stop strings need a tokenizer, use stop_token_ids or give one")
         room = max(0, self.config.max_model_len - len(tokens))
         counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
-        text = None if self.tokenizer is None else Detokenizer(self.tokenizer, tokens, params.stop_strings)
+        text = None if self.texts is None else Detokenizer(self.texts, tokens, params.stop_strings)
         request = Request(
             request_id=name,
             prompt_token_ids=list(map(int, tokens)),
@@ -159,11 +163,30 @@ class Engine:
             place=place,
             max_tokens=min(params.max_tokens or room, room),
             end_token_ids=frozenset(params.stop_token_ids or ())
+            | self._stop_tokens(params.stop_strings)
             | (frozenset() if params.ignore_eos else self.scheduler.eos_token_ids),
             checkpoint_at=checkpoint_at,
         )
         self.scheduler.validate(request)
         return request
+
+    def _stop_tokens(self, stop_strings: tuple[str, ...]) -> frozenset[int]:
+        """Special tokens that stop strings name. The text leaves special tokens out, so that it never holds a name."""
+        tokens = set[int]()
+        for stop in stop_strings if self.texts else ():
+            assert self.texts is not None
+            token_id = self.texts.special_token(stop)
+            if token_id is not None:
+                tokens.add(token_id)
+            elif (special := self.texts.special_inside(stop)) and stop not in self._never_found:
+                self._never_found.add(stop)
+                _logger.warning(
+                    "the stop string %r is never found, as the text leaves out the special token %r: use %r alone",
+                    stop,
+                    special,
+                    special,
+                )
+        return frozenset(tokens)
 
     def refused(
         self, request_id: str, params: SamplingParams, error: PromptError, prompt: str | None, tokens: Sequence[int]

@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 
 from mtpkit.config import ModelConfig, MtpConfig
-from mtpkit.engine.detokenizer import Tokenizer
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.memory import MemoryPlan
 from mtpkit.engine.options import EngineConfig, EngineOptions
+from mtpkit.engine.token_texts import Tokenizer
 from mtpkit.engine.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.kernels import MOST_TREE_TOKENS

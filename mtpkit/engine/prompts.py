@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpkit.config.checked import are_whole, is_list, is_whole
-from mtpkit.engine.detokenizer import Tokenizer
+from mtpkit.data.tokenizer import without_second_bos
 from mtpkit.engine.params import SamplingParams
 from mtpkit.engine.request import PromptError
+from mtpkit.engine.token_texts import Tokenizer
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -99,7 +100,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> tuple[str 
                 f"{name} is a text, which needs a tokenizer: put one beside the model, or give prompt_token_ids"
             )
         _check_unicode(prompt, name)
-        return prompt, tokenizer.encode(prompt)
+        return prompt, without_second_bos(tokenizer.encode(prompt), prompt, tokenizer)
     wrong = f"{name} is a {type(prompt).__name__}: give a text, or token ids as a list of integers"
     if not isinstance(prompt, Sequence) or not is_list(prompt):
         raise UserError(wrong)

@@ -8,8 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
+from mtpkit.data.documents import tokenize
+from mtpkit.data.prompts import read_prompts
+from mtpkit.data.samples import read_samples
 from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.engine.prompts import encode
 from mtpkit.errors import UserError
 
 
@@ -57,3 +62,25 @@ def test_code_beside_a_model_is_not_run_and_nobody_is_asked(directory: Path, mon
     with pytest.raises(UserError, match=r"the tokenizer in .*model cannot be read"):
         load_tokenizer(directory)
     assert logging.getLogger("transformers.configuration_utils").level == logging.NOTSET
+
+
+def test_a_rendered_chat_has_one_bos_wherever_it_is_tokenized(directory: Path, tmp_path: Path) -> None:
+    """A template writes BOS, and the tokenizer would put one before it: in data, prompts and the engine's prompts."""
+    tokenizer = load_tokenizer(directory)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    plain, twice = tokenizer("the cat")["input_ids"], [bos, bos]
+    assert plain[0] == bos and tokenizer("<s>the cat")["input_ids"][:2] == twice
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "<s>the cat"}\n{"text": "the cat"}\n')
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "<s>the", "response": " cat"}\n')
+    documents = tokenize(read_samples([tmp_path / "rows.jsonl", tmp_path / "pairs.jsonl"]), tokenizer)
+    assert [document.token_ids.tolist() for document in documents] == [[*plain, eos]] * 3
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "<s>the cat"}\n{"prompt": "the cat"}\n')
+    assert [one.token_ids for one in read_prompts([tmp_path / "prompts.jsonl"], tokenizer)[0]] == [plain] * 2
+    (piece,) = read_prompts([tmp_path / "rows.jsonl"], tokenizer, 2, limit=1)[0]
+    assert piece.token_ids.count(bos) == 1
+    for text in ("<s>the cat", "the cat"):
+        assert encode({"prompt": text}, tokenizer, "p") == (text, plain)
+    assert encode("<s><s>the cat", tokenizer, "p")[1][:3] == [*twice, plain[1]], "what is written twice stays"

@@ -1,6 +1,8 @@
 """Incremental text equals the text of all tokens, and stop strings end it."""
 
+import copy
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.detokenizer import Detokenizer
+from mtpkit.engine.token_texts import CleanUp
+from tests.engine import tokenizers
 from tests.engine.fakes import HashModel, fake_engine, run
 
 
@@ -174,3 +178,181 @@ def test_stop_strings_among_accepted_drafts(k, ahead):
     assert output.outputs[0].text == text[: end - 2]
     assert output.outputs[0].finish_reason == "stop"
     assert output.stats.accepted == sum(output.stats.reached_per_depth)
+
+
+def shown_in_steps(tokenizer, prompt, tokens, ends, stops=()):
+    """What is visible after each step, and at the end; a step ends before each of `ends`."""
+    detokenizer, shown = Detokenizer(tokenizer, prompt, stops), []
+    for count, token_id in enumerate(tokens, 1):
+        detokenizer.append(token_id)
+        if count in ends:
+            shown.append(detokenizer.visible_text(False))
+    detokenizer.flush()
+    return [*shown, detokenizer.visible_text(True)]
+
+
+def decode(tokenizer, token_ids):
+    return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def late_breaks(tokenizer, token_ids):
+    """Whether a run of byte tokens has a character before what makes it no UTF-8: `decode` replaces the character too,
+    which was shown by then."""
+    tokens = [token for token in tokenizer.convert_ids_to_tokens(token_ids) if token not in tokenizers.SPECIAL]
+    for is_byte, group in itertools.groupby(tokens, lambda token: token.startswith("<0x")):
+        try:
+            if is_byte:
+                bytes(int(token[3:5], 16) for token in group).decode()
+        except UnicodeDecodeError as error:
+            if error.start:
+                return True
+    return False
+
+
+@st.composite
+def tokens_of(draw, kind):
+    """Prompt and output of few kinds of tokens, since bytes drawn from all seldom make a character."""
+    tokenizer, names = tokenizers.of_kind(kind), tokenizers.letters_of_bytes()
+    bytes_ = [0x80, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x20, 0x41, 0xEF, 0xBF, 0xBD]
+    names = [names[byte] for byte in bytes_] if kind == "byte_level" else [f"<0x{byte:02X}>" for byte in bytes_]
+    vocabulary = tokenizer.get_vocab()
+    texts = sorted(token for token in vocabulary if len(token) > 1 and not token.startswith("<0x"))
+    pool = st.sampled_from([vocabulary[name] for name in [*names, *texts] if name in vocabulary])
+    few = st.sampled_from(draw(st.lists(pool, min_size=1, max_size=5)))
+    return draw(st.just([]) | st.lists(few, max_size=9)), draw(st.lists(few, max_size=12))
+
+
+@pytest.mark.parametrize("kind", tokenizers.KINDS)
+@given(data=st.data())
+def test_the_text_is_that_of_the_whole_in_steps_of_any_size(kind, data):
+    """For any tokens, after any prompt; and nothing that was shown is taken back."""
+    tokenizer = tokenizers.of_kind(kind)
+    prompt, tokens = data.draw(tokens_of(kind))
+    ends = data.draw(st.sets(st.integers(1, len(tokens) or 1)))
+    shown = shown_in_steps(tokenizer, prompt, tokens, ends)
+    assert all(shown[-1].startswith(before) for before in shown)
+    assert shown[-1] == shown_in_steps(tokenizer, prompt, tokens, range(99))[-1]
+    whole, before = decode(tokenizer, prompt + tokens), decode(tokenizer, prompt)
+    if whole.startswith(before) and not (before.endswith("\ufffd") or late_breaks(tokenizer, prompt + tokens)):
+        assert shown[-1] == whole[len(before) :]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "word_piece, as written", "unigram, as written"])
+@given(data=st.data())
+def test_no_more_than_a_character_is_held_back(kind, data):
+    tokenizer = tokenizers.of_kind(kind)
+    _, tokens = data.draw(tokens_of(kind))
+    *shown, _ = shown_in_steps(tokenizer, [], tokens, range(99))
+    for count, text in enumerate(shown, 1):
+        held = decode(tokenizer, tokens[:count])[len(text) :]
+        assert late_breaks(tokenizer, tokens[:count]) or held in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
+
+
+@pytest.mark.parametrize("make", [Bytes, ByteFallback, tokenizers.byte_level, tokenizers.byte_fallback])
+@given(text=st.text("aé€😀\ufffd ", min_size=1, max_size=6), data=st.data())
+def test_a_character_that_begins_in_the_prompt_is_shown(make, text, data):
+    """A prompt of token ids may end anywhere."""
+    if make is ByteFallback:
+        text = text[0].replace("\ufffd", "€")  # without names of tokens, it looks like three broken bytes
+    tokenizer, encoded = make(), text.encode()
+    start = data.draw(st.integers(0, len(encoded)))
+    tokens = list(encoded)
+    if make is tokenizers.byte_fallback:
+        tokens = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in encoded])
+    shown = shown_in_steps(tokenizer, tokens[:start], tokens[start:], data.draw(st.sets(st.integers(0, 24))))
+    expected = text[len(encoded[:start].decode(errors="ignore")) :]
+    if make is tokenizers.byte_fallback and not start:
+        expected = expected.removeprefix(" ")  # as at the start of any text
+    assert shown[-1] == expected
+    assert all(expected.startswith(before) for before in shown)
+
+
+@pytest.mark.parametrize("kind", ["word_piece", "unigram"])
+def test_clean_up_sees_the_text_of_the_whole(kind):
+    tokenizer = tokenizers.of_kind(kind)
+    tokens = tokenizer.encode("we 're the cat , don n't ' x ' .")
+    for ends in ([], range(99)):
+        *_, text = shown_in_steps(tokenizer, [], tokens, ends)
+        assert text == decode(tokenizer, tokens) and text.startswith("we're the cat, don")
+
+
+@pytest.mark.parametrize(("continued", "expected"), [([], ""), ([97], "a"), ([0x80], "\u00c0")])
+def test_what_a_prompt_breaks_is_no_part_of_the_output(continued, expected):
+    for tokenizer in (Bytes(), tokenizers.of_kind("byte_level")):
+        assert shown_in_steps(tokenizer, [97, 0x80, 0xC3], continued, range(9))[-1] == expected
+
+
+class Counting:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.count = tokenizer, 0
+
+    def decode(self, token_ids, **options):
+        self.count += len(token_ids)
+        return self.tokenizer.decode(token_ids, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("stops", [(), ("END",)])
+@pytest.mark.parametrize("kind", tokenizers.KINDS)
+def test_the_time_is_linear_whatever_the_tokens_are(kind, stops):
+    """Literal U+FFFD, one broken byte, and tokens that all end inside a character, of which each continues the last."""
+    tokenizer = tokenizers.of_kind(kind)
+    names = {
+        "byte_level": ["\u0122", tokenizers.letters_of_bytes()[0x80], "\u00ac\u00f0"],
+        "byte_fallback": ["\ufffd", "<0x80>", "<0xE2>"],
+    }
+    for name in names.get(kind, ["\ufffd"]):
+        token_id = tokenizer.convert_tokens_to_ids(name)
+        decoded = []
+        for length in (100, 400):
+            counting = Counting(tokenizer)
+            *_, shown, final = shown_in_steps(counting, [], [token_id] * length, range(length + 1), stops)
+            assert final == decode(tokenizer, [token_id] * length)
+            assert len(final) - len(shown) <= (3 if not stops else 6)
+            decoded.append(counting.count)
+        assert decoded[1] < 4.1 * decoded[0] < 4.1 * 100 * 40
+
+
+def test_a_tokenizer_of_ones_own_is_decoded_in_linear_time_too():
+    for length in (100, 400):
+        counting = Counting(Bytes())
+        *_, shown, final = shown_in_steps(counting, [], [0x80] * length, range(length + 1))
+        assert len(final) == length and len(shown) >= length - 4 and counting.count < 40 * length
+
+
+def test_the_clean_up_is_that_of_transformers():
+    """Also of a text in pieces, with spaces that one rule frees for the next."""
+    tokenizer, rng = tokenizers.of_kind("unigram"), random.Random(0)
+    for _ in range(3000):
+        text = "".join(rng.choices([" ", "'", "n", "t", "s", "ve", "re", "m", ".", ",", "?", "!", "x"], k=12))
+        clean_up, shown = CleanUp(), ""
+        for piece in itertools.batched(text, rng.randint(1, 5)):
+            shown += clean_up.read("".join(piece))
+        assert shown + clean_up.flush() == tokenizer.clean_up_tokenization(text)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_special_token_as_stop_string_stops_where_it_is_generated(k, ahead, caplog):
+    """The text leaves special tokens out, so that a search in the text would never find it."""
+    tokenizer, model = tokenizers.of_kind("byte_level"), HashModel(len(tokenizers.of_kind("byte_level")))
+    tokens = model.decode([1, 2], SamplingParams(temperature=0, max_tokens=12))
+    special = tokenizer.convert_ids_to_tokens(tokens[5])
+    marked = copy.deepcopy(tokenizer)
+    marked.add_special_tokens({"additional_special_tokens": [special]})
+    settings = dict(num_speculative_tokens=k, tokenizer=marked, async_scheduling=ahead)
+    engine = fake_engine(model, drafts="always", **settings)
+    stop = ["never", special, "a" + special]
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=12, stop=stop), "a")
+    output = run(engine)["a"].outputs[0]
+    end = tokens.index(tokens[5]) + 1
+    assert output.token_ids == tokens[:end] and output.finish_reason == "stop"
+    assert output.text == decode(marked, tokens[: end - 1])
+    (warning,) = caplog.messages
+    assert (
+        warning.startswith(f"the stop string {'a' + special!r} is never found") and f"use {special!r} alone" in warning
+    )
