@@ -7,7 +7,7 @@ A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_che
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -163,13 +163,21 @@ def load_config(directory: Path | str, any_quantization: bool = False) -> ModelC
 
 
 def _with_stored_heads(directory: Path, config: ModelConfig) -> ModelConfig:
-    """The config, without heads if none of their tensors is stored: transformers drops heads but keeps their number."""
+    """The config, without heads if none of their tensors is stored: transformers drops heads but keeps their number.
+
+    That is worth a warning if `config.json` gives the number. Without it, some families count one head.
+    """
     names = stored_names(directory) if config.mtp.num_depths else set()
     family = get_family(config.family)
     heads = tuple({prefix for depth in range(config.mtp.num_layers) for prefix in family.mtp_prefixes(config, depth)})
     if not names or any(family.published_name(name).startswith(heads) for name in names):
         return config
-    _warn_of_lost_heads(directory / "config.json", config.mtp.num_layers)
+    *places, key = family.serving.count_key.split(".")
+    settings: object = hf_settings(directory)
+    for place in places:
+        settings = settings.get(place) if isinstance(settings, Mapping) else None
+    if isinstance(settings, Mapping) and settings.get(key) is not None:
+        _warn_of_lost_heads(directory / "config.json", config.mtp.num_layers)
     return config.replace(mtp_pattern="", mtp_num_depths=0)
 
 

@@ -1,4 +1,4 @@
-"""Lists of the modules that a quantised checkpoint holds unquantised, as vLLM 0.24 and SGLang 0.5.23 read them.
+"""Lists of the modules that a quantised checkpoint holds unquantised, as vLLM 0.33 and SGLang 0.5.23 read them.
 
 Each quantisation method has its own key for the list, and each server has its own rule for which modules an entry
 matches: vLLM takes the entries of an fp8 checkpoint as whole names, SGLang as parts of a path.

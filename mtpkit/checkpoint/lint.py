@@ -78,25 +78,25 @@ def _rules(family: Family) -> list[Rule]:
     def depth(subject: Subject) -> Iterator[Finding]:
         stated = subject.setting(facts.count_key)
         count, stored = facts.count_default if stated is None else stated, subject.config.mtp.num_layers
+        pattern = subject.config.mtp.pattern
+        if not stored:
+            assumed = f"{facts.count_key} is absent, which counts as {shown(count)}"
+            given = assumed if stated is None else f"{facts.count_key} is {shown(count)}"
+            lack = "there are no heads to draft with" if count == 0 else "no tensor of a head is stored"
+            yield Finding(f"{given}: {lack}; train heads, or stitch some into the directory")
+            return
         if count != stored:
             yield Finding(f"{facts.count_key} is {shown(count)}, but {stored} MTP layers are stored")
-        if not stored:
-            yield Finding(f"{facts.count_key} is 0: there are no heads to draft with")
         if stored > 1:
             yield Finding(
                 f"{stored} MTP layers are stored: vLLM runs only the first, SGLang takes no more than 1; export the "
                 "one layer of a repeated head, not its depths"
             )
-        pattern = subject.config.mtp.pattern
-        if stored and facts.head_patterns and pattern not in facts.head_patterns:
+        if not facts.builds(pattern):
+            allowed = facts.head_patterns or [f"layers {', '.join(facts.head_letters)}"]
             yield Finding(
-                f"heads of layers {pattern!r}: servers build {listed(facts.head_patterns)} only; train heads with that "
-                "heads.pattern"
-            )
-        if stored and facts.head_letters and set(pattern) - set(facts.head_letters):
-            yield Finding(
-                f"heads of layers {pattern!r}: servers build layers {listed(facts.head_letters)} only; train heads "
-                "with a heads.pattern of these"
+                f"heads of layers {pattern!r}: servers build {listed(allowed)} only; train heads with a heads.pattern "
+                "of these"
             )
 
     def tied(subject: Subject) -> Iterator[Finding]:
@@ -137,14 +137,18 @@ def _rules(family: Family) -> list[Rule]:
 
 
 def _fed(subject: Subject, family: Family) -> Iterator[Finding]:
-    """Heads whose inputs differ from what a server feeds them. Most inputs are reported only if they also differ from
-    those of published heads. Always reported are another hidden state of the base, which costs the most, and, if the
-    heads were trained for several depths, another hidden state of the previous depth."""
+    """Heads whose inputs differ from what a server feeds them.
+
+    If the directory says how its heads were trained, every difference is reported that their number of depths lets
+    show. For published heads that is not known: differences are reported if the file states the input, and always for
+    the hidden state of the base, which costs the most.
+    """
     usual, feeds, heads = MtpConfig().rules, family.serving.feeds, subject.config.mtp
-    costly = {"mtp_reads_of_base"} | ({"mtp_reads_of_depth"} if heads.depths_known and heads.num_depths > 1 else set())
     for key, value in heads.rules.items() if heads.num_layers else ():
         deaf = tuple(server for server in SERVERS if feeds.get(server, {}).get(key, usual[key]) != value)
-        if deaf and (value != family.usual_rules[key] or key in costly):
+        shows = key != "mtp_reads_of_depth" or heads.num_depths > 1
+        told = (heads.depths_known and shows) or value != family.usual_rules[key] or key == "mtp_reads_of_base"
+        if deaf and told:
             trained = f"the heads were trained with {key} {json.dumps(value)}"
             text = f"{trained}, but are fed otherwise: fewer drafts are accepted"
             yield Finding(text, False, deaf)

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import detect_layout, find_torch_dist, load_config, open_weights
+from mtpkit.checkpoint.families import get_family
+from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.load import load_model
 from mtpkit.checkpoint.original import find_carried
-from mtpkit.checkpoint.tensors import SeveralSources, TensorSource, bits_equal, is_finite
+from mtpkit.checkpoint.quantized import find_quantized
+from mtpkit.checkpoint.tensors import CheckedTensors, SeveralSources, TensorSource, bits_equal, is_finite
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states, unroll_depths
@@ -32,20 +36,31 @@ _READERS = 4
 
 @dataclass
 class Comparison:
-    """Tensor names, as Megatron has them on disk, grouped by the result of comparing two checkpoints."""
+    """Tensor names, grouped by the result of comparing two checkpoints. They are Hugging Face's if both have that
+    layout and store their tensors alike, else Megatron's as on disk."""
 
     equal: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    """Each name with the kind of difference."""
+    """Names, each with how the tensors differ."""
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
     """Tensors in both checkpoints that hold NaN or infinity in at least one of them, equal or not."""
+    heads: Set[str] = frozenset()
+    """Names that belong to heads."""
 
     @property
     def identical(self) -> bool:
         """Whether nothing differs and every value is finite."""
         return not (self.different or self.only_first or self.only_second or self.not_finite)
+
+    @property
+    def parts(self) -> str:
+        """Whether base and heads are equal or differ, such as `base equal, heads differ`."""
+        odd = {text.partition(" ")[0] for text in (*self.different, *self.only_first, *self.only_second)}
+        base = "differs" if odd - self.heads else "equal"
+        heads = "differ" if odd & self.heads else "equal"
+        return f"base {base}, heads {heads}" if self.heads else f"base {base}, no heads"
 
 
 def compare_weights(first: Path | str, second: Path | str) -> Comparison:
@@ -56,14 +71,17 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     Raises:
         UserError: a directory is no checkpoint or is damaged.
     """
-    (a, apart), (b, _) = _with_carried(first), _with_carried(second)
+    views = _as_stored(Path(first), Path(second)) or (_as_megatron(Path(first)), _as_megatron(Path(second)))
+    a, b = (view.weights for view in views)
     result = Comparison(
-        only_first=sorted(a.tensors.keys() - b.tensors.keys()), only_second=sorted(b.tensors.keys() - a.tensors.keys())
+        only_first=sorted(a.tensors.keys() - b.tensors.keys()),
+        only_second=sorted(b.tensors.keys() - a.tensors.keys()),
+        heads=views[0].heads | views[1].heads,
     )
     for name in tqdm([n for n in a.tensors if n in b.tensors], desc="comparing", disable=None):
         one, other = a.read(name), b.read(name)
         difference = _difference(one, other)
-        if name not in apart and not (is_finite(one) and (not difference or is_finite(other))):
+        if name not in views[0].apart and not (is_finite(one) and (not difference or is_finite(other))):
             result.not_finite.append(name)
         if difference:
             result.different.append(f"{name} ({difference})")
@@ -72,11 +90,54 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     return result
 
 
-def _with_carried(directory: Path | str) -> tuple[TensorSource, Set[str]]:
-    """The weights of a directory under Megatron's names, including tensors outside the text model; and the names of the
-    latter, which may hold any values."""
-    weights, carried = open_weights(directory), find_carried(Path(directory))
-    return (SeveralSources(weights, carried), carried.tensors.keys()) if carried else (weights, frozenset())
+class _View(NamedTuple):
+    """The weights of a directory under the names that a comparison speaks."""
+
+    weights: TensorSource
+    heads: Set[str]
+    apart: Set[str]
+    """Names of the tensors outside the text model, which may hold any values."""
+
+
+def _as_megatron(directory: Path) -> _View:
+    """The weights of a directory of either layout under Megatron's names."""
+    weights, carried = open_weights(directory), find_carried(directory)
+    heads = {name for name in weights.tensors if name.startswith("mtp.")}
+    if carried is None:
+        return _View(weights, heads, frozenset())
+    return _View(SeveralSources(weights, carried), heads, carried.tensors.keys())
+
+
+def _as_stored(*directories: Path) -> list[_View] | None:
+    """The weights of Hugging Face directories under their own names; None if a directory has another layout, or if the
+    directories have other families, are quantised, or store tensors in different ways.
+
+    Heads' copies of the base's tensors that not all directories have are left out, as in Megatron's layout.
+    """
+    if any(detect_layout(directory) != "hf" for directory in directories):
+        return None
+    views = []
+    ways: list[tuple[str, Mapping[str, str]]] = []
+    copies: list[set[str]] = []
+    for directory in directories:
+        open_weights(directory)  # refuses files that do not fit their config
+        config = load_config(directory)
+        family = get_family(config.family)
+        reader, table = HFReader(directory, family.published_name, family.carried), family.table(config)
+        stored = table.stored_in(reader.tensors)
+        if find_quantized(reader.tensors, table.hf_shapes(stored)):
+            return None
+        ways.append((family.model_type, stored.ways))
+        copies.append({copy for copy in table.copies if copy in reader.tensors})
+        weights = SeveralSources(CheckedTensors(reader, directory), reader.carried)
+        views.append(_View(weights, table.mtp_names(stored), reader.carried.tensors.keys()))
+    if any(way != ways[0] for way in ways):
+        return None
+    counts = Counter(name for names in copies for name in names)
+    for name in (name for name, count in counts.items() if count < len(directories)):
+        for view in views:
+            view.weights.tensors.pop(name, None)
+    return views
 
 
 def _difference(a: Tensor, b: Tensor) -> str:

@@ -114,6 +114,7 @@ def verify(
     ):
         if names:
             print(f"{len(names)} {title}: {', '.join(names)}")
+    print(result.parts)
     same = result.identical
     if logits:
         for name, (difference, tokens) in compare_logits(first, second).items():
@@ -146,7 +147,7 @@ def lint(
     server: Annotated[Literal["vllm", "sglang"] | None, typer.Option(help="Server to look for; default: both.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the server.")] = 1,
 ) -> None:
-    """Say whether vLLM 0.24 and SGLang 0.5.23 would load a directory and draft with its heads; exit code 2 if not."""
+    """Say whether vLLM 0.33 and SGLang 0.5.23 would load a directory and draft with its heads; exit code 2 if not."""
     from mtpkit.checkpoint.families.serving import VERSIONS
     from mtpkit.checkpoint.lint import lint as find
 

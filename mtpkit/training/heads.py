@@ -110,15 +110,19 @@ def default_pattern(base: ModelConfig) -> str:
     """Pattern of new heads: that of the base's heads, else one layer that mixes tokens and one that does not.
 
     Both layers are of kinds that the base has. Attention is preferred to Mamba2, and MLPs are preferred to experts
-    unless heads of the base's family always have experts. Example: a base `M*-` gives `*-`, `ME*E` gives `*E`, `M-`
-    gives `M-`, `M*` gives `*`, and DeepSeek-V3 gives `+E`.
+    unless the servers of the base's family build no heads of MLPs: then experts, or the mixing layer alone. Example: a
+    base `M*-` gives `*-`, or `*` if it is a Nemotron-H, `ME*E` gives `*E`, `M-` gives `M-`, `M*` gives `*`, and
+    DeepSeek-V3 gives `+E`.
     """
     if base.mtp.pattern:
         return base.mtp.pattern
     kinds = kinds_in(base.pattern)
     mixers, others = ([kind.letter for kind in kinds if kind.keeps_past is mixes] for mixes in (True, False))
     patterns = ["".join((*mixers[:1], other)) for other in others or [""]]
-    return next((pattern for pattern in patterns if _can_be_written(base, pattern)), patterns[0])
+    written = [pattern for pattern in (*patterns, *mixers[:1]) if _can_be_written(base, pattern)]
+    family = FAMILIES.get(base.family)
+    served = [pattern for pattern in written if family and family.serving.builds(pattern)]
+    return next(iter((*served, *written, *patterns)))
 
 
 def _can_be_written(base: ModelConfig, pattern: str) -> bool:

@@ -32,6 +32,7 @@ def make(family: str, seed: int, **changes: Any):
     """A model of transformers, text alone."""
     import transformers
 
+    family = family.removesuffix("_text")
     names = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
     config_name = names[family] + ("Config" if family == "qwen3_next" else "TextConfig")
     config = getattr(transformers, config_name)(**SIZES | changes)
@@ -43,7 +44,8 @@ def make(family: str, seed: int, **changes: Any):
 
 def published(name: str, family: str) -> str:
     """The published name of a tensor, from that of a text model."""
-    return name if family == "qwen3_next" else re.sub(r"^model\.", "model.language_model.", name)
+    alone = family == "qwen3_next" or family.endswith("_text")
+    return name if alone else re.sub(r"^model\.", "model.language_model.", name)
 
 
 def write(family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any):
@@ -56,7 +58,7 @@ def write(family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torc
     config = json.loads((directory / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     if family == "qwen3_next":
         config |= {"num_nextn_predict_layers": 0}
-    else:
+    elif not family.endswith("_text"):
         tensors |= {name: tensor.to(dtype) for name, tensor in VISION.items()}
         top = {"architectures": [f"{model.config.__class__.__name__[:-10]}ForConditionalGeneration"]}
         top |= {"model_type": family, "vision_config": {"depth": 1}, "dtype": config["dtype"]}

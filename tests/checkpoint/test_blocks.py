@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
-from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, edit_config, write_glm, write_mimo
+from tests.checkpoint.block_models import (
+    add_glm_heads,
+    add_mimo_heads,
+    edit_config,
+    write_deepseek,
+    write_glm,
+    write_mimo,
+)
 from tests.checkpoint.builders import differing_after_round_trip, edit
 from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts
 from tests.kernels.recurrence import relative
@@ -151,6 +159,10 @@ def test_decoding_with_yarn_is_that_of_sequences(tmp_path, family):
 BEFORE = {"mtp_reads_of_base": "before_final_norm", "mtp_reads_of_depth": "before_final_norm"}
 
 
+SERVED = {"mtp_reads_of_depth": "before_final_norm", "mtp_zero_first_embedding": True}
+"""What vLLM feeds the heads of GLM."""
+
+
 @pytest.mark.parametrize(
     ("family", "own", "server", "named"),
     [
@@ -159,10 +171,18 @@ BEFORE = {"mtp_reads_of_base": "before_final_norm", "mtp_reads_of_depth": "befor
         ("mimo", {"mtp_reads_of_base": "after_final_norm"}, "vllm", ["mtp_reads_of_base"]),
         ("mimo", {"mtp_reads_of_base": "after_final_norm", "mtp_zero_first_embedding": True}, "sglang", []),
         ("glm", {}, None, []),
-        ("glm", {"mtp_num_depths": 1}, None, []),
-        ("glm", {"mtp_num_depths": 3}, "vllm", ["mtp_reads_of_depth"]),
+        ("glm", {"mtp_num_depths": 1}, "vllm", ["mtp_zero_first_embedding"]),
+        ("glm", {"mtp_num_depths": 1}, "sglang", []),
+        ("glm", {"mtp_num_depths": 3}, "vllm", ["mtp_reads_of_depth", "mtp_zero_first_embedding"]),
         ("glm", {"mtp_num_depths": 3}, "sglang", []),
-        ("glm", {"mtp_num_depths": 3, "mtp_reads_of_depth": "before_final_norm"}, "vllm", []),
+        ("glm", {"mtp_num_depths": 3, **SERVED}, "vllm", []),
+        ("glm", {"mtp_num_depths": 3, **SERVED}, "sglang", ["mtp_reads_of_depth", "mtp_zero_first_embedding"]),
+        ("deepseek", {}, None, []),
+        ("deepseek", {"mtp_num_depths": 2}, "vllm", ["mtp_zero_first_embedding"]),
+        ("deepseek", {"mtp_num_depths": 2, "mtp_zero_first_embedding": True}, "vllm", []),
+        ("deepseek", {"mtp_num_depths": 2, "mtp_zero_first_embedding": True}, "sglang", ["mtp_zero_first_embedding"]),
+        ("mimo", {"mtp_num_depths": 2}, "vllm", ["mtp_zero_first_embedding"]),
+        ("mimo", {"mtp_num_depths": 2, "mtp_zero_first_embedding": True}, "vllm", []),
         ("glm", BEFORE, "vllm", ["mtp_reads_of_base"]),
         ("glm", BEFORE, "sglang", ["mtp_reads_of_base", "mtp_reads_of_depth"]),
         ("glm", {"mtp_zero_first_embedding": True}, "vllm", []),
@@ -170,7 +190,9 @@ BEFORE = {"mtp_reads_of_base": "before_final_norm", "mtp_reads_of_depth": "befor
     ],
 )
 def test_lint_names_heads_that_servers_feed_something_else(tmp_path, family, own, server, named):
-    write, add_heads, _ = FAMILIES[family]
+    """It compares what the directory says about its heads' training with what the server does."""
+    deepseek = write_deepseek, partial(add_glm_heads, writer=write_deepseek), {}
+    write, add_heads, _ = FAMILIES.get(family, deepseek)
     write(tmp_path)
     add_heads(tmp_path)
     edit_config(tmp_path, mtpkit=own)

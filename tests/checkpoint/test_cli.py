@@ -11,6 +11,7 @@ from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.cli import run
 from mtpkit.cli.convert import app
+from tests.checkpoint.block_models import add_glm_heads, write_glm
 from tests.checkpoint.builders import add_heads, edit, edit_config, write_base
 
 
@@ -54,6 +55,48 @@ def test_verify_names_what_differs(hf_dir, tmp_path, capsys):
     shares = [float(share) for share in re.findall(r"([0-9.]+)% of tokens the same", out)]
     assert len(shares) == 4 and 0 <= min(shares) < 100
     assert "1 differ: decoder.layers.1.self_attention.linear_qkv.weight (differs by up to 1)" in out
+
+
+def test_verify_of_two_published_directories_speaks_their_names(tmp_path, capsys):
+    write_base(tmp_path / "base", "M*-")
+    add_heads(tmp_path / "base", "*")
+    changes = {"heads": "mtp.layers.0.mixer.q_proj.weight", "both": "backbone.layers.1.mixer.k_proj.weight"}
+    for source, (name, tensor) in zip(("base", "heads"), changes.items(), strict=True):
+        shutil.copytree(tmp_path / source, tmp_path / name)
+        edit(tmp_path / name, lambda tensors, tensor=tensor: tensors[tensor].add_(1))
+    write_base(tmp_path / "none", "M*-")
+
+    def said(first, second, code):
+        assert convert("verify", tmp_path / first, tmp_path / second) == code
+        return capsys.readouterr().out.splitlines()
+
+    equal, differ, parts = said("base", "heads", 1)
+    assert differ == "1 differ: mtp.layers.0.mixer.q_proj.weight (differs by up to 1)"
+    assert parts == "base equal, heads differ" and int(equal.split()[0]) > 20
+    assert said("heads", "both", 1)[1:] == [
+        "1 differ: backbone.layers.1.mixer.k_proj.weight (differs by up to 1)",
+        "base differs, heads equal",
+    ]
+    assert said("base", "both", 1)[-1] == "base differs, heads differ"
+    assert said("both", "both", 0)[1:] == ["base equal, heads equal"]
+    assert said("none", "none", 0)[1:] == ["base equal, no heads"]
+    assert said("base", "none", 1)[-1] == "base equal, heads differ"
+    for name in ("base", "heads"):
+        import_checkpoint(tmp_path / name, tmp_path / f"{name}-megatron")
+    for second in ("heads", "heads-megatron"):  # as soon as one is Megatron's, its names
+        _, differ, parts = said("base-megatron", second, 1)
+        assert differ.startswith("1 differ: mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.weight")
+        assert parts == "base equal, heads differ"
+
+
+def test_verify_leaves_out_copies_that_one_directory_lacks(tmp_path, capsys):
+    """An export of heads trained by mtpkit has them, some published files do not."""
+    write_glm(tmp_path / "first")
+    add_glm_heads(tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    edit(tmp_path / "second", lambda tensors: tensors.pop("model.layers.3.embed_tokens.weight"))
+    assert convert("verify", tmp_path / "first", tmp_path / "second") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["base equal, heads equal"]
 
 
 @pytest.mark.parametrize(

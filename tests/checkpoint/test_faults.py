@@ -43,7 +43,7 @@ def _mimo(directory: Path) -> None:
 
 def _qwen(family: str) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
-        dense = {"qwen3_5": {}, "qwen3_next": dict(mlp_only_layers=[0, 1, 2, 3])}
+        dense = {"qwen3_5": {}, "qwen3_5_text": {}, "qwen3_next": dict(mlp_only_layers=[0, 1, 2, 3])}
         qwen.write(family, directory, **dense.get(family, EXPERTS))
         qwen.add_heads(family, directory)
 

@@ -49,7 +49,7 @@ def texts(findings: list[Finding], fatal: bool = True) -> str:
 def test_a_published_directory_has_no_findings(published, capsys):
     assert lint(published) == []
     assert convert("lint", published) == 0
-    assert "vLLM 0.24 should load it and draft with its heads" in capsys.readouterr().out
+    assert "vLLM 0.33 should load it and draft with its heads" in capsys.readouterr().out
 
 
 EXTRA, NORM, K_PROJ = (
@@ -79,7 +79,7 @@ def test_every_wrong_tensor_is_named(hf, capsys):
     assert convert("lint", hf) == 2
     out, error = capsys.readouterr()
     assert error.count("\n") == 1 and f"{hf} cannot be served" in error
-    assert f"fails (vLLM 0.24, SGLang 0.5.23): 1 tensors unexpected: {EXTRA}" in out
+    assert f"fails (vLLM 0.33, SGLang 0.5.23): 1 tensors unexpected: {EXTRA}" in out
     assert "SGLang 0.5.23 would not load it, or draft wrongly" in out
 
 

@@ -9,8 +9,12 @@ from safetensors.torch import load_file, save_file
 from mtpkit.checkpoint import directory, load_model
 from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.checkpoint.directory import load_config
+from mtpkit.checkpoint.lint import lint
 from mtpkit.errors import UserError
-from tests.checkpoint.builders import add_heads, write_base
+from tests.checkpoint import qwen_models
+from tests.checkpoint.builders import add_heads, edit_config, write_base
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=8)
 
 
 @pytest.fixture(params=[1, 4], ids=["one file", "an index"])
@@ -65,3 +69,28 @@ def test_all_heads_are_kept(hf, caplog):
     path, drop = hf
     drop(lambda name: False)
     assert load_model(path).mtpkit_config.mtp.num_depths == 3 and not caplog.messages
+
+
+def test_heads_that_the_config_does_not_count_are_not_missed(tmp_path, caplog):
+    """transformers' Qwen3-Next has no key for them, and servers count one head then: one finding says so."""
+    model = qwen_models.make("qwen3_next", 0, num_hidden_layers=2, **EXPERTS)
+    model.save_pretrained(tmp_path)
+    directory._warn_of_lost_heads.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert load_config(tmp_path).mtp.num_depths == 0
+        found = [finding.text for finding in lint(tmp_path) if "head" in finding.text]
+    assert not caplog.messages
+    assert found == [
+        "num_nextn_predict_layers is absent, which counts as 1: no tensor of a head is stored; train heads, or stitch "
+        "some into the directory"
+    ]
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    with caplog.at_level(logging.WARNING):
+        load_config(tmp_path)
+        (found,) = [finding.text for finding in lint(tmp_path) if "head" in finding.text]
+    assert len(caplog.messages) == 1 and found.startswith(
+        "num_nextn_predict_layers is 1: no tensor of a head is stored"
+    )
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    (found,) = [finding.text for finding in lint(tmp_path) if "head" in finding.text]
+    assert found.startswith("num_nextn_predict_layers is 0: there are no heads to draft with")

@@ -24,7 +24,7 @@ from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_dep
 from mtpkit.model.layers.delta import GatedDeltaNet
 from tests.checkpoint.block_models import edit_config
 from tests.checkpoint.builders import differing_after_round_trip, edit, write_megatron_copy
-from tests.checkpoint.qwen_models import VISION, add_heads, edit_text, text_config, write
+from tests.checkpoint.qwen_models import VISION, add_heads, edit_text, make, text_config, write
 from tests.checkpoint.qwen_oracle import Head
 from tests.checkpoint.test_blocks import YARN, read_all
 from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts
@@ -91,6 +91,44 @@ def test_logits_are_those_of_transformers(tmp_path, variant, case):
     with torch.no_grad():
         assert relative(own_logits(tmp_path), model(IDS, use_cache=False).logits.double()) < 1e-5
     assert differing_after_round_trip(tmp_path) == []
+
+
+@pytest.mark.parametrize("variant", ["3.5", "3.5_moe"])
+def test_text_models_alone_as_transformers_saves_them(tmp_path, variant):
+    """Read, written and, with heads, computed as the same weights beside a vision tower are."""
+    from transformers import AutoModelForCausalLM
+
+    family, sizes = VARIANTS[variant]
+    text, whole, back = tmp_path / "text", tmp_path / "whole", tmp_path / "back"
+    model = make(family, 0, **sizes, tie_word_embeddings=variant == "3.5")
+    model.save_pretrained(text)
+    config = load_config(text)
+    assert config.family == f"{family}_text" and config.mtp.num_depths == 0
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits.double()
+        assert relative(own_logits(text), expected) < 1e-5
+
+    write_variant(variant, whole, tie_word_embeddings=variant == "3.5")
+    for directory in (text, whole):
+        add_variant_heads(variant, directory)
+        edit_text(directory, full_attention_interval=4, mamba_ssm_dtype="float32")
+        (directory / "tokenizer.json").write_text("{}")
+    assert load_config(text).replace(family=family) == load_config(whole)
+    import_checkpoint(text, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", back)
+    before, after = read_all(text), read_all(back)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not bits_equal(before[name], after[name])] == []
+    first, second = (json.loads((directory / "config.json").read_text()) for directory in (text, back))
+    assert first | second == second and load_config(back) == load_config(text)
+    again = AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert relative(again(IDS, use_cache=False).logits, expected) < 1e-6
+    assert lint(back) == []
+
+    models = [load_model(directory) for directory in (back, whole)]
+    states = [[*unroll_depths(one, base_forward(one, IDS, SequenceInput()), IDS, 2)][1] for one in models]
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("own", [{}, {"attention_factor": 1.4}, {"mscale": 0.7, "mscale_all_dim": 0.4}], ids=str)

@@ -152,12 +152,12 @@ def test_a_kind_that_the_base_lacks_is_refused(toy_base):
 
 @pytest.mark.parametrize(
     ("pattern", "default"),
-    [("M*-", "*-"), ("ME*EME", "*E"), ("M*-E", "*-"), ("M-", "M-"), ("M*", "*"), ("MM", "M"), ("--", "-"), ("E", "E")],
+    [("M*-", "*"), ("ME*EME", "*E"), ("M*-E", "*E"), ("M-", "M-"), ("M*", "*"), ("MM", "M"), ("--", "-"), ("E", "E")],
 )
 def test_new_heads_follow_the_base(make_base, pattern, default):
-    """Each can be built, and be copied from the base."""
+    """Each can be built, be copied from the base and, where the base has attention, be served."""
     for init in ("auto", "base"):
-        config, model_config = settle(make_base(pattern), init=init)
+        config, model_config = settle(make_base(pattern, moe_shared_expert_intermediate_size=16), init=init)
         assert config.heads.pattern == model_config.mtp.pattern == default
         build_with_heads(config, model_config, torch.device("cpu"))
 

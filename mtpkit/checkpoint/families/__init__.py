@@ -5,15 +5,25 @@ from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.glm4_moe import GLM4_MOE
 from mtpkit.checkpoint.families.mimo import MIMO
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
-from mtpkit.checkpoint.families.qwen3_5 import QWEN3_5
-from mtpkit.checkpoint.families.qwen3_5_moe import QWEN3_5_MOE
+from mtpkit.checkpoint.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from mtpkit.checkpoint.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from mtpkit.checkpoint.families.qwen3_next import QWEN3_NEXT
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, shown
 
 __all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
-_ALL = (NEMOTRON_H, DEEPSEEK_V3, GLM4_MOE, MIMO, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+_ALL = (
+    NEMOTRON_H,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    MIMO,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_TEXT,
+    QWEN3_5_MOE_TEXT,
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """Families by the `model_type` of their Hugging Face config. To support another family, add it here."""
 

@@ -266,7 +266,7 @@ SERVING = Serving(
     ),
     rules=(_heads_without_attention,),
 )
-"""vLLM 0.24 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter."""
+"""vLLM 0.33 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter."""
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",

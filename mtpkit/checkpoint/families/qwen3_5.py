@@ -1,12 +1,12 @@
 """Qwen3.5 and Qwen3.6, dense: config keys under `text_config`, and weight names beside those of a vision tower."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtpkit.checkpoint.families import blocks, qwen3_next, qwen_serving
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import Fixed, Heads, Key, Line, Nested, Settings
-from mtpkit.checkpoint.families.serving import SERVERS, WITH_NVFP4, Serving, Unquantized
+from mtpkit.checkpoint.families.serving import SERVERS, WITH_NVFP4, Serving
 from mtpkit.checkpoint.families.table import Entry, Split, one
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -59,7 +59,7 @@ def nested(model_type: str) -> Nested:
     return Nested("text_config", model_type, at_both_levels=("tie_word_embeddings",))
 
 
-UNQUANTIZED = (qwen3_next.PROJECTION, Unquantized(r"^mtp\.fc$", ("vllm",), "NVFP4"), WITH_NVFP4)
+UNQUANTIZED = (qwen3_next.PROJECTION, qwen3_next.PROJECTION_WITH_NVFP4, WITH_NVFP4)
 RULES = (qwen_serving.interval("text_config."), qwen_serving.tied_at_both_levels, qwen_serving.vision_tower)
 """Lint rules for dense models and models with experts."""
 CARRIED = (qwen_serving.VISION,)
@@ -88,8 +88,32 @@ QWEN3_5 = Family(
         norm_means=qwen3_next.NORM_MEANS,
         fp32=FP32,
         unquantized=UNQUANTIZED,
-        needs=(qwen_serving.STATE_DTYPE,),
+        needs=(qwen_serving.state_dtype("text_config."),),
         rules=RULES,
     ),
     carried=CARRIED,
 )
+
+
+def text_alone(family: Family, architecture: str) -> Family:
+    """The family of text models without a vision tower, as transformers saves them: their settings are at the top level
+    of `config.json`, and their tensors have the names of Qwen3-Next's."""
+    assert family.nested is not None
+    return replace(
+        family,
+        model_type=family.nested.model_type,
+        architecture=architecture,
+        outside=qwen3_next.outside("model."),
+        base_layer=blocks.base_layer,
+        nested=None,
+        carried=(),
+        serving=replace(
+            family.serving,
+            count_key=COUNT,
+            needs=(qwen_serving.state_dtype(),),
+            rules=(qwen_serving.interval(),),
+        ),
+    )
+
+
+QWEN3_5_TEXT = text_alone(QWEN3_5, "Qwen3_5ForCausalLM")

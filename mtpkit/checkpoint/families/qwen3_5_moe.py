@@ -25,9 +25,11 @@ QWEN3_5_MOE = Family(
         norm_means=qwen3_next.NORM_MEANS,
         fp32=qwen3_5.FP32,
         unquantized=qwen3_5.UNQUANTIZED,
-        needs=(qwen_serving.STATE_DTYPE,),
-        rules=(*qwen3_5.RULES, qwen_serving.mixed_experts),
+        needs=(qwen_serving.state_dtype("text_config."),),
+        rules=qwen3_5.RULES,
     ),
     carried=qwen3_5.CARRIED,
 )
 """Published files hold the base's experts packed, and the heads' experts one by one (3.5) or packed (3.6)."""
+
+QWEN3_5_MOE_TEXT = qwen3_5.text_alone(QWEN3_5_MOE, "Qwen3_5MoeForCausalLM")

@@ -342,6 +342,8 @@ NORM_MEANS = ((r"linear_attn\.norm\.", 1.0), (r"norm", 0.0))
 
 PROJECTION = Unquantized(r"^mtp\.fc$", ("sglang",))
 """The head's input projection: SGLang never quantises it, vLLM does unless the config leaves it out."""
+PROJECTION_WITH_NVFP4 = Unquantized(r"^mtp\.fc$", ("vllm",), "NVFP4")
+"""With ModelOpt's four bits, vLLM does not quantise it either."""
 
 _LAYERS = Layers("some", "num_nextn_predict_layers", count_default=1)
 
@@ -365,7 +367,7 @@ QWEN3_NEXT = Family(
         head_patterns=("*E",),
         norm_means=NORM_MEANS,
         fp32=(r"A_log$",),
-        unquantized=(PROJECTION,),
+        unquantized=(PROJECTION, PROJECTION_WITH_NVFP4),
         called={"sglang": (r"^mtp\.", "model.")},
         rules=(qwen_serving.interval(), qwen_serving.dense_layers, qwen_serving.no_packed_experts),
     ),

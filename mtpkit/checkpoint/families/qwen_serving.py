@@ -12,7 +12,6 @@ VISION = "model.visual."
 """Prefix of the vision tower's tensors."""
 
 _PACKED = r"\.experts\.(gate_up_proj|down_proj)"
-_SINGLE = r"\.experts\.\d+\."
 
 
 def interval(prefix: str = "") -> Rule:
@@ -45,16 +44,10 @@ def dense_layers(subject: Subject) -> Iterator[Finding]:
 
 
 def no_packed_experts(subject: Subject) -> Iterator[Finding]:
-    """Servers read the experts of Qwen3-Next only one by one."""
+    """SGLang reads the experts of Qwen3-Next only one by one; vLLM reads packed ones too, and both ways in one file."""
     if packed := sorted(name for name in subject.expected if re.search(_PACKED, name)):
-        yield Finding(f"{len(packed)} tensors of packed experts, which are read one by one: {', '.join(packed[:4])}")
-
-
-def mixed_experts(subject: Subject) -> Iterator[Finding]:
-    """vLLM needs the experts of the heads all packed or all one by one; the same holds for those of the base."""
-    for whose, names in (("heads", subject.heads), ("base", subject.expected.keys() - subject.heads)):
-        if any(re.search(_PACKED, name) for name in names) and any(re.search(_SINGLE, name) for name in names):
-            yield Finding(f"experts of the {whose} are packed in part, and in part one by one", True, ("vllm",))
+        text = f"{len(packed)} tensors of packed experts, which are read one by one: {', '.join(packed[:4])}"
+        yield Finding(text, True, ("sglang",))
 
 
 def tied_at_both_levels(subject: Subject) -> Iterator[Finding]:
@@ -67,16 +60,14 @@ def tied_at_both_levels(subject: Subject) -> Iterator[Finding]:
 
 
 def vision_tower(subject: Subject) -> Iterator[Finding]:
-    """Under the published architecture name, neither server can build the text model alone."""
+    """Under the published architecture name, servers build the vision tower, vLLM unless it is told not to."""
     if not any(name.startswith(VISION) for name in subject.carried):
-        yield Finding(
-            f"no tensors {VISION}*, but servers build the vision tower: stitch the heads into the original checkpoint"
-        )
+        missing = f"no tensors {VISION}*, but the server builds the vision tower"
+        yield Finding(f"{missing}: stitch the heads into the original checkpoint", True, ("sglang",))
+        yield Finding(f"{missing}: start it with --language-model-only", False, ("vllm",))
 
 
-STATE_DTYPE = Need(
-    "text_config.mamba_ssm_dtype",
-    "servers choose the dtype of the recurrent state",
-    fatal=False,
-    kind="gated_delta_net",
-)
+def state_dtype(prefix: str = "") -> Need:
+    """The key for the dtype of the recurrent state."""
+    why = "servers choose the dtype of the recurrent state"
+    return Need(f"{prefix}mamba_ssm_dtype", why, fatal=False, kind="gated_delta_net")

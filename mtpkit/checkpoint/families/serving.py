@@ -1,6 +1,6 @@
 """Expectations of servers about a family's directory: facts that `mtpkit.checkpoint.lint` checks, and further rules.
 
-The facts hold for vLLM 0.24 and SGLang 0.5.23 and were read in their sources.
+The facts hold for vLLM 0.33 and SGLang 0.5.23 and were read in their sources.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from mtpkit.checkpoint.tensors import Shape, TensorInfo
 from mtpkit.config import ModelConfig
 
 Server = Literal["vllm", "sglang"]
-VERSIONS: dict[Server, str] = {"vllm": "vLLM 0.24", "sglang": "SGLang 0.5.23"}
+VERSIONS: dict[Server, str] = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 """The supported servers, each with the version whose sources the facts come from."""
 SERVERS: tuple[Server, ...] = tuple(VERSIONS)
 
@@ -130,6 +130,12 @@ class Serving:
     needs: tuple[Need, ...] = ()
     rules: tuple[Rule, ...] = ()
     """Checks that the other fields cannot express."""
+
+    def builds(self, pattern: str) -> bool:
+        """Whether servers can build heads with this layer pattern."""
+        if self.head_patterns and pattern not in self.head_patterns:
+            return False
+        return not self.head_letters or not set(pattern) - set(self.head_letters)
 
 
 WITH_NVFP4 = Unquantized("", ("sglang",), "NVFP4")

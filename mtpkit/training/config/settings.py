@@ -84,8 +84,8 @@ class HeadsConfig:
     pattern: str = "auto"
     """Pattern of the layers of one depth of new heads: M Mamba2, G gated delta net, * attention, + latent attention, -
     MLP, E mixture of experts. `auto`: the pattern of the model's heads. For a model without heads: the base's `*` or
-    `+` (M or G if the base has no attention), then `-`, or `E` if the base has no MLPs or if heads of its family always
-    have experts."""
+    `+` (M or G if the base has no attention), then `-`, or `E` if the base has no MLPs or if servers of its family
+    build no heads with MLPs; for a Nemotron-H without experts `*` alone."""
     repeated: bool = True
     """Let all depths of new heads share one block, instead of one block per depth."""
     attention: HeadAttention = "auto"
