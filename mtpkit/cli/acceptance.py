@@ -8,7 +8,7 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.command import OLD_NAMES, Command, new_app
-from mtpkit.cli.data import ColumnNames, Sources
+from mtpkit.cli.data import ColumnNames, Options, Sources
 from mtpkit.training.config.settings import HeadAttention, ParallelConfig
 
 app = new_app()
@@ -52,6 +52,7 @@ def acceptance(
     parallel: Annotated[ParallelConfig, options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel_size")],
     output: Annotated[Path | None, typer.Option(help="File for the JSON object that is printed.")] = None,
     columns: ColumnNames,
+    data_options: Options,
 ) -> None:
     """Print how often a base accepts its heads' drafts on held-out data, one row per source.
 
@@ -81,6 +82,7 @@ def acceptance(
         batch_size=batch_size,
         max_sequences=num_sequences,
         dtype=dtype,
+        options=data_options,
         backend=backend,
         parallel=parallel,
     )

@@ -3,6 +3,8 @@
 import re
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +13,7 @@ import typer
 
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
+from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns
 from mtpkit.engine import EngineOptions, SamplingParams
 
@@ -29,6 +32,7 @@ Sources = Annotated[
     ),
 ]
 ColumnNames = Annotated[Columns, options.Fields(suffix="_column")]
+Options = Annotated[DataOptions, options.Fields()]
 ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")]
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", *_PENALTIES)
@@ -60,12 +64,14 @@ def inspect(
     ] = None,
     *,
     columns: ColumnNames,
+    options: Options,
     chat_template: ChatTemplate = None,
 ) -> None:
     """Print the counts of a data set, which is tokenised and packed for this, or of prepared data."""
     from mtpkit.data.build import build_dataset
 
-    _show(build_dataset(data, _tokenizer(model, chat_template), sequence_length, columns, _vocab_size(model)))
+    tokenizer = _tokenizer(model, chat_template)
+    _show(build_dataset(data, tokenizer, sequence_length, columns, _vocab_size(model), options))
 
 
 @app.command(cls=Command)
@@ -77,16 +83,18 @@ def prepare(
     sequence_length: Annotated[int, typer.Option(help="Tokens in a packed sequence.")] = 1024,
     *,
     columns: ColumnNames,
+    options: Options,
     chat_template: ChatTemplate = None,
     num_proc: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace prepared data in the output.")] = False,
 ) -> None:
     """Tokenise and pack data once, into a directory that training memory-maps: data.train=[OUTPUT].
 
-    Each row is a conversation (messages, tools), a prompt with its response, or a text; a text file is one text. The
-    chat template renders conversations. The assistant's messages are learnt; the template's generation markers show
-    where they are, or else they are located in the rendered text. Samples without anything to learn are left out and
-    named. Documents that are longer than a sequence are split, and sequences are packed first-fit.
+    Each row is a conversation (messages and tools, ShareGPT's conversations, or Alpaca's instruction and output), a
+    prompt with its response, or a text; a text file is one text. The chat template renders conversations. The
+    assistant's messages are learnt; the template's generation markers show where they are, or else they are located in
+    the rendered text. Samples without anything to learn are left out, named, and counted by reason. Documents that are
+    longer than a sequence are split, or as --long-conversations says, and sequences are packed first-fit.
 
     The output is a data set in the format of the package datasets, with a manifest, mtpkit_data.json. Training with
     another tokenizer or sequence length refuses it.
@@ -99,7 +107,7 @@ def prepare(
     check_destination(output, force, "prepared data", [MANIFEST])
     tokenizer = _tokenizer(model, chat_template)
     with staged_directory(output) as staging:
-        prepare_data(data, tokenizer, sequence_length, staging, columns, num_proc, _vocab_size(model))
+        prepare_data(data, tokenizer, sequence_length, staging, columns, num_proc, _vocab_size(model), options)
     _show(build_dataset([output], tokenizer, sequence_length))
     name = str(output) if re.fullmatch(r"[\w./-]+", str(output)) else "'" + str(output).replace("'", "''") + "'"
     settings = [f"data.train=[{name}]", f"data.sequence_length={sequence_length}"]
@@ -124,6 +132,7 @@ def regenerate(
     sampling: Annotated[SamplingParams, options.Fields(only=_SAMPLING, defaults=SamplingParams(max_tokens=512))],
     engine: Annotated[EngineOptions, options.Fields(only=_ENGINE)],
     columns: Annotated[Columns, options.Fields(only=("text", "prompt", "messages"), suffix="_column")],
+    rows: Annotated[DataOptions, options.Fields(only=("on_bad_row", "bad_rows_allowed", "chat_template_kwargs"))],
     chat_template: ChatTemplate = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that is there.")] = False,
 ) -> None:
@@ -150,7 +159,7 @@ def regenerate(
     check_writable(output, file=True, replace=force)
     resolve_drafts(config_of(model), engine.num_speculative_tokens)  # refused before any data is read
     tokenizer = _tokenizer(find_companions(model), chat_template)
-    prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit)
+    prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit, rows)
     settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _penalties(sampling)
     with Journal(output, settings) as journal:
         if journal.done:
@@ -200,6 +209,7 @@ def draft_vocab(
     size: Annotated[int, typer.Option(help="Tokens to choose.")] = 32768,
     *,
     columns: ColumnNames,
+    options: Options,
 ) -> None:
     """Choose the tokens that heads may draft: the most frequent tokens of a data set.
 
@@ -218,7 +228,7 @@ def draft_vocab(
     check_writable(output, file=True)
     config = load_config(model)
     tokenizer = load_tokenizer(find_companions(model))
-    vocab = build_draft_vocab(data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns)
+    vocab = build_draft_vocab(data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns, options)
     write_file(output, vocab.to_json())
     print(f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover {vocab.coverage:.2%} of the data")
 
@@ -266,6 +276,8 @@ def _show(dataset: "PackedDataset") -> None:
     total = Table("", Column("count", justify="right"), title=f"packed to {dataset.sequence_length} tokens")
     for title, cell in zip(titles, _cells(dataset.counts, dataset.sequence_length), strict=True):
         total.add_row(title, cell)
+    for title, cell in _report(dataset.counts, dataset.sequence_length):
+        total.add_row(Text(title), cell)
     Console().print(total)
     if len(dataset.sources) > 1:
         short = ["documents", "left out", "tokens", "sequences", "fill", "masked"]  # to fit 80 columns
@@ -275,6 +287,19 @@ def _show(dataset: "PackedDataset") -> None:
             counts = [one for one in dataset.counts if one.name == name]
             sources.add_row(Text(name), *_cells(counts, dataset.sequence_length))
         Console().print(sources)
+
+
+def _report(counts: "Sequence[SourceCounts]", sequence_length: int) -> list[tuple[str, str]]:
+    """What was left out, by reason, and what else became of rows; only what there is."""
+    reasons: Counter[str] = Counter()
+    for one in counts:
+        reasons.update(one.left_out_by_reason)
+    others = {
+        f"longer than {sequence_length} tokens": sum(one.num_long for one in counts),
+        "empty answers": sum(one.num_empty_answers for one in counts),
+    }
+    rows = [(f"left out: {reason}", number) for reason, number in reasons.most_common()]
+    return [(title, f"{number:,}") for title, number in [*rows, *others.items()] if number]
 
 
 def _cells(counts: "list[SourceCounts]", sequence_length: int) -> list[str]:

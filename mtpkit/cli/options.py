@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ from pydantic.fields import FieldInfo
 from mtpkit.config.checked import attempt, keys_of
 from mtpkit.engine import EngineOptions
 from mtpkit.errors import UserError, listed
+
+_OBJECT = "JSON"
+"""The metavar of options that take a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Fields:
                 default = getattr(self.defaults, name)
             if isinstance(default, tuple):
                 default = list(default) or None
+            if isinstance(default, dict):
+                default = json.dumps(default) if default else None
             kind, metavar = _kind(info.annotation)
             # Typer adds the twin `--no-...` of a flag that is on by default, but only if no names are given here.
             flags = [_flag(option)] if kind is bool and not default else []
@@ -67,7 +73,9 @@ class Fields:
         names, wrong = self.names(cls), list[str]()
         given = {name: values[option] for name, option in names.items() if values[option] is not None}
         for name in given:
-            if _kind(_field(cls, name).annotation)[1]:
+            if _kind(_field(cls, name).annotation)[1] == _OBJECT:
+                given[name] = _object(given[name])
+            elif _kind(_field(cls, name).annotation)[1]:
                 texts = given[name]
                 given[name] = [_number(text) for text in texts] if isinstance(texts, list) else _number(texts)
         made = attempt(cls, given, wrong)
@@ -126,6 +134,16 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def changed_flags(made: Any) -> list[str]:
+    """The options that make an object of a checked class, without those that have their defaults."""
+    flags = []
+    for name, value in vars(made).items():
+        if value != _field(type(made), name).get_default(call_default_factory=True):
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            flags.append(_flag(name) if value is True else f"{_flag(name)}={text}")
+    return flags
+
+
 def _kind(annotation: Any) -> tuple[Any, str | None]:
     """Typer's type for a field and, if the class parses the option's text itself, the metavar that help shows."""
     united = typing.get_origin(annotation) in (typing.Union, UnionType)
@@ -139,6 +157,8 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
     if list in members:  # written in Python syntax, which the class parses
         return str, "LIST"
     for one in members:
+        if typing.get_origin(one) is dict:
+            return str, _OBJECT
         if typing.get_origin(one) not in (None, Literal):
             inner, metavar = _kind(typing.get_args(one)[0])
             if typing.get_origin(inner) is Literal:  # typer has no lists of choices
@@ -147,6 +167,14 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
     if len(members) == 1:
         return members[0], None
     return str, "|".join(["INTEGER", *(word for one in members for word in typing.get_args(one))])
+
+
+def _object(text: str) -> object:
+    """Parse the JSON of an object, or return the text unchanged: the class then says what is wrong with it."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _number(text: str) -> int | str:

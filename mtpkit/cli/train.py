@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpkit.cli.command import Command, new_app
+from mtpkit.cli.options import changed_flags
 
 if TYPE_CHECKING:
     from mtpkit.training.config.settings import TrainConfig
@@ -94,6 +95,7 @@ def describe_end(config: "TrainConfig") -> list[str]:
     data = config.data
     columns = [(name, getattr(data, f"{name}_column"), default) for name, default in vars(Columns()).items()]
     options = [f"--{name}-column={value}" for name, value, default in columns if value != default]
+    options += changed_flags(data.options)
     measure = _command("acceptance", "--model", model, "--data", *(data.eval or data.train), *options)
     return [*lines, f"evaluate it: {measure}"]
 

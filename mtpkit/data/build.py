@@ -6,32 +6,38 @@ from itertools import batched
 from pathlib import Path
 
 from mtpkit.data.dataset import PackedDataset, PackedSource, SourceCounts
-from mtpkit.data.documents import BATCH, Document, describe, pack, tokenize, warn_of_left_out
-from mtpkit.data.prepared import open_prepared, stored_length
+from mtpkit.data.documents import BATCH, Document, pack, tokenize
+from mtpkit.data.options import DataOptions
+from mtpkit.data.prepared import open_prepared, stored_length, warn_of_options
 from mtpkit.data.samples import Columns, read_samples
 from mtpkit.data.sources import find_sources, tell_apart
+from mtpkit.data.tally import Tally, numbers_of
 from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError
 
 
-def pack_documents(name: str, documents: Iterable[Document], sequence_length: int) -> PackedSource:
-    """Split documents that are too long and pack all parts with prediction targets, in memory.
+def pack_documents(
+    name: str, documents: Iterable[Document], sequence_length: int, options: DataOptions | None = None
+) -> PackedSource:
+    """Split or cut documents that are too long and pack all parts with prediction targets, in memory.
 
     Raises:
-        UserError: no document has a prediction target.
+        UserError: too many rows cannot be used, or no document has a prediction target.
     """
-    total = 0
-    left_out, parts = [], []
+    options = options or DataOptions()
+    tally = Tally(name)
+    parts = []
     for document in documents:
-        total += 1
-        usable = document.usable_parts(sequence_length)
+        tally.count(numbers_of(document, sequence_length))
+        usable = document.usable_parts(sequence_length, options.long_conversations)
         if not usable:
-            left_out.append(describe(document.name, document.problem))
+            tally.leave_out(document.name, document.why_unusable(sequence_length), document.bad)
         parts += usable
-    require_usable(name, len(parts), left_out)
-    warn_of_left_out(left_out, total)
+    tally.check(options)
+    require_usable(name, len(parts), tally.left_out)
+    tally.warn(options, sequence_length)
     table = pack(parts, sequence_length)
-    return PackedSource(SourceCounts.of(name, table, total, len(left_out)), table)
+    return PackedSource(SourceCounts.of(table, tally), table)
 
 
 def check_sequence_length(sequence_length: int) -> None:
@@ -64,6 +70,7 @@ def build_dataset(
     sequence_length: int | None,
     columns: Columns | None = None,
     vocab_size: int | None = None,
+    options: DataOptions | None = None,
 ) -> PackedDataset:
     """Memory-map the prepared data of `paths`; read, tokenise and pack files, folders and globs, with a progress bar.
 
@@ -73,8 +80,9 @@ def build_dataset(
 
     Raises:
         UserError: any error of `find_sources`, `open_prepared`, `read_samples`, `tokenize` or `PackedDataset`, or a
-            token outside the model's vocabulary.
+            token outside the model's vocabulary, or too many rows that cannot be used.
     """
+    options = options or DataOptions()
     found = find_sources(paths)
     if sequence_length is None:
         sequence_length = stored_length([source.prepared for source in found if source.prepared]) or 1024
@@ -84,10 +92,12 @@ def build_dataset(
     for source in found:
         if source.prepared is not None:
             opened = open_prepared(source.prepared, tokenizer, sequence_length, source.name)
+            warn_of_options(source.prepared, options)
             place = None if source.name else source.prepared.absolute()
         else:
-            documents = tokenize(read_samples(source.files, columns), tokenizer, vocab_size=vocab_size)
-            opened = [pack_documents(source.name, _counted(documents, source.name), sequence_length)]
+            samples = read_samples(source.files, columns, options.on_bad_row)
+            documents = tokenize(samples, tokenizer, vocab_size=vocab_size, options=options)
+            opened = [pack_documents(source.name, _counted(documents, source.name), sequence_length, options)]
             place = None
         sources += opened
         origins += [(one.counts.name, place and place / one.counts.name) for one in opened]

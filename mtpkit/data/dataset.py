@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from mtpkit.config.checked import checked
 from mtpkit.data.documents import table_fingerprint
+from mtpkit.data.tally import Tally
 from mtpkit.errors import UserError, listed
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+logger = logging.getLogger(__name__)
 
 
 class StoredStates(Protocol):
@@ -88,16 +93,34 @@ class SourceCounts:
     """Fingerprint of the sequences."""
     max_token: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """The largest token id; None: not recorded."""
+    num_long: Count = 0
+    """Conversations, and prompts with responses, that are longer than a sequence."""
+    num_empty_answers: Count = 0
+    """Answers and texts without any text, which are not learnt."""
+    left_out_by_reason: dict[str, Count] = Field(default_factory=dict)
+    """How many documents are left out for each reason."""
 
     @classmethod
-    def of(cls, name: str, table: "pyarrow.Table", num_documents: int, num_left_out: int) -> "SourceCounts":
+    def of(cls, table: "pyarrow.Table", tally: Tally) -> "SourceCounts":
         """Count the contents of a table of `documents.pack`."""
         import pyarrow.compute as pc
 
         tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
         targets = sum(chunk.flatten().true_count for chunk in table["loss_mask"].chunks)
         largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table["input_ids"].chunks), default=0)
-        return cls(name, num_documents, num_left_out, len(table), tokens, targets, table_fingerprint(table), largest)
+        return cls(
+            name=tally.source,
+            num_documents=tally.num_documents,
+            num_left_out=len(tally.left_out),
+            num_sequences=len(table),
+            num_tokens=tokens,
+            num_target_tokens=targets,
+            fingerprint=table_fingerprint(table),
+            max_token=largest,
+            num_long=tally.num_long,
+            num_empty_answers=tally.num_empty_answers,
+            left_out_by_reason=tally.reasons,
+        )
 
 
 @dataclass(frozen=True)
@@ -123,9 +146,6 @@ class PackedDataset:
 
         Args:
             vocab_size: vocabulary size of the model that reads the data; None: not known.
-
-        Raises:
-            UserError: not enough tokens for one sequence.
         """
         self.sequence_length = sequence_length
         """Tokens in a sequence, s."""
@@ -136,9 +156,11 @@ class PackedDataset:
         self._chunks = [(source, batch) for source in sources for batch in source.table.to_batches()]
         self._starts = np.cumsum([0, *(batch.num_rows for _, batch in self._chunks)])
         if self.num_tokens < sequence_length:
-            raise UserError(
-                f"data: {listed(self.sources)}: {self.num_tokens} tokens do not fill one sequence of"
-                f" {sequence_length}; add data or lower the sequence length"
+            logger.warning(
+                "data: %s: %d tokens do not fill one sequence of %d, which is padded",
+                listed(self.sources),
+                self.num_tokens,
+                sequence_length,
             )
 
     def with_hidden(self, read: ReadStates) -> "PackedDataset":

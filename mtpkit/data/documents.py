@@ -6,7 +6,7 @@ sequence: `input_ids` (list of int32) and `loss_mask` (list of bool) of its conc
 """
 
 import hashlib
-import logging
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched, chain
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtpkit.data.chat import SampleError, encode_chat, require_template
+from mtpkit.data.chat import Chat, NothingToLearn, SampleError, empty_turns, learnt_turns
+from mtpkit.data.options import SKIPPING, DataOptions, LongConversations
+from mtpkit.data.rows import RowError
 from mtpkit.data.samples import Sample
 from mtpkit.data.tokenizer import Tokenizer, fingerprint, without_second_bos
-from mtpkit.errors import UserError, listed, shown
+from mtpkit.errors import UserError, shown
 
 if TYPE_CHECKING:
     import pyarrow
-
-logger = logging.getLogger(__name__)
 
 BATCH = 256
 """Samples per call of the tokenizer, which works on them in parallel."""
@@ -42,29 +42,54 @@ class Document:
     """Name of its sample."""
     problem: str = ""
     """Reason why it has no prediction targets, if it is known."""
+    bad: bool = False
+    """True: its row cannot be used, and `problem` says why."""
+    opens_row: bool = True
+    """Whether it is the first document of its row."""
+    has_prompt: bool = False
+    """Whether it is a conversation, or a prompt with a response; a later part of it would lack its beginning."""
+    num_empty_answers: int = 0
+    """Answers and texts without any text, which are not learnt."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def usable_parts(self, length: int) -> list["Document"]:
+    def is_long(self, length: int) -> bool:
+        """Whether it has a prompt and more than `length` tokens."""
+        return self.has_prompt and len(self) > length
+
+    def usable_parts(self, length: int, long_conversations: LongConversations = "split") -> list["Document"]:
         """Split into parts of at most `length` tokens, and leave out those without prediction targets.
 
         The first token of a part is no prediction target, since no token precedes it.
+
+        Args:
+            long_conversations: see `DataOptions`.
         """
         starts = range(0, len(self), length)
+        if self.is_long(length) and long_conversations != "split":
+            starts = starts[: long_conversations == "cut"]
         parts = (Document(self.token_ids[i : i + length], self.loss_mask[i : i + length], self.name) for i in starts)
         return [part for part in parts if part.loss_mask[1:].any()]
 
+    def why_unusable(self, length: int) -> str:
+        """Reason why there are no `usable_parts`; "" if it is not known."""
+        return self.problem or ("longer than a sequence" if self.is_long(length) else "")
+
 
 def tokenize(
-    samples: Iterable[Sample], tokenizer: Tokenizer, own: str | None = None, vocab_size: int | None = None
+    samples: Iterable[Sample],
+    tokenizer: Tokenizer,
+    own: str | None = None,
+    vocab_size: int | None = None,
+    options: DataOptions | None = None,
 ) -> Iterator[Document]:
-    """Yield one document per sample, in order.
+    """Yield the documents of the samples, in order: one per sample, or one per turn as the options say.
 
     A text becomes the tokens that the tokenizer puts first (BOS), the prompt (masked out), the text and an
     end-of-sequence token. A conversation becomes its rendering by the chat template, with the assistant's tokens as
-    prediction targets, see `encode_chat`. Token ids that a model generated are kept if its tokenizer was the same. A
-    sample without text, or a conversation that the template refuses, becomes a document that is masked out entirely.
+    prediction targets, see `Chat.encode`. Token ids that a model generated are kept if its tokenizer was the same. A
+    sample of which nothing is to be learnt, or which cannot be used, becomes a document that is masked out entirely.
 
     Example, a prompt of tokens A B and a text of tokens C D:
         token_ids [A, B, C, D, eos], loss_mask [False, False, True, True, True]
@@ -74,11 +99,13 @@ def tokenize(
         vocab_size: vocabulary size of the model, which may be larger than the tokenizer's; None: the tokenizer's.
 
     Raises:
-        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations; or a token that a
-            model generated is outside the vocabulary.
+        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations.
+        RowError: by the options no row is to be skipped, and a token that a model generated is outside the vocabulary,
+            or the chat template refuses a conversation.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token; set it in tokenizer_config.json")
+    conversations = _Conversations(tokenizer, options or DataOptions())
     for batch in batched(samples, BATCH):
         if any(sample.completion_token_ids is not None for sample in batch):
             own = fingerprint(tokenizer) if own is None else own
@@ -87,23 +114,79 @@ def tokenize(
         plain = [s for s, tokens in zip(batch, generated, strict=True) if not tokens and s.messages is None]
         texts = _texts(plain, tokenizer)
         for sample, tokens in zip(batch, generated, strict=True):
-            if tokens:
-                assert vocab_size is not None
-                yield _from_tokens(sample, vocab_size)
+            try:
+                if tokens:
+                    assert vocab_size is not None
+                    yield _from_tokens(sample, vocab_size, tokenizer.eos_token_id)
+                elif sample.messages is None:
+                    yield next(texts)
+                else:
+                    yield from conversations.documents(sample)
+            except RowError as error:
+                if options is None or options.on_bad_row == "stop":
+                    raise RowError(f"{error}; {SKIPPING}") from error
+                yield _nothing(sample, str(error).removeprefix(f"data: {sample.name}: "), bad=True)
+
+
+class _Conversations:
+    """Turns conversations into documents, as the options say."""
+
+    def __init__(self, tokenizer: Tokenizer, options: DataOptions) -> None:
+        self._tokenizer, self._options = tokenizer, options
+        self._chats: dict[str, Chat] = {}
+
+    def documents(self, sample: Sample) -> list[Document]:
+        """The documents of a sample with messages.
+
+        Raises:
+            RowError: the chat template refuses it.
+            UserError: there is no chat template.
+        """
+        assert sample.messages is not None
+        chat, messages, loss = self._chat(sample), sample.messages, self._options.loss
+        num_empty = len(empty_turns(messages, loss))
+        try:
+            if not self._options.sample_per_turn:
+                found = [chat.encode(messages, sample.tools, loss, sample.complete)]
             else:
-                yield next(texts) if sample.messages is None else _from_chat(sample, tokenizer)
+                found = [
+                    chat.encode(
+                        messages[: index + 1],
+                        sample.tools,
+                        "last_turn",
+                        sample.complete or index + 1 < len(messages),
+                    )
+                    for index in learnt_turns(messages, loss)
+                ]
+        except NothingToLearn as reason:
+            return [_nothing(sample, str(reason), num_empty=num_empty)]
+        except SampleError as error:
+            raise RowError(f"data: {sample.name}: {error}") from error
+        return [
+            Document(
+                token_ids,
+                mask,
+                sample.name,
+                opens_row=number == 0,
+                has_prompt=True,
+                num_empty_answers=0 if number else num_empty,
+            )
+            for number, (token_ids, mask) in enumerate(found)
+        ]
+
+    def _chat(self, sample: Sample) -> Chat:
+        """The chat template with the variables of the options and of the row."""
+        values = {**self._options.chat_template_kwargs, **sample.template_kwargs}
+        key = json.dumps(values, sort_keys=True)
+        if key not in self._chats:
+            self._chats[key] = Chat(self._tokenizer, values)
+        return self._chats[key]
 
 
-def warn_of_left_out(left_out: Sequence[str], num_documents: int, more: str = "") -> None:
-    """Warn of samples without prediction targets.
-
-    Args:
-        left_out: `describe` of each.
-        more: a note at the end of the warning.
-    """
-    if left_out:
-        what = f"{len(left_out)} of {num_documents} documents have no token to learn and are left out"
-        logger.warning("data: %s: %s%s", what, listed(left_out), more)
+def _nothing(sample: Sample, problem: str, bad: bool = False, num_empty: int = 0) -> Document:
+    """A document without tokens."""
+    none = np.empty(0, dtype=np.int32)
+    return Document(none, none.astype(bool), sample.name, problem, bad, num_empty_answers=num_empty)
 
 
 def describe(name: str, problem: str) -> str:
@@ -111,25 +194,18 @@ def describe(name: str, problem: str) -> str:
     return f"{name or 'unnamed'} ({problem or 'empty mask'})"
 
 
-def _from_tokens(sample: Sample, vocab_size: int) -> Document:
+def _from_tokens(sample: Sample, vocab_size: int, eos_token_id: int) -> Document:
     prompt, completion = sample.prompt_token_ids or [], sample.completion_token_ids or []
     for column, token_ids in (("prompt_token_ids", prompt), ("completion_token_ids", completion)):
         if (largest := max(token_ids, default=0)) >= vocab_size:
-            raise UserError(
+            raise RowError(
                 f"data: {sample.name}: {column!r} holds {shown(largest)}, but the vocabulary has the tokens 0 to"
                 f" {vocab_size - 1}"
             )
+    if set(completion) <= {eos_token_id}:
+        return _nothing(sample, "empty answer", num_empty=1)
     whole = np.array([*prompt, *completion], dtype=np.int32)
-    return Document(whole, np.arange(len(whole)) >= len(prompt), sample.name)
-
-
-def _from_chat(sample: Sample, tokenizer: Tokenizer) -> Document:
-    require_template(tokenizer)
-    assert sample.messages is not None
-    try:
-        return Document(*encode_chat(tokenizer, sample.messages, sample.tools), sample.name)
-    except SampleError as error:
-        return Document(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool), sample.name, str(error))
+    return Document(whole, np.arange(len(whole)) >= len(prompt), sample.name, has_prompt=bool(prompt))
 
 
 def _texts(samples: list[Sample], tokenizer: Tokenizer) -> Iterator[Document]:
@@ -146,7 +222,16 @@ def _texts(samples: list[Sample], tokenizer: Tokenizer) -> Iterator[Document]:
         loss_mask = np.full(len(token_ids), bool(sample.text))
         if sample.prompt:
             loss_mask[: len(head)] = False
-        yield Document(token_ids, loss_mask, sample.name, "" if sample.text else sample.problem or "empty text")
+        empty = "" if sample.text else "empty answer" if sample.prompt else "empty text"
+        yield Document(
+            token_ids,
+            loss_mask,
+            sample.name,
+            problem=sample.problem or empty,
+            bad=sample.bad,
+            has_prompt=bool(sample.prompt),
+            num_empty_answers=int(not sample.text and not sample.bad),
+        )
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[int]]:

@@ -16,9 +16,11 @@ from pydantic import Field
 
 from mtpkit.config.checked import checked, from_json
 from mtpkit.data.documents import tokenize
+from mtpkit.data.options import DataOptions
 from mtpkit.data.prepared import open_prepared
 from mtpkit.data.samples import Columns, read_samples
 from mtpkit.data.sources import Source, find_sources
+from mtpkit.data.tally import Tally, numbers_of
 from mtpkit.data.tokenizer import Tokenizer
 from mtpkit.errors import UserError, listed, shown
 
@@ -48,6 +50,7 @@ def build_draft_vocab(
     size: int,
     eos_token_ids: Iterable[int] = (),
     columns: Columns | None = None,
+    options: DataOptions | None = None,
 ) -> DraftVocab:
     """Find the `size` most frequent tokens of files, folders, globs and prepared data, with a progress bar.
 
@@ -70,7 +73,7 @@ def build_draft_vocab(
     if size < len(always):
         raise UserError(f"size is {size}, but there are {len(always)} special tokens, which are always included")
     sources = find_sources(paths)
-    counts = _count(_wanted_tokens(sources, tokenizer, columns, vocab_size), vocab_size)
+    counts = _count(_wanted_tokens(sources, tokenizer, columns, vocab_size, options or DataOptions()), vocab_size)
     total = int(counts.sum())
     if not total:
         raise UserError("data: no tokens to count: every text or response is empty; check the columns")
@@ -115,13 +118,23 @@ def check_draft_vocab(token_ids: Sequence[int], vocab_size: int, name: str) -> N
 
 
 def _wanted_tokens(
-    sources: Iterable[Source], tokenizer: Tokenizer, columns: Columns | None, vocab_size: int
+    sources: Iterable[Source],
+    tokenizer: Tokenizer,
+    columns: Columns | None,
+    vocab_size: int,
+    options: DataOptions,
 ) -> Iterator[np.ndarray]:
     """Yield prediction targets [n] int32 of one or many documents at a time."""
     for source in sources:
         if source.prepared is None:
-            for document in tokenize(read_samples(source.files, columns), tokenizer, vocab_size=vocab_size):
+            samples = read_samples(source.files, columns, options.on_bad_row)
+            tally = Tally(source.name)
+            for document in tokenize(samples, tokenizer, vocab_size=vocab_size, options=options):
+                tally.count(numbers_of(document, 0))
+                if document.bad:
+                    tally.leave_out(document.name, document.problem, bad=True)
                 yield document.token_ids[document.loss_mask]
+            tally.check(options)
             continue
         for part in open_prepared(source.prepared, tokenizer):
             for rows in part.table.to_batches():

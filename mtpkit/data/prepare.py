@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtpkit.data.build import check_sequence_length, require_known, require_usable
-from mtpkit.data.dataset import PackedDataset, PackedSource, SourceCounts
-from mtpkit.data.documents import BATCH, ROWS, describe, first_fit, join, tokenize, warn_of_left_out
+from mtpkit.data.dataset import SourceCounts
+from mtpkit.data.documents import BATCH, ROWS, first_fit, join, tokenize
+from mtpkit.data.options import DataOptions, OnBadRow
 from mtpkit.data.prepared import FORMAT, Manifest
 from mtpkit.data.samples import Columns, Sample, read_samples
 from mtpkit.data.sources import Source, find_sources
+from mtpkit.data.tally import NUMBERS, Tally, numbers_of
 from mtpkit.data.tokenizer import Tokenizer, fingerprint
 from mtpkit.errors import UserError, listed
 
@@ -45,6 +47,7 @@ def prepare(
     columns: Columns | None = None,
     num_proc: int | None = None,
     vocab_size: int | None = None,
+    options: DataOptions | None = None,
 ) -> Manifest:
     """Tokenise and pack files, folders and globs into an empty directory, with progress bars.
 
@@ -57,10 +60,11 @@ def prepare(
         The manifest, which is written last.
 
     Raises:
-        UserError: any error of `find_sources`, `read_samples`, `tokenize` or `PackedDataset`.
+        UserError: any error of `find_sources`, `read_samples` or `tokenize`, or too many rows that cannot be used.
     """
     import datasets
 
+    options = options or DataOptions()
     check_sequence_length(sequence_length)
     sources = find_sources(paths)
     if prepared := [str(source.prepared) for source in sources if source.prepared]:
@@ -69,31 +73,28 @@ def prepare(
     work = directory / ".work"
     packed: list[datasets.Dataset] = []
     counts: list[SourceCounts] = []
-    left_out: list[str] = []
+    tallies: list[Tally] = []
     try:
         with _quiet_datasets():
             for number, source in enumerate(sources):
                 folder = work / str(number)
                 folder.mkdir(parents=True)
-                documents, num_samples, missing = _tokenize_source(
-                    folder, num_proc, source, tokenizer, own, sequence_length, columns, vocab_size
+                documents, tally = _tokenize_source(
+                    folder, num_proc, source, tokenizer, own, sequence_length, columns, vocab_size, options
                 )
                 packed.append(_pack_source(folder, num_proc, documents, sequence_length))
-                table = packed[-1].data.table
-                counts.append(SourceCounts.of(source.name, table, num_samples, len(missing)))
-                left_out += missing
+                counts.append(SourceCounts.of(packed[-1].data.table, tally))
+                tallies.append(tally)
             if vocab_size is not None:
                 require_known(counts, tokenizer, vocab_size)
             whole = datasets.concatenate_datasets(packed)
-            assert tokenizer.eos_token_id is not None  # or it could not have tokenised
-            parts = [PackedSource(one, data.data.table) for one, data in zip(counts, packed, strict=True)]
-            PackedDataset(parts, sequence_length, tokenizer.eos_token_id)  # refuses too little data
             whole.save_to_disk(str(directory))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    if left_out:
+    for tally in tallies:
+        tally.warn(options, sequence_length, f"; {LEFT_OUT} lists all")
+    if left_out := [line for tally in tallies for line in tally.left_out]:
         (directory / LEFT_OUT).write_text("\n".join([*left_out, ""]), encoding="utf-8")
-        warn_of_left_out(left_out, sum(one.num_documents for one in counts), f"; {LEFT_OUT} lists all")
     manifest = Manifest(
         format=FORMAT,
         sequence_length=sequence_length,
@@ -102,6 +103,7 @@ def prepare(
         sources=counts,
         source_files=_files_by_name(sources),
         files={path.name: path.stat().st_size for path in sorted(directory.glob("*.arrow"))},
+        options=options,
     )
     manifest.write(directory)
     return manifest
@@ -131,8 +133,9 @@ def _tokenize_source(
     sequence_length: int,
     columns: Columns | None,
     vocab_size: int | None,
-) -> tuple["Dataset", int, list[str]]:
-    """Return documents of at most `sequence_length` tokens, the number of samples, and `describe` of samples left out.
+    options: DataOptions,
+) -> tuple["Dataset", Tally]:
+    """Return documents of at most `sequence_length` tokens, and their counts.
 
     Args:
         folder: directory for intermediate files.
@@ -144,7 +147,7 @@ def _tokenize_source(
         _read,
         features=Features({"sample": Value("large_string"), "error": Value("string")}),
         cache_dir=str(folder),
-        gen_kwargs={"files": list(source.files), "columns": columns},
+        gen_kwargs={"files": list(source.files), "columns": columns, "on_bad_row": options.on_bad_row},
         num_proc=_processes(num_proc, len(source.files), least=8),
     )
     for error in pc.unique(samples.data.table["error"]).to_pylist():
@@ -152,23 +155,31 @@ def _tokenize_source(
             raise UserError(error)
     features: dict = {"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
     features |= {"name": Value("string"), "problem": Value("string")}
+    features |= {name: Value("int32") for name in NUMBERS}
+    arguments = dict(
+        tokenizer=tokenizer, own=own, sequence_length=sequence_length, vocab_size=vocab_size, options=options
+    )
     documents = samples.map(
         _tokenize,
         batched=True,
         batch_size=BATCH,
         remove_columns=["sample", "error"],
         features=Features(features),
-        fn_kwargs=dict(tokenizer=tokenizer, own=own, sequence_length=sequence_length, vocab_size=vocab_size),
+        fn_kwargs=arguments,
         cache_file_name=str(folder / "documents.arrow"),
         new_fingerprint="documents",
         num_proc=_processes(num_proc, len(samples), SAMPLES_PER_PROCESS),
         desc=f"tokenising {source.name}",
     )
-    lengths = _lengths(documents)
-    missing = documents.select(np.flatnonzero(lengths == 0))
-    left_out = list(map(describe, missing["name"], missing["problem"]))
-    require_usable(source.name, len(documents) - len(left_out), left_out)
-    return documents, len(samples), left_out
+    tally = Tally(source.name)
+    table = documents.data.table
+    tally.count({name: pc.sum(table[name]).as_py() or 0 for name in NUMBERS})
+    missing = documents.select(np.flatnonzero(_lengths(documents) == 0))
+    for name, problem, bad in zip(missing["name"], missing["problem"], missing["num_bad_rows"], strict=True):
+        tally.leave_out(name, problem, bool(bad))
+    tally.check(options)
+    require_usable(source.name, len(documents) - len(missing), tally.left_out)
+    return documents, tally
 
 
 def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", sequence_length: int) -> "Dataset":
@@ -200,27 +211,37 @@ def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", seque
     )
 
 
-def _read(files: list[Path], columns: Columns | None) -> Iterator[dict[str, str]]:
+def _read(files: list[Path], columns: Columns | None, on_bad_row: OnBadRow) -> Iterator[dict[str, str]]:
     """Yield samples as JSON, and an error last if there is one: exceptions of another process arrive incomplete."""
     try:
-        for sample in read_samples(files, columns):
+        for sample in read_samples(files, columns, on_bad_row):
             yield {"sample": json.dumps(asdict(sample)), "error": ""}
     except UserError as error:
         yield {"sample": "", "error": str(error)}
 
 
 def _tokenize(
-    batch: dict[str, list[str]], tokenizer: Tokenizer, own: str, sequence_length: int, vocab_size: int | None
+    batch: dict[str, list[str]],
+    tokenizer: Tokenizer,
+    own: str,
+    sequence_length: int,
+    vocab_size: int | None,
+    options: DataOptions,
 ) -> dict[str, list]:
-    """Tokenise samples into parts with prediction targets; a sample without any target gives one empty part."""
+    """Tokenise samples into parts with prediction targets; a document without any target gives one empty part. The
+    first part of each document has its numbers, the others have zeros."""
     samples = (Sample(**json.loads(text)) for text in batch["sample"])
-    rows: dict[str, list] = {"input_ids": [], "loss_mask": [], "name": [], "problem": []}
-    for document in tokenize(samples, tokenizer, own, vocab_size):
-        parts = [(part.token_ids, part.loss_mask, "", "") for part in document.usable_parts(sequence_length)]
-        none = (document.token_ids[:0], document.loss_mask[:0], document.name, document.problem)
+    rows: dict[str, list] = {name: [] for name in ("input_ids", "loss_mask", "name", "problem", *NUMBERS)}
+    for document in tokenize(samples, tokenizer, own, vocab_size, options):
+        usable = document.usable_parts(sequence_length, options.long_conversations)
+        parts = [(part.token_ids, part.loss_mask, "", "") for part in usable]
+        problem = document.why_unusable(sequence_length)
+        none = (document.token_ids[:0], document.loss_mask[:0], document.name, problem)
+        numbers = numbers_of(document, sequence_length)
         for part in parts or [none]:
-            for column, value in zip(rows, part, strict=True):
+            for column, value in zip(rows, (*part, *numbers.values()), strict=True):
                 rows[column].append(value)
+            numbers = dict.fromkeys(numbers, 0)
     return rows
 
 

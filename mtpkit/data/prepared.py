@@ -7,6 +7,7 @@ DIR/left_out.txt                         samples without prediction targets, if 
 """
 
 import json
+import logging
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,15 @@ from pydantic import Field
 
 from mtpkit.config.checked import checked, from_json
 from mtpkit.data.dataset import PackedSource, SourceCounts
+from mtpkit.data.options import DataOptions
 from mtpkit.data.sources import MANIFEST
 from mtpkit.data.tokenizer import Tokenizer, fingerprint
 from mtpkit.errors import UserError, listed, shown
 
 if TYPE_CHECKING:
     import pyarrow
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the layout; other versions are refused."""
@@ -47,6 +51,8 @@ class Manifest:
     """Files of each source."""
     files: Annotated[dict[str, int], Field(min_length=1, title="the sizes of one or more data files")]
     """Size of each data file in bytes, in the order of the sequences."""
+    options: DataOptions = Field(default_factory=DataOptions, title="a group of values")
+    """What was learnt, and what happened to rows that cannot be used."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for each wrong file name, and for each source whose counts contradict each other."""
@@ -70,6 +76,15 @@ def read_manifest(directory: Path) -> Manifest:
         UserError: there is no manifest, it is damaged, or its version is not known.
     """
     return from_json(Manifest, directory / MANIFEST, "prepare the data again", "data: ", FORMAT)
+
+
+def warn_of_options(directory: Path, options: DataOptions) -> None:
+    """Warn of options that were set, and that differ from those with which data was prepared."""
+    used = read_manifest(directory).options
+    without = {name: value for name, value in vars(DataOptions()).items() if value != getattr(options, name)}
+    if ignored := [name for name in without if getattr(options, name) != getattr(used, name)]:
+        was = listed(f"{name} {getattr(used, name)!r}" for name in ignored)
+        logger.warning("data: %s was prepared with %s, which stays: prepare it again to change it", directory, was)
 
 
 def stored_length(directories: Sequence[Path]) -> int | None:

@@ -7,11 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mtpkit.data.chat import SampleError, render_prompt, require_template
-from mtpkit.data.documents import describe
-from mtpkit.data.rows import Row, read_rows
-from mtpkit.data.samples import NAMING, Columns, lacking, read_messages, read_text_column
+from mtpkit.data.cells import lacking, read_text_cell
+from mtpkit.data.chat import Chat, NothingToLearn, SampleError
+from mtpkit.data.conversations import Conversation, conversation_column, read_conversation
+from mtpkit.data.options import SKIPPING, DataOptions
+from mtpkit.data.rows import Row, RowError, read_table
+from mtpkit.data.samples import NAMING, Columns
 from mtpkit.data.sources import find_files
+from mtpkit.data.tally import Tally
 from mtpkit.data.tokenizer import Tokenizer, without_second_bos
 from mtpkit.errors import UserError, listed
 from mtpkit.files import JsonObject
@@ -32,6 +35,8 @@ class Prompt:
     messages: list[JsonObject] | None = None
     """The conversation that `text` is rendered from."""
     tools: list[JsonObject] | None = None
+    template_kwargs: JsonObject | None = None
+    """Variables of the chat template that `text` is rendered with, if there are any."""
 
 
 def read_prompts(
@@ -41,6 +46,7 @@ def read_prompts(
     turns: Turns = "last",
     columns: Columns | None = None,
     limit: int | None = None,
+    options: DataOptions | None = None,
 ) -> tuple[list[Prompt], list[str]]:
     """Read prompts from files, folders and globs, in order; also returns `describe` of the rows without a prompt.
 
@@ -53,28 +59,24 @@ def read_prompts(
         limit: largest number of prompts, spread evenly over all prompts; pieces of texts beyond these are not made.
 
     Raises:
-        UserError: a file cannot be read or has none of the columns, or a text comes without `prompt_length`.
+        UserError: a file cannot be read or has none of the columns, a text comes without `prompt_length`, or too many
+            rows cannot be used.
+        RowError: by the options no row is to be skipped, and one cannot be used.
     """
     if prompt_length is not None and prompt_length < 1:
         raise UserError(f"prompt length is {prompt_length}, must be at least 1")
-    columns = columns or Columns()
+    reader = _Reader(tokenizer, prompt_length, turns, columns or Columns(), options or DataOptions())
     prompts: list[Callable[[], Prompt]] = []
-    refused = []
-    texts = False
     for file in find_files(paths):
-        for name, row in read_rows(file, columns.text):
-            try:
-                column = _column(name, row, columns)
-                texts = texts or column not in (columns.messages, columns.prompt)
-                prompts += _prompts(name, row, column, tokenizer, prompt_length, turns, columns)
-            except SampleError as error:
-                refused.append(describe(name, str(error)))
+        prompts += reader.read(file)
+    reader.tally.check(reader.options)
+    refused = reader.tally.left_out
     if not prompts:
         first = f", the first is {refused[0]}" if refused else ""
         raise UserError(
             f"data: no prompts: every text, prompt or conversation is empty or refused{first}; check the columns"
         )
-    if prompt_length is not None and not texts:
+    if prompt_length is not None and not reader.texts:
         logger.warning("the prompt length has no effect: no text is cut, all rows have prompts or messages")
     return [make() for make in spread(prompts, limit)], refused
 
@@ -88,48 +90,90 @@ def spread[T](items: Sequence[T], limit: int | None) -> list[T]:
     return [items[index * len(items) // limit] for index in range(limit)]
 
 
-def _column(name: str, row: Row, columns: Columns) -> str:
-    """The column that a row's prompts come from: the first that is not empty."""
-    known = [column for column in (columns.messages, columns.prompt, columns.text) if column in row]
-    if not known:
-        raise UserError(
-            f"data: {name} has the columns {listed(row)}, but none of {columns.messages!r}, {columns.prompt!r} and"
-            f" {columns.text!r}; rename them, or name the ones to use ({NAMING})"
-        )
-    given = [column for column in known if row[column] is not None]
-    if not given:
-        raise SampleError(lacking(row, known[0]))
-    return given[0]
+class _Reader:
+    """Reads prompts from files, and counts rows without one."""
 
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_length: int | None, turns: Turns, columns: Columns, options: DataOptions
+    ) -> None:
+        self.options = options
+        self.tally = Tally("prompts")
+        self.texts = False
+        """Whether there are texts, from which prompts are cut."""
+        self._tokenizer, self._prompt_length, self._turns, self._columns = tokenizer, prompt_length, turns, columns
+        self._first = _bos(tokenizer)
 
-def _prompts(
-    name: str,
-    row: Row,
-    column: str,
-    tokenizer: Tokenizer,
-    prompt_length: int | None,
-    turns: Turns,
-    columns: Columns,
-) -> Iterator[Callable[[], Prompt]]:
-    """Yield a function for each prompt of a row, which makes the prompt."""
-    if column == columns.messages:
-        require_template(tokenizer)
-        for prompt in _from_messages(name, *read_messages(row, columns.messages, name), tokenizer, turns):
-            yield partial(_same, prompt)
-        return
-    text = read_text_column(row, column, name)
-    if not text:
-        raise SampleError("empty text")
-    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    first = _bos(tokenizer)
-    if column == columns.prompt:
-        yield partial(_same, Prompt(name, text, without_second_bos([*first, *token_ids], text, tokenizer)))
-        return
-    if prompt_length is None:
-        raise UserError(f"data: {name} is a text; say how many of its tokens make a prompt with --prompt-length")
-    for start in range(0, len(token_ids), prompt_length):
-        if start == 0 or start + prompt_length <= len(token_ids):
-            yield partial(_piece, name, tokenizer, first, token_ids, start, prompt_length)
+    def read(self, file: Path) -> Iterator[Callable[[], Prompt]]:
+        """Yield a function for each prompt of a file, which makes the prompt."""
+        table = read_table(file, self._columns.text)
+        talk = conversation_column(table.columns, self._columns.messages)
+        wanted = (talk, self._columns.prompt, self._columns.text)
+        known = [column for column in wanted if column is not None and column in table.columns]
+        for name, row in table.rows:
+            self.tally.count({"num_documents": 1, "num_rows": 1})
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                if not known:
+                    raise UserError(
+                        f"data: {name} has the columns {listed(table.columns)}, but none of"
+                        f" {self._columns.messages!r}, {self._columns.prompt!r} and {self._columns.text!r}; rename"
+                        f" them, or name the ones to use ({NAMING})"
+                    )
+                yield from self._prompts(name, row, known, talk)
+            except NothingToLearn as reason:
+                self.tally.leave_out(name, str(reason), bad=False)
+            except (RowError, SampleError) as error:
+                told = str(error) if isinstance(error, RowError) else f"data: {name}: {error}"
+                if self.options.on_bad_row == "stop":
+                    raise RowError(f"{told}; {SKIPPING}") from error
+                problem = told.removeprefix(f"data: {name}").lstrip(": ")
+                self.tally.count({"num_bad_rows": 1})
+                self.tally.leave_out(name, problem, bad=True)
+
+    def _prompts(self, name: str, row: Row, known: list[str], talk: str | None) -> list[Callable[[], Prompt]]:
+        """The prompts of a row, from the first of its columns that is not empty."""
+        column = next((column for column in known if row.get(column) is not None), None)
+        if column is None:
+            problem = lacking(row, known[0])
+            empty = any(one in row for one in known) or all(value is None for value in row.values())
+            raise NothingToLearn(problem) if empty else RowError(f"data: {name}: {problem}")
+        if column == talk:
+            return [partial(_same, one) for one in self._from_messages(name, read_conversation(row, talk, name))]
+        text = read_text_cell(row, column, name)
+        if not text:
+            raise NothingToLearn("empty text")
+        token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if column == self._columns.prompt:
+            whole = without_second_bos([*self._first, *token_ids], text, self._tokenizer)
+            return [partial(_same, Prompt(name, text, whole))]
+        self.texts = True
+        length = self._prompt_length
+        if length is None:
+            raise UserError(f"data: {name} is a text; say how many of its tokens make a prompt with --prompt-length")
+        starts = range(0, len(token_ids), length)
+        return [
+            partial(_piece, name, self._tokenizer, self._first, token_ids, start, length)
+            for start in starts
+            if start == 0 or start + length <= len(token_ids)
+        ]
+
+    def _from_messages(self, name: str, conversation: Conversation) -> Iterator[Prompt]:
+        messages = conversation.messages
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        # A question at the end of a conversation is to be answered too.
+        if messages and messages[-1]["role"] != "assistant":
+            answers.append(len(messages))
+        if not answers:
+            raise NothingToLearn("no messages")
+        values = {**self.options.chat_template_kwargs, **conversation.template_kwargs}
+        chat = Chat(self._tokenizer, values)
+        for index in answers if self._turns == "all" else answers[-1:]:
+            before = messages[:index]
+            text = chat.prompt(before, conversation.tools)
+            # The template has already written the tokenizer's first tokens.
+            token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            yield Prompt(name, text, token_ids, before, conversation.tools, values or None)
 
 
 def _same(prompt: Prompt) -> Prompt:
@@ -142,23 +186,6 @@ def _piece(
     piece = token_ids[start : start + prompt_length]
     text = tokenizer.decode(piece)
     return Prompt(name, text, without_second_bos([*first, *piece], text, tokenizer))
-
-
-def _from_messages(
-    name: str, messages: list[JsonObject], tools: list[JsonObject] | None, tokenizer: Tokenizer, turns: Turns
-) -> Iterator[Prompt]:
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    # A question at the end of a conversation is to be answered too.
-    if messages and messages[-1]["role"] != "assistant":
-        answers.append(len(messages))
-    for index in answers if turns == "all" else answers[-1:]:
-        before = messages[:index]
-        text = render_prompt(tokenizer, before, tools)
-        # The template has already written the tokenizer's first tokens.
-        token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        yield Prompt(name, text, token_ids, before, tools)
-    if not answers:
-        raise SampleError("no messages")
 
 
 def _bos(tokenizer: Tokenizer) -> list[int]:

@@ -94,6 +94,8 @@ class Answer:
     messages: list[JsonObject] | None = None
     """The conversation with the answer, if the prompt was a conversation."""
     tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    """Variables of the chat template that the prompt was rendered with, if there are any."""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -313,6 +315,7 @@ def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokeni
             completion_token_ids=completion.token_ids,
             messages=messages,
             tools=prompt.tools,
+            chat_template_kwargs=prompt.template_kwargs,
         )
         journal.add(answer)
         answers.append(answer)

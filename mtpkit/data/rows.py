@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from mtpkit.errors import UserError, counted, listed
 from mtpkit.files import JsonObject, parse_json, read_text
 
 Row = JsonObject
-Numbered = Iterator[tuple[int, Row]]
+
+
+class RowError(UserError):
+    """A row that cannot be used, while the rows after it can be."""
+
+
+Numbered = Iterator[tuple[int, Row | RowError]]
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 """Suffixes of text files that are picked from a folder."""
@@ -43,60 +50,110 @@ def kind_problem(file: Path) -> str:
     )
 
 
-def read_rows(file: Path, text_column: str) -> Iterator[tuple[str, Row]]:
-    """Yield (name, row); the name is `FILE:NUMBER`, with the line number, or the row number in Parquet and JSON lists.
+@dataclass(frozen=True)
+class Table:
+    """The rows of a file."""
 
-    Each row has all columns of the file's first rows, with None for columns that it lacks. A text file is one row with
-    the whole text in the column `text_column`.
+    columns: tuple[str, ...]
+    """Columns of the first rows."""
+    rows: Iterator[tuple[str, Row | RowError]]
+    """Each row with its name, `FILE:NUMBER`: the line number, or the row number in Parquet and JSON lists. A row has
+    only the columns that it has in the file. In place of a row that cannot be read stands the error."""
+    blanks: bool = False
+    """Whether the file has a cell for every column of every row, so that an empty cell may be one that the row lacks.
+    Rows have no empty cells then."""
+
+
+def read_table(file: Path, text_column: str) -> Table:
+    """Read the rows of a file. A text file is one row with the whole text in the column `text_column`.
 
     Raises:
-        UserError: the file cannot be read as its suffix says, or has no rows.
+        UserError: the file cannot be read as its suffix says, or has no rows; some of it may be found only later, as
+            the rows are read.
     """
     if problem := kind_problem(file):
         raise UserError(f"data: {problem}")
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
-        yield str(file), {text_column: _require_text(read_text(file), str(file))}
-        return
-    rows = reader(file)
+        return Table((text_column,), iter([(str(file), _read_whole(file, text_column))]))
+    rows = _named(file, reader(file))
+    first = list(islice(rows, _FIRST_ROWS))
+    if not first:
+        raise UserError(f"data: {file} has no rows")
+    columns = tuple(dict.fromkeys(key for _, row in first if not isinstance(row, RowError) for key in row))
+    every = chain(first, rows)
+    return Table(columns, _filled(every), True) if reader in _WITH_BLANKS else Table(columns, every)
+
+
+def _filled(rows: Iterator[tuple[str, Row | RowError]]) -> Iterator[tuple[str, Row | RowError]]:
+    """Leave out empty cells."""
+    for name, row in rows:
+        if not isinstance(row, RowError):
+            row = {key: cell for key, cell in row.items() if cell is not None}
+        yield name, row
+
+
+def _read_whole(file: Path, text_column: str) -> Row | RowError:
     try:
-        first = list(islice(rows, _FIRST_ROWS))
-        if not first:
-            raise UserError(f"data: {file} has no rows")
-        none = dict.fromkeys(key for _, row in first for key in row)
-        for number, row in chain(first, rows):
-            yield f"{file}:{number}", {**none, **row}
+        return {text_column: _require_text(read_text(file), str(file))}
+    except UserError as error:
+        return RowError(str(error))
+
+
+def _named(file: Path, rows: Numbered) -> Iterator[tuple[str, Row | RowError]]:
+    try:
+        for number, row in rows:
+            yield f"{file}:{number}", row
     except OSError as error:
         raise UserError(f"data: {file} cannot be read: {error.strerror or error}") from error
 
 
-def _read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line numbers from 1, and lines with their line breaks."""
+def _read_lines(file: Path) -> Iterator[tuple[int, str | RowError]]:
+    """Yield line numbers from 1, and lines with their line breaks, or what is wrong with them."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}:{number}"
             try:
                 text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
+                yield number, _require_text(text, where)
             except UnicodeDecodeError as error:
-                raise UserError(f"data: {where} is not UTF-8 text ({error.reason}); save the file as UTF-8") from error
-            yield number, _require_text(text, where)
+                yield number, RowError(f"data: {where} is not UTF-8 text ({error.reason}); save the file as UTF-8")
+            except RowError as error:
+                yield number, error
+
+
+def _readable(lines: Iterator[tuple[int, str | RowError]]) -> Iterator[str]:
+    """Yield lines of a file whose lines cannot be told apart from rows; raises what is wrong with any of them."""
+    for _, line in lines:
+        if isinstance(line, RowError):
+            raise UserError(str(line))
+        yield line
 
 
 def _require_text(text: str, where: str) -> str:
     if "\0" in text:
-        raise UserError(f"data: {where} has a NUL byte, so it is UTF-16 or not text; save the file as UTF-8")
+        raise RowError(f"data: {where} has a NUL byte, so it is UTF-16 or not text; save the file as UTF-8")
     return text
 
 
 def _read_jsonl(file: Path) -> Numbered:
     for number, line in _read_lines(file):
-        if not line.isspace():
-            yield number, _require_row(parse_json(line, f"data: {file}:{number}"), f"{file}:{number}")
+        if isinstance(line, RowError):
+            yield number, line
+        elif not line.isspace():
+            yield number, _parse_row(line, f"{file}:{number}")
+
+
+def _parse_row(line: str, where: str) -> Row | RowError:
+    try:
+        return _as_row(parse_json(line, f"data: {where}"), where)
+    except UserError as error:
+        return RowError(str(error))
 
 
 def _read_json(file: Path) -> Numbered:
     """Read a list of objects, one object, or one object per line."""
-    line = next((line for _, line in _read_lines(file) if not line.isspace()), "{}")
+    line = next((line for line in _readable(_read_lines(file)) if not line.isspace()), "{}")
     try:
         by_line = isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -106,20 +163,20 @@ def _read_json(file: Path) -> Numbered:
         return
     value = parse_json(_require_text(read_text(file), str(file)), f"data: {file}")
     for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
-        yield number, _require_row(row, f"{file}:{number}")
+        yield number, _as_row(row, f"{file}:{number}")
 
 
-def _require_row(value: object, where: str) -> Row:
+def _as_row(value: object, where: str) -> Row | RowError:
     if not isinstance(value, dict):
-        raise UserError(f'data: {where} is not an object with columns; write a row as {{"text": ...}}')
+        return RowError(f'data: {where} is not an object with columns; write a row as {{"text": ...}}')
     return value
 
 
 def _read_csv(file: Path) -> Numbered:
     """Read rows under a header; all cells are text, and an empty cell is None."""
     csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
-    lines = (line for _, line in _read_lines(file))
-    reader = csv.reader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
+    reader = csv.reader(_readable(_read_lines(file)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     number = 1
     try:
@@ -127,15 +184,19 @@ def _read_csv(file: Path) -> Numbered:
             if cells and header is None:
                 header = _require_distinct(cells, file)
             elif cells and header is not None:
-                if len(cells) != len(header):
-                    raise UserError(
-                        f"data: {file}:{number} has {counted(len(cells), 'cell')}, but the header has {len(header)}; "
-                        "put cells with separators or line breaks in quotes"
-                    )
-                yield number, {key: cell or None for key, cell in zip(header, cells, strict=True)}
+                yield number, _from_cells(header, cells, f"{file}:{number}")
             number = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"data: {file}:{number} cannot be read as CSV: {error}") from error
+
+
+def _from_cells(header: list[str], cells: list[str], where: str) -> Row | RowError:
+    if len(cells) != len(header):
+        return RowError(
+            f"data: {where} has {counted(len(cells), 'cell')}, but the header has {len(header)}; "
+            "put cells with separators or line breaks in quotes"
+        )
+    return {key: cell or None for key, cell in zip(header, cells, strict=True)}
 
 
 def _require_distinct(names: list[str], file: Path) -> list[str]:
@@ -180,5 +241,6 @@ _READERS: dict[str, Callable[[Path], Numbered]] = {
     ".parquet": _read_parquet,
     ".tsv": _read_csv,
 }
+_WITH_BLANKS = (_read_csv, _read_parquet)
 TABLE_SUFFIXES = tuple(_READERS)
 """Suffixes of files with columns."""

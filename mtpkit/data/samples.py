@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from mtpkit.config.checked import checked
-from mtpkit.data.rows import Row, read_rows
+from mtpkit.data.cells import lacking, read_list, read_text_cell
+from mtpkit.data.conversations import ALPACA, SHAREGPT, conversation_column, read_conversation
+from mtpkit.data.options import SKIPPING, OnBadRow
+from mtpkit.data.rows import Row, RowError, Table, read_table
 from mtpkit.errors import UserError, listed, shown
-from mtpkit.files import JsonObject, parse_json
+from mtpkit.files import JsonObject
 
 NAMING = "--text-column and the like; data.text_column=.. in training"
 """The options with which users name columns, for error messages."""
-_MOST_DEPTH = 64
-"""Deepest nesting of lists and objects in messages and tools."""
 
 
 @checked("columns")
@@ -21,7 +21,8 @@ class Columns:
     """Names of the columns to read: a conversation, else prompt and response, else text.
 
     The first rows of a file decide which of these is read; among conversations, a row without messages may have prompt
-    and response. If a file lacks the default column `response`, `completion` is read in its place.
+    and response. If a file lacks the default column `response`, `completion` is read in its place. If it lacks the
+    column of messages, ShareGPT's column and then Alpaca's columns are read in its place.
     """
 
     text: str = "text"
@@ -47,6 +48,8 @@ class Sample:
     """Messages for a chat template, in the form of transformers; the assistant's are learnt."""
     tools: list[JsonObject] | None = None
     """JSON schemas of the functions that a conversation may call."""
+    template_kwargs: JsonObject = field(default_factory=dict)
+    """Variables of the chat template that this row gives."""
     prompt_token_ids: list[int] | None = None
     """Token ids of the prompt, at least 0; not yet checked against a vocabulary."""
     completion_token_ids: list[int] | None = None
@@ -59,99 +62,92 @@ class Sample:
     """File and line or row (counted from 1) that it comes from."""
     problem: str = field(default="", compare=False)
     """Reason why there is no text, if it is known."""
+    bad: bool = field(default=False, compare=False)
+    """True: the row cannot be used, and `problem` says why. False: it can be, though it may hold no text."""
 
 
-def read_samples(files: Iterable[Path], columns: Columns | None = None) -> Iterator[Sample]:
+def read_samples(
+    files: Iterable[Path], columns: Columns | None = None, on_bad_row: OnBadRow = "stop"
+) -> Iterator[Sample]:
     """Yield the samples of `files` in order: one per row of a file with columns, one per text file.
 
+    A text that is null or empty gives a sample without text. In files with a cell for each column of each row, such as
+    CSV and Parquet, this holds for responses only: other empty cells are columns that the row lacks.
+
+    Args:
+        on_bad_row: `skip`: a row that cannot be used becomes a sample with `bad`.
+
     Raises:
-        UserError: a file cannot be read as its suffix says or has none of the columns, or a row has a value of a wrong
-            type; the file or row is named.
+        UserError: a file cannot be read as its suffix says or has none of the columns.
+        RowError: a row cannot be read, lacks its column, or has a value of a wrong type; it is named.
     """
     columns = columns or Columns()
     for file in files:
         make: Callable[[Row, str], Sample] | None = None
-        for name, row in read_rows(file, columns.text):
-            make = make or _choose(file, row, columns)
-            yield make(row, name)
+        table = read_table(file, columns.text)
+        for name, row in table.rows:
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                make = make or _choose(file, table, columns)
+                yield make(row, name)
+            except RowError as error:
+                if on_bad_row == "stop":
+                    raise RowError(f"{error}; {SKIPPING}") from error
+                problem = str(error).removeprefix(f"data: {name}").lstrip(": ")
+                yield Sample(name=name, problem=problem, bad=True)
 
 
-def read_messages(row: Row, column: str, name: str) -> tuple[list[JsonObject], list[dict] | None]:
-    """Read the messages and tools of a row, which are lists or JSON strings.
-
-    Raises:
-        UserError: one of them has a wrong type.
-    """
-    messages, tools = (_read_objects(row.get(key), key, name) for key in (column, "tools"))
-    for number, message in enumerate(messages, start=1):
-        where = f"data: {name}: message {number} of {column!r}"
-        if not isinstance(message.get("role"), str):
-            raise UserError(f"{where} has no role; {column!r} must be a list of messages, each with role and content")
-        content = message.get("content")
-        parts = isinstance(content, list) and all(isinstance(part, str | dict) for part in content)
-        if not parts and not isinstance(content, str | None):
-            raise UserError(f"{where} has the content {shown(content)}, which is not text")
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list | None) or not all(
-            isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls or []
-        ):
-            raise UserError(f"{where} has the tool_calls {shown(calls)}, must be a list of objects")
-    return messages, tools or None
-
-
-def read_text_column(row: Row, column: str, name: str) -> str:
-    """The text in a column; "" if there is none.
-
-    Raises:
-        UserError: the column holds something other than text.
-    """
-    value = row.get(column)
-    if not isinstance(value, str | None):
-        raise UserError(f"data: {name}: column {column!r} holds {type(value).__name__}, not text")
-    return _require_unicode(value or "", column, name)
-
-
-def lacking(row: Row, column: str) -> str:
-    """Say which columns a row without `column` has; columns that only other rows have are None and not listed."""
-    others = listed(key for key, value in row.items() if value is not None)
-    return f"no column {column!r}; it has: {others}" if others else "empty row"
-
-
-def _choose(file: Path, row: Row, columns: Columns) -> Callable[[Row, str], Sample]:
-    """Choose how the rows of a file become samples, by the columns of its first row."""
+def _choose(file: Path, table: Table, columns: Columns) -> Callable[[Row, str], Sample]:
+    """Choose how the rows of a file become samples, by the columns of its first rows."""
+    known = table.columns
+    talk = conversation_column(known, columns.messages)
     response = columns.response
-    if response == Columns.response and response not in row:
+    if response == Columns.response and response not in known:
         response = "completion"
+    are_pairs = columns.prompt in known and response in known
 
     def pair(row: Row, name: str) -> Sample:
-        sample = _sample(row, response, name)
-        return _with_tokens(replace(sample, prompt=read_text_column(row, columns.prompt, name)), row)
+        # A cell for the answer that is empty is an empty answer.
+        for column in (columns.prompt,) if table.blanks else (columns.prompt, response):
+            _require_column(row, column, name)
+        text, prompt = (read_text_cell(row, column, name) for column in (response, columns.prompt))
+        return _with_tokens(Sample(text, prompt, name=name), row)
 
     def conversation(row: Row, name: str) -> Sample:
-        if row.get(columns.messages) is not None:
-            messages, tools = read_messages(row, columns.messages, name)
-            return _with_tokens(Sample(messages=messages, tools=tools, name=name), row)
+        assert talk is not None
         # A prompt with a response may stand among conversations.
-        if row.get(columns.prompt) is not None and row.get(response) is not None:
+        if row.get(talk) is None and row.get(columns.prompt) is not None and row.get(response) is not None:
             return pair(row, name)
-        return _with_tokens(Sample(name=name, problem=lacking(row, columns.messages)), row)
+        required = ALPACA if talk == ALPACA[0] and not table.blanks else (talk,)
+        for column in required:
+            _require_column(row, column, name)
+        found = read_conversation(row, talk, name)
+        return _with_tokens(
+            Sample(messages=found.messages, tools=found.tools, template_kwargs=found.template_kwargs, name=name), row
+        )
 
-    if columns.messages in row:
-        return conversation
-    if columns.prompt in row and response in row:
+    def plain(row: Row, name: str) -> Sample:
+        _require_column(row, columns.text, name)
+        return Sample(read_text_cell(row, columns.text, name), name=name)
+
+    if are_pairs and talk != columns.messages:
         return pair
-    if columns.text in row:
-        return lambda row, name: _sample(row, columns.text, name)
+    if talk is not None:
+        return conversation
+    if columns.text in known:
+        return plain
     raise UserError(
-        f"data: {file} has the columns {listed(row)}, but neither {columns.messages!r}, nor both {columns.prompt!r}"
-        f" and {columns.response!r}, nor {columns.text!r}; rename them, or name the ones to use ({NAMING})"
+        f"data: {file} has the columns {listed(known)}, but neither {columns.messages!r} or {SHAREGPT!r}, nor both"
+        f" {columns.prompt!r} and {columns.response!r}, or {ALPACA[0]!r} and {ALPACA[1]!r}, nor {columns.text!r};"
+        f" rename them, or name the ones to use ({NAMING})"
     )
 
 
-def _sample(row: Row, column: str, name: str) -> Sample:
-    """Make a sample from the text in a column; if there is no text, the sample names the reason."""
-    problem = lacking(row, column) if row.get(column) is None else ""
-    return Sample(read_text_column(row, column, name), name=name, problem=problem)
+def _require_column(row: Row, column: str, name: str) -> None:
+    """Refuse a row without a column, unless it has nothing at all."""
+    if column not in row and any(value is not None for value in row.values()):
+        raise RowError(f"data: {name}: {lacking(row, column)}")
 
 
 def _with_tokens(sample: Sample, row: Row) -> Sample:
@@ -162,56 +158,16 @@ def _with_tokens(sample: Sample, row: Row) -> Sample:
         return sample
     if prompt is None or completion is None:
         has, lacks = ("prompt", "completion") if completion is None else ("completion", "prompt")
-        raise UserError(f"data: {sample.name} has {has}_token_ids, but no {lacks}_token_ids; give both or neither")
-    tokenizer = read_text_column(row, "tokenizer", sample.name)
+        raise RowError(f"data: {sample.name} has {has}_token_ids, but no {lacks}_token_ids; give both or neither")
+    tokenizer = read_text_cell(row, "tokenizer", sample.name)
     return replace(sample, prompt_token_ids=prompt, completion_token_ids=completion, tokenizer=tokenizer)
 
 
 def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
     """The token ids in a column, a list or a JSON string; None if there are none."""
-    token_ids = _parse(row.get(column), column, name)
+    token_ids = read_list(row, column, name)
     if token_ids is None:
         return None
     if wrong := [token for token in token_ids if type(token) is not int or token < 0]:
-        raise UserError(f"data: {name}: {column!r} holds {shown(wrong[0])}; token ids are integers, at least 0")
+        raise RowError(f"data: {name}: {column!r} holds {shown(wrong[0])}; token ids are integers, at least 0")
     return token_ids
-
-
-def _read_objects(value: object, column: str, name: str) -> list[JsonObject]:
-    objects = _parse(value, column, name) or []
-    _check_nested(objects, column, name)
-    if odd := [entry for entry in objects if not isinstance(entry, dict)]:
-        raise UserError(f"data: {name}: {column!r} must be a list of objects, not of {shown(odd[0])}")
-    return objects
-
-
-def _parse(value: object, column: str, name: str) -> list[Any] | None:
-    """A list, possibly from a JSON string; None stays None."""
-    if isinstance(value, str):
-        value = parse_json(value, f"data: {name}: the text in {column!r}")
-    if not isinstance(value, list | None):
-        raise UserError(f"data: {name}: {column!r} holds {type(value).__name__}, not a list")
-    return value
-
-
-def _check_nested(value: object, column: str, name: str, depth: int = 0) -> None:
-    """Refuse values that chat templates or JSON cannot represent."""
-    if depth > _MOST_DEPTH:
-        raise UserError(f"data: {name}: {column!r} is nested more than {_MOST_DEPTH} deep")
-    if isinstance(value, str):
-        _require_unicode(value, column, name)
-    elif isinstance(value, list | dict):
-        for entry in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check_nested(entry, column, name, depth + 1)
-
-
-def _require_unicode(text: str, column: str, name: str) -> str:
-    try:
-        if not text.isascii():
-            text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])
-        raise UserError(
-            f"data: {name}: column {column!r} has {half}, half of a surrogate pair, which is not valid text"
-        ) from error
-    return text

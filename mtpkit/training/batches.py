@@ -25,7 +25,7 @@ def open_dataset(config: TrainConfig, paths: tuple[str, ...]) -> PackedDataset:
     data = config.data
     columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
     vocab_size = load_config(config.model).vocab_size
-    return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns, vocab_size)
+    return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns, vocab_size, data.options)
 
 
 def shared_data(data: DataConfig) -> list[str]:

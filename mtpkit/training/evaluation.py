@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.data.build import build_dataset
 from mtpkit.data.dataset import PackedDataset
+from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError, listed
@@ -187,6 +188,7 @@ def evaluate_directory(
     dtype: Dtype | Literal["auto"] = "auto",
     backend: BackendName | Literal["auto"] = "local",
     parallel: ParallelConfig | None = None,
+    options: DataOptions | None = None,
 ) -> dict[str, object] | None:
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
 
@@ -196,6 +198,7 @@ def evaluate_directory(
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         backend: as `TrainConfig.backend`.
         parallel: how ranks split the model; None: each rank has the whole model.
+        options: what is learnt of the data.
 
     Returns:
         `model`, `num_depths`, `attention`, `sequence_length`, `dtype` and `device`, then `Evaluation.to_dict` for KL at
@@ -221,7 +224,7 @@ def evaluate_directory(
     if sequence_length % parallel.tensor:
         raise UserError(f"{sequence_length} tokens cannot be split over {parallel.tensor} ranks: make it a multiple")
     tokenizer = load_tokenizer(find_companions(directory))
-    dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size)
+    dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size, options)
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     device = default_device()
     dtype = resolve_dtype(dtype, device)

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_inspect_shows_prepared_data(files, prepare, call, model_dir, capsys) ->
     assert prepare() == 0
     capsys.readouterr()
     assert call(app, "inspect", "--model", model_dir, "--data", files / "out", "--sequence-length", 32) == 0
-    assert "documents left out │     1" in capsys.readouterr().out
+    assert re.search(r"documents left out +│ +1 ", capsys.readouterr().out)
 
 
 def test_an_output_is_replaced_only_by_force(files, prepare, capsys) -> None:
@@ -116,7 +117,6 @@ def test_killed_and_begun_again(files, prepare, model_dir) -> None:
         ({"data": "nowhere"}, "nowhere does not exist"),
         ({"model": "nowhere"}, "model directory nowhere does not exist"),
         ({"sequence_length": 1}, "sequence length 1 is too short"),
-        ({"sequence_length": 100_000}, "tokens do not fill one sequence of 100000"),
         ({"chat_template": "nowhere.jinja"}, "chat template nowhere.jinja cannot be read"),
         ({"messages_column": "talk"}, "has the columns messages"),
     ],

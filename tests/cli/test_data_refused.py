@@ -131,8 +131,8 @@ def test_outputs_that_cannot_be_written(place, refuse, model_dir, output) -> Non
 def test_refused_late_nothing_is_left(place, refuse, model_dir) -> None:
     Path("a.jsonl").write_text(ROWS)
     Path("b.jsonl").write_text(ROWS + "5\n")
-    for data, length in ((["a.jsonl", "b.jsonl"], 32), (["a.jsonl"], 100_000)):
-        refuse("prepare", "--model", model_dir, "--data", *data, "--output", "x/y/out", "--sequence-length", length)
+    data = ["a.jsonl", "b.jsonl"]
+    refuse("prepare", "--model", model_dir, "--data", *data, "--output", "x/y/out", "--sequence-length", 32)
     Path("x").mkdir()
     refuse("prepare", "--model", model_dir, "--data", "b.jsonl", "--output", "x/y/out")
     assert Path("x").is_dir()

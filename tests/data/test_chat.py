@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AddedToken
 
-from mtpkit.data.chat import SampleError, encode_chat, render_prompt
+from mtpkit.data.chat import Chat, NothingToLearn, SampleError
 from mtpkit.data.documents import tokenize
 from mtpkit.data.samples import Sample
 from mtpkit.data.tokenizer import load_tokenizer
@@ -90,7 +90,7 @@ def unmarked(template):
 
 def learnt(tokenizer, messages, tools=None):
     """The texts of the runs of tokens that are learnt."""
-    token_ids, mask = encode_chat(tokenizer, messages, tools)
+    token_ids, mask = Chat(tokenizer).encode(messages, tools)
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     return [tokenizer.decode(token_ids[start:end]) for start, end in edges]
 
@@ -99,10 +99,10 @@ def learnt(tokenizer, messages, tools=None):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_same_tokens_with_and_without_marks(tokenizer, name, turns) -> None:
     tokenizer.chat_template = TEMPLATES[name]
-    marked = encode_chat(tokenizer, TURNS[:turns], TOOLS)
+    marked = Chat(tokenizer).encode(TURNS[:turns], TOOLS)
     assert len(learnt(tokenizer, TURNS[:turns], TOOLS)) == turns // 2
     tokenizer.chat_template = unmarked(TEMPLATES[name])
-    found = encode_chat(tokenizer, TURNS[:turns], TOOLS)
+    found = Chat(tokenizer).encode(TURNS[:turns], TOOLS)
     np.testing.assert_array_equal(found[0], marked[0])
     np.testing.assert_array_equal(found[1], marked[1])
 
@@ -111,7 +111,6 @@ def test_what_is_learnt_ends_with_the_turn(tokenizer) -> None:
     tokenizer.chat_template = unmarked(CHATML)
     assert learnt(tokenizer, TURNS[:4]) == ["sat on the mat<|end|>", "the cat<|end|>"]
     assert learnt(tokenizer, [{"role": "system", "content": "def"}, assistant("cat"), user("x")]) == ["cat<|end|>"]
-    assert learnt(tokenizer, [user("the"), assistant("")]) == ["<|end|>"]
     tokenizer.chat_template = unmarked(TOOLS_LAST)
     assert learnt(tokenizer, TURNS[:4], TOOLS) == ["sat on the mat<|user|>", "the cat<|user|>"]
 
@@ -153,7 +152,7 @@ def test_a_call_that_cannot_be_exchanged(tokenizer) -> None:
         assert learnt(tokenizer, turns, TOOLS) == ["<call>f</call><eos>", "b<eos>", "d<eos>"]
     tokenizer.chat_template = "{% set place = messages | length - 2 %}" + unmarked(marked)
     with pytest.raises(SampleError, match="message 2, the assistant's, is not found"):
-        encode_chat(tokenizer, turns, TOOLS)
+        Chat(tokenizer).encode(turns, TOOLS)
 
 
 def test_repeated_texts_are_told_apart(tokenizer) -> None:
@@ -182,8 +181,8 @@ def test_a_tokenizer_without_offsets_learns_the_same_text(tokenizer) -> None:
     for template in (CHATML, unmarked(THINKING), unmarked(TOOLS_LAST)):
         tokenizer.chat_template = template
         assert learnt(Slow(), TURNS, TOOLS) == learnt(tokenizer, TURNS, TOOLS)
-        assert tokenizer.decode(encode_chat(Slow(), TURNS, TOOLS)[0]) == tokenizer.decode(
-            encode_chat(tokenizer, TURNS, TOOLS)[0]
+        assert tokenizer.decode(Chat(Slow()).encode(TURNS, TOOLS)[0]) == tokenizer.decode(
+            Chat(tokenizer).encode(TURNS, TOOLS)[0]
         )
 
 
@@ -191,12 +190,12 @@ def test_a_tokenizer_without_offsets_learns_the_same_text(tokenizer) -> None:
 def test_conversations_that_cannot_be_learnt(tokenizer, template) -> None:
     tokenizer.chat_template = template
     with pytest.raises(SampleError, match="the chat template refuses it: alternate"):
-        encode_chat(tokenizer, [assistant("a"), user("b")])
-    with pytest.raises(SampleError, match="no assistant message"):
-        encode_chat(tokenizer, [user("b")])
+        Chat(tokenizer).encode([assistant("a"), user("b")])
+    with pytest.raises(NothingToLearn, match="no assistant message"):
+        Chat(tokenizer).encode([user("b")])
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(SampleError, match="message 2, the assistant's, is not found"):
-        encode_chat(tokenizer, [user("b"), assistant("c")])
+        Chat(tokenizer).encode([user("b"), assistant("c")])
 
 
 def test_samples_whose_mask_is_empty_are_listed(tokenizer, caplog) -> None:
@@ -212,7 +211,7 @@ def test_samples_whose_mask_is_empty_are_listed(tokenizer, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         dataset = in_memory(tokenize(samples, tokenizer), 8, pad_id=0)
     assert "2 of 4 documents" in caplog.text
-    assert "a.jsonl:0 (no assistant message), a.jsonl:2 (empty mask)" in caplog.text
+    assert "a.jsonl:0 (no assistant message), a.jsonl:2 (no message is to be learnt)" in caplog.text
     assert (dataset.counts[0].num_documents, dataset.counts[0].num_left_out) == (4, 2)
 
 
@@ -224,8 +223,8 @@ def test_a_tokenizer_without_template(tokenizer) -> None:
 
 def test_prompts_end_where_the_answer_begins(tokenizer) -> None:
     tokenizer.chat_template = CHATML
-    assert render_prompt(tokenizer, TURNS[:1], None) == "<|start|>user\nthe cat<|end|>\n<|start|>assistant\n"
+    assert Chat(tokenizer).prompt(TURNS[:1], None) == "<|start|>user\nthe cat<|end|>\n<|start|>assistant\n"
     call = {"function": {"name": "add", "arguments": json.dumps({"left": 1})}}
     tokenizer.chat_template = THINKING
-    text = render_prompt(tokenizer, [user("a"), assistant("", tool_calls=[call]), user("b")], TOOLS)
+    text = Chat(tokenizer).prompt([user("a"), assistant("", tool_calls=[call]), user("b")], TOOLS)
     assert '<call>add{"left": 1}</call>' in text and isinstance(call["function"]["arguments"], str)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mtpkit.data.options import DataOptions
 from mtpkit.data.prompts import Prompt, read_prompts, spread
 from mtpkit.data.regenerate import Answer, Journal, digest, regenerate
 from mtpkit.data.samples import read_samples
@@ -199,7 +200,15 @@ def test_a_prompt_length_that_cuts_some_text_has_an_effect(tmp_path, tokenizer_d
 
 def test_rows_without_the_column_say_what_they_have(tmp_path, tokenizer_dir) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "the cat"}\n{"foo": "x"}\n{"prompt": "the"}\n')
-    prompts, refused = read_prompts([tmp_path / "a.jsonl"], load_tokenizer(tokenizer_dir))
+    tokenizer = load_tokenizer(tokenizer_dir)
+    with pytest.raises(UserError, match=r"a.jsonl:2: no column 'prompt'; it has: foo; --on-bad-row skip"):
+        read_prompts([tmp_path / "a.jsonl"], tokenizer)
+    options = DataOptions(on_bad_row="skip")
+    says = r"1 of 3 rows cannot be used \(1 no column 'prompt'\), the first is .*a.jsonl:2"
+    with pytest.raises(UserError, match=says):
+        read_prompts([tmp_path / "a.jsonl"], tokenizer, options=options)
+    options = DataOptions(on_bad_row="skip", bad_rows_allowed=0.4)
+    prompts, refused = read_prompts([tmp_path / "a.jsonl"], tokenizer, options=options)
     assert [prompt.text for prompt in prompts] == ["the cat", "the"]
     assert refused == [f"{tmp_path / 'a.jsonl'}:2 (no column 'prompt'; it has: foo)"]
 

@@ -14,6 +14,7 @@ import pytest
 
 from mtpkit.data.build import build_dataset
 from mtpkit.data.documents import tokenize
+from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns, Sample, read_samples
 from mtpkit.data.sources import find_files, find_sources, tell_apart
 from mtpkit.data.tokenizer import fingerprint, load_tokenizer
@@ -83,11 +84,11 @@ def test_conversations(tmp_path: Path) -> None:
     [
         (
             [{"text": "one"}, {"foo": 1, "bar": "x"}, {"text": ""}, {"text": None}],
-            ["", "no column 'text'; it has: foo, bar", "", "empty row"],
+            ["", "no column 'text'; it has: foo, bar", "", ""],
         ),
         (
-            [{"foo": "x"}, {"prompt": "p", "response": "r"}, {"prompt": "p"}],
-            ["no column 'response'; it has: foo", "", "no column 'response'; it has: prompt"],
+            [{"foo": "x"}, {"prompt": "p", "response": "r"}, {"response": "r"}],
+            ["no column 'prompt'; it has: foo", "", "no column 'prompt'; it has: response"],
         ),
         (
             [{"messages": "[]"}, {"text": "t"}, {"prompt": "p", "response": "r"}, {"prompt": "p"}],
@@ -101,7 +102,24 @@ def test_rows_without_the_column_say_what_they_have(tmp_path: Path, kind: str, r
     else:
         names = dict.fromkeys(name for row in rows for name in row)
         file = write_parquet(tmp_path / "a.parquet", **{name: [row.get(name) for row in rows] for name in names})
-    assert [sample.problem for sample in read(file)] == problems
+    samples = list(read_samples([file], on_bad_row="skip"))
+    assert [sample.problem for sample in samples] == problems
+    assert [sample.bad for sample in samples] == [bool(problem) for problem in problems]
+    first = next(number for number, problem in enumerate(problems, start=1) if problem)
+    with pytest.raises(UserError, match=rf"data: {file}:{first}: no column .*; --on-bad-row skip leaves such rows out"):
+        read(file)
+
+
+def test_an_empty_cell_for_an_answer_is_an_empty_answer(tmp_path: Path) -> None:
+    """A cell of a CSV or Parquet file that is empty for any other reason may as well be missing."""
+    rows = [{"prompt": "p", "response": "r"}, {"prompt": "p", "response": None}]
+    (tmp_path / "a.csv").write_text("prompt,response\np,r\np,\n")
+    dense = write_parquet(tmp_path / "a.parquet", prompt=["p", "p"], response=["r", None])
+    for file in (write_jsonl(tmp_path / "a.jsonl", *rows), tmp_path / "a.csv", dense):
+        assert read(file) == [Sample("r", "p"), Sample("", "p")]
+    without = write_jsonl(tmp_path / "b.jsonl", {"prompt": "p", "response": "r"}, {"prompt": "p"})
+    with pytest.raises(UserError, match=r"b.jsonl:2: no column 'response'; it has: prompt"):
+        read(without)
 
 
 def test_samples_say_where_they_are_from(tmp_path: Path) -> None:
@@ -170,13 +188,13 @@ def test_file_name_with_glob_characters(tmp_path: Path) -> None:
         ),
         ("broken.json", b'{"text": ', "broken.json cannot be read as JSON"),
         ("broken.parquet", b"not parquet", "broken.parquet cannot be read as parquet"),
-        ("other.jsonl", b'{"body": "a"}\n', "other.jsonl has the columns body, but neither 'messages', nor both"),
+        ("other.jsonl", b'{"body": "a"}\n', "other.jsonl has the columns body, but neither 'messages' or"),
         ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "number.jsonl:2: column 'text' holds int"),
         ("chat.jsonl", b'{"messages": "hello"}\n', "chat.jsonl:1: the text in 'messages' cannot be read as JSON"),
         (
             "chat.jsonl",
             b'{"messages": [{"content": "a"}]}\n',
-            "chat.jsonl:1: message 1 of 'messages' has no role; 'messages' must be a list of messages",
+            "chat.jsonl:1: message 1 of 'messages' has no role; a message has role and content, or from",
         ),
         ("chat.jsonl", b'{"messages": {"role": "user"}}\n', "chat.jsonl:1: 'messages' holds dict, not a list"),
     ],
@@ -245,10 +263,11 @@ def test_build_dataset_counts_documents_without_targets(
         dataset = build_dataset([file], load_tokenizer(tokenizer_dir), 4)
     (counts,) = dataset.counts
     assert (counts.name, counts.num_documents, counts.num_left_out) == ("a", 2, 1)
-    assert f"1 of 2 documents have no token to learn and are left out: {file}:2 (empty text)" in caplog.text
+    assert f"1 of 2 documents have no token to learn and are left out: {file}:2 (empty answer)" in caplog.text
     assert counts.num_target_tokens < dataset.num_tokens <= len(dataset) * 4
     write_jsonl(file, {"text": "the cat sat on the mat"}, {"foo": "x"})
-    build_dataset([file], load_tokenizer(tokenizer_dir), 4)
+    options = DataOptions(on_bad_row="skip", bad_rows_allowed=0.5)
+    build_dataset([file], load_tokenizer(tokenizer_dir), 4, options=options)
     assert f"{file}:2 (no column 'text'; it has: foo)" in caplog.text
 
 
@@ -268,11 +287,16 @@ def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, tokeniz
         build_dataset(files[:1], tokenizer, 4, vocab_size=size)
 
 
-def test_too_little_data(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_too_little_data(tmp_path: Path, tokenizer_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     (tmp_path / "a.txt").write_text("the cat")
-    with pytest.raises(UserError, match="do not fill one sequence of 64"):
-        build_dataset([tmp_path / "a.txt"], tokenizer, 64)
+    with caplog.at_level(logging.WARNING):
+        dataset = build_dataset([tmp_path / "a.txt"], tokenizer, 64)
+    tokens = tokenizer("the cat")["input_ids"] + [tokenizer.eos_token_id]
+    assert f"{len(tokens)} tokens do not fill one sequence of 64, which is padded" in caplog.text
+    batch = dataset.batch([0])
+    assert batch.token_ids.tolist() == [tokens + [tokenizer.eos_token_id] * (64 - len(tokens))]
+    assert batch.loss_mask.sum() == len(tokens)
     empty = write_jsonl(tmp_path / "a.jsonl", {"text": ""})
     with pytest.raises(
         UserError, match=r"a has no usable documents: all 1 .* the first is .*a\.jsonl:1 \(empty text\)"

@@ -22,6 +22,7 @@ from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.cli import run as run_command
 from mtpkit.cli.acceptance import app as acceptance_app
 from mtpkit.cli.train import app as train_app
+from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
@@ -359,8 +360,19 @@ def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, t
 def test_columns_of_any_name_are_read(settings, monkeypatch):
     names = ["text_column=body", "prompt_column=q", "response_column=a", "messages_column=talk"]
     config = load_config(None, [*settings, *(f"data.{name}" for name in names)])
-    monkeypatch.setattr(batches, "build_dataset", lambda paths, tokenizer, length, columns, vocab_size: columns)
-    assert batches.open_dataset(config, config.data.train) == Columns("body", "q", "a", "talk")
+    monkeypatch.setattr(batches, "build_dataset", lambda *arguments: arguments)
+    assert batches.open_dataset(config, config.data.train)[3] == Columns("body", "q", "a", "talk")
+
+
+def test_options_of_the_data_are_read(settings, monkeypatch):
+    values = ["loss=last_turn", "sample_per_turn=true", "long_conversations=drop", "on_bad_row=skip"]
+    values += ["bad_rows_allowed=0.5", "chat_template_kwargs={enable_thinking: false}"]
+    config = load_config(None, [*settings, *(f"data.{value}" for value in values)])
+    monkeypatch.setattr(batches, "build_dataset", lambda *arguments: arguments)
+    options = DataOptions("last_turn", True, "drop", "skip", 0.5, {"enable_thinking": False})
+    assert batches.open_dataset(config, config.data.train)[-1] == options
+    with pytest.raises(UserError, match="chat_template_kwargs has 'tokenize', no variable of chat templates"):
+        load_config(None, [*settings, "data.chat_template_kwargs={tokenize: false}"])
 
 
 def test_a_run_is_not_mixed_with_another(settings, toy_base):

@@ -4,12 +4,13 @@ Bounds are far beyond the needs of any run: they refuse typing errors, and value
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from mtpkit.config import Balance, HiddenState, LossKind
-from mtpkit.config.checked import checked
+from mtpkit.config.checked import checked, field_of, keys_of
+from mtpkit.data.options import DataOptions, LongConversations, Loss, OnBadRow
 
 HeadAttention = Literal["auto", "serving", "per_depth"]
 HeadInit = Literal["auto", "checkpoint", "fresh", "base"]
@@ -41,6 +42,12 @@ class DataConfig:
     messages_column: str = "messages"
     """Column of the conversations in chat data, rendered by the tokenizer's chat template; the assistant's messages are
     trained on. Columns have no effect on prepared data, since they were chosen when it was prepared."""
+    loss: Loss = field_of(DataOptions, "loss")
+    sample_per_turn: bool = field_of(DataOptions, "sample_per_turn")
+    long_conversations: LongConversations = field_of(DataOptions, "long_conversations")
+    on_bad_row: OnBadRow = field_of(DataOptions, "on_bad_row")
+    bad_rows_allowed: float = field_of(DataOptions, "bad_rows_allowed")
+    chat_template_kwargs: dict[str, Any] = field_of(DataOptions, "chat_template_kwargs")
     sequence_length: Annotated[int, Field(ge=3, le=2**24)] = 1024
     """Length of a packed sequence in tokens."""
     micro_batch_size: Ranks = 1
@@ -66,6 +73,12 @@ class DataConfig:
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.micro_batch_size "
                 f"{self.micro_batch_size}"
             )
+        yield from self.options.problems()
+
+    @property
+    def options(self) -> DataOptions:
+        """The settings that say what is learnt."""
+        return DataOptions(**{name: getattr(self, name) for name in keys_of(DataOptions)})
 
 
 @checked("heads settings")

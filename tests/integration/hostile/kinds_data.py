@@ -113,14 +113,14 @@ def data_places(file: str) -> Iterator[Mutation]:
 TEXT_ROWS = Rules(
     unknown="accepted",
     doubled="either",
-    accepted={"text": {*NULLABLE, "empty text", "long text"}},
+    accepted={"text": {"null", "empty text", "long text"}},
     either={"id": {"*"}, "text": {"unknown"}},
 )
 ALL_TEXT_ROWS = replace(TEXT_ROWS, accepted={"text": {"long text"}})
 CHAT_ROWS = Rules(
     unknown="either",
     doubled="either",
-    accepted={"messages": {*NULLABLE, "[]"}},
+    accepted={"messages": {"null", "[]"}},
     either={
         "id": {"*"},
         "messages.*.content": {"*"},
@@ -351,6 +351,11 @@ def prepared_manifest(world: Path) -> Iterator[Mutation]:
             "sources.*.fingerprint": {"surrogate"},
             "tokenizer_name": {"surrogate"},
             "sources.*.num_*": {"10^30"},
+            # What came later, and only reports.
+            "sources.*.num_long*": {"*"},
+            "sources.*.num_empty_answers*": {"*"},
+            "sources.*.left_out_by_reason*": {"*"},
+            "options*": {"*"},
         },
     )
     yield from json_file("prep6/mtpkit_data.json", rules, "either")(world)
