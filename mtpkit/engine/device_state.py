@@ -179,12 +179,16 @@ class DeviceState:
         return Sampling(use, slots, self.seeds, self.columns, self.vocabulary)
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Write the sampling parameters of `requests`, before the last chunk of their prompts is computed."""
+        """Write the sampling parameters of `requests`, before the last chunk of their prompts is computed. The step of
+        that chunk may make a chain of drafts where the next step verifies a tree, so the tree is reset here."""
         if not requests:
             return
         ids = [[request.slot for request in requests], [request.seed for request in requests]]
         slots, seeds = to_device(ids, torch.int64, self.tokens.device)
         self.seeds[slots] = seeds
+        self.tokens[slots] = 0
+        if self.parents is not None:
+            self.parents[slots] = torch.arange(-1, self.parents.shape[1] - 1, device=slots.device)
         size = self.vocabulary.size
         numbers = [
             {name: value for one in PROCESSORS for name, value in one.numbers(request.params, size).items()}

@@ -138,6 +138,8 @@ class StepGraphs:
         largest, device = StepShape(rows, config.max_num_seqs + 1, tokens), builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
         self._tables = torch.full((largest.rows, table_width), null_block, dtype=torch.int64, device=device)
+        self._given = np.zeros(largest.rows, np.int64)
+        """For each row of `_tables`, the number of entries that the newest step of the row gave."""
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._capture = Capture()
 
@@ -227,10 +229,15 @@ class StepGraphs:
         return shape, drafts, for_graph(chosen)
 
     def _fill(self, shape: StepShape, numbers: np.ndarray, tables: np.ndarray) -> None:
-        """Write what a step of this shape reads. Block table entries beyond the given ones keep what an earlier step
-        left."""
+        """Write what a step of this shape reads. Block table entries beyond the given ones name the null block: a step
+        that went beyond its blocks by mistake must not find those of another request. They are written only where an
+        earlier step gave more, so that most steps make no extra launch."""
         self._numbers[: len(numbers)].copy_(self.builder.ints(numbers))
-        self._tables[: shape.rows, : tables.shape[1]].copy_(self.builder.ints(tables))
+        given, width = self._given[: shape.rows], tables.shape[1]
+        self._tables[: shape.rows, :width].copy_(self.builder.ints(tables))
+        if (most := given.max(initial=0)) > width:
+            self._tables[: shape.rows, width:most] = self.null_block
+        given[:] = width
 
     def _null_tables(self, shape: StepShape) -> np.ndarray:
         return np.full((shape.rows, self._tables.shape[1]), self.null_block)

@@ -436,3 +436,24 @@ def test_auto_captures_each_k(device):
     llm.engine.speculation.choose = lambda rows: next(turns)
     llm.generate(make_prompts((3,)), greedy(12))
     assert set(llm.engine.executor.graphs._graphs) == captured
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_block_tables_name_no_block_of_another_request(device, k):
+    """After every step, all entries behind a row's own blocks name the null block, whatever rows came before."""
+    model = tiny_model("distinct", device=device)
+    llm = make_llm(model, k, block_size=2, num_blocks=400, max_num_seqs=6, async_scheduling=False)
+    graphs, fill, wider = llm.engine.executor.graphs, llm.engine.executor.graphs._fill, 0
+
+    def filled(shape, numbers, tables):
+        nonlocal wider
+        fill(shape, numbers, tables)
+        rest = graphs._tables[: shape.rows, tables.shape[1] :]
+        assert (rest == graphs.null_block).all()
+        wider = max(wider, tables.shape[1])
+
+    graphs._fill = filled
+    prompts = make_prompts((40, 1, 30, 2, 1, 1))
+    for given in (prompts[:3], prompts[3:], prompts[1:2], prompts):
+        generate(llm, given, greedy(6), poison=False)
+    assert wider >= 20

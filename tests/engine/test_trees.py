@@ -331,3 +331,25 @@ def test_what_is_no_tree_is_refused(given, why):
 def test_settings_that_cannot_work_are_refused(settings, why):
     with pytest.raises(UserError, match=why):
         tree_llm(tiny_model(), settings)
+
+
+@pytest.mark.parametrize("tree", [FIXED, GROWN], ids=["fixed", "grown"])
+def test_a_tree_after_a_chain_holds_nothing_of_the_former_request_of_its_slot(tree):
+    """The step of a prompt that makes a chain of drafts leaves the other places of the tree unwritten."""
+    fed = []
+    for former in PROMPTS[1:3]:
+        llm = changing(tree_llm(tiny_model(), tree, max_num_seqs=2), ("tree",))
+        run, trees = llm.engine.executor.runner.run, []
+        for prompt, tokens in ((PROMPTS[4], 40), (former, 6)):
+            llm.engine.add_request(prompt, greedy(tokens))
+        while len(llm.engine.scheduler.running) != 1:
+            llm.engine.step()
+        llm.engine.add_request([3, 1, 4], greedy(6), "next")
+        changing(llm, (1, "tree", "tree"))
+        llm.engine.executor.runner.run = lambda batch, run=run, trees=trees: trees.append(batch) or run(batch)
+        llm.engine.step()
+        llm.engine.step()
+        batch = trees[-1]
+        assert batch.plan.trees and batch.plan.rows[1].request.request_id == "next"
+        fed.append([batch.token_ids.view(2, -1)[1].tolist(), batch.inputs.tree.parents[1].tolist()])
+    assert fed[0] == fed[1]
