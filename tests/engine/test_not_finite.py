@@ -226,7 +226,7 @@ def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, setting
     first = make_llm(tiny_model(heads), 0, **{**settings, "draft_sampling": False, "synthetic_acceptance": None})
     seen = {token for output in first.generate(PROMPT_IDS, sampling) for token in output.outputs[0].token_ids}
     for bad in sorted(range(20, VOCAB_SIZE), key=seen.__contains__):  # most drafts change no token: it is the first
-        if k:  # attention multiplies what a query does not see by zero: a fed draft of NaN would break its own request
+        if k:  # heads that read the token as a draft could not choose the next draft, which is an error of its own
             settings["draft_vocab"] = [token for token in range(VOCAB_SIZE) if token != bad]
         plain = make_llm(tiny_model(heads), k, **settings)
         want = [output.outputs[0].token_ids for output in plain.generate(PROMPT_IDS, sampling)]

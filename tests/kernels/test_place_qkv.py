@@ -1,5 +1,7 @@
 """Norms, rotation and caches in one kernel against the same in fp64."""
 
+import math
+
 import pytest
 import torch
 
@@ -81,3 +83,22 @@ def test_place_qkv(twin: Twin, sizes, half, norm, kept, factor, dtype):
             want_keys[slot], want_values[slot] = key.to(dtype), arguments["v"][token]
     assert relative(arguments["key_cache"].flatten(0, 1), want_keys.double()) <= limit
     assert torch.equal(arguments["value_cache"].flatten(0, 1), want_values)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("half", "norm"), [(4, "plain"), (8, None), (0, "plain")], ids=str)
+def test_a_value_that_is_not_finite_is_written_as_zeros_under_a_key_of_nan(twin: Twin, half, norm, value):
+    arguments = draw(twin, 5, 2, 3, 16, half, norm, torch.float32)
+    arguments["slots"] = torch.tensor([4, 9, 2, -1, 7]).to(twin.device)
+    caches = [arguments[name] for name in ("key_cache", "value_cache")]
+    clean = arguments | {name: caches[i].clone() for i, name in enumerate(("key_cache", "value_cache"))}
+    twin("place_qkv").place_qkv(**clean)
+    arguments["v"][1, 1, 3] = value
+    twin("place_qkv").place_qkv(**arguments)
+    for cache, want, mark in zip(caches, (clean["key_cache"], clean["value_cache"]), (torch.nan, 0.0), strict=True):
+        want = want.flatten(0, 1).clone()
+        have = cache.flatten(0, 1)
+        row, want[9, 1] = have[9, 1].clone(), 0.0
+        have[9, 1] = 0.0
+        assert have.equal(want)
+        assert row.isnan().any() if math.isnan(mark) else row.eq(0.0).all()

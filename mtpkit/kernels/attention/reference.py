@@ -143,7 +143,11 @@ def attend_paged(
     stacked = q.reshape(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = mask.repeat(1, rep, 1)[:, None]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
+    # PyTorch adds the mask to the scores, so a key of NaN would reach the queries that do not see it, too.
+    broken = ~keys.isfinite().all(-1)[:, :, None]  # [R, groups, 1, span]
+    keys = keys.masked_fill(broken.transpose(2, 3), 0.0)
+    bias = torch.where(mask, torch.where(broken, math.nan, 0.0), -torch.inf).to(q.dtype)
+    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scale)
     return out.unflatten(2, (rep, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

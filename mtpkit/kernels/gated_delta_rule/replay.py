@@ -93,6 +93,7 @@ def _replay_kernel(
     HALF: tl.constexpr,
     NARROW: tl.constexpr,
     FORGOTTEN: tl.constexpr,
+    LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -171,8 +172,10 @@ def _replay_kernel(
     since = tl.cumsum(g, 0) if ancestors_ptr is None else tl.sum(tl.where(seen, g[:, None], 0.0), 0)  # [T]
     to_last, whole = tl.cumsum(old_g, 0, reverse=True) - old_g, tl.sum(old_g, 0)  # [E]
     of_column = tl.sum(tl.where(of_token, since[:, None], 0.0), 0)  # [O]
-    between = tl.where(reads, tl.exp(tl.minimum(of_column[None, :] - since[:, None], 0.0)), 0.0)
-    weights = scores * between  # [T, O]
+    between = tl.exp(tl.minimum(of_column[None, :] - since[:, None], 0.0))
+    # A token whose value or rate is not finite spoils what reads it: NaN weights for its correction, which is cleared.
+    spoilt = tl.sum(values.to(tl.float32) * 0.0, 0) + beta * 0.0  # [T]
+    weights = tl.where(reads, scores * between + spoilt[:, None], 0.0)  # [T, O]
     held *= tl.exp(whole + of_column)[None, :]
     held += dot(old_u, old_scores * tl.exp(to_last[:, None] + of_column[None, :]), None)
     for i in range(TOKENS):
@@ -180,7 +183,8 @@ def _replay_kernel(
         v = tl.sum(tl.where(is_i[None, :], values.to(tl.float32), 0.0), 1)
         rate, place = tl.sum(tl.where(is_i, beta, 0.0), 0), tl.sum(tl.where(is_i, new_place - slot * LENGTH, 0), 0)
         u = rate * (v - tl.sum(tl.where(o[None, :] == i, held, 0.0), 1))  # [P]
-        held += u[:, None] * tl.sum(tl.where(is_i[:, None], weights, 0.0), 0)[None, :]
+        finite = tl.where(u != u, 0.0, tl.minimum(tl.maximum(u, -LARGEST), LARGEST))
+        held += finite[:, None] * tl.sum(tl.where(is_i[:, None], weights, 0.0), 0)[None, :]
         new_u_ptrs = ring_u_ptr + (slot * LENGTH + place) * (HEADS * WIDTH) + head * WIDTH + p
         tl.store(new_u_ptrs, u.to(ring_u_ptr.dtype.element_ty), mask=in_p)
     tl.store(out_ptrs, held.to(out_ptr.dtype.element_ty), mask=out_mask)
@@ -253,6 +257,7 @@ def delta_replay_update(
         HALF=max(_SMALLEST_HALF, triton.next_power_of_2(tokens)),
         NARROW=NARROW if q.dtype == k.dtype == v.dtype == torch.bfloat16 else None,
         FORGOTTEN=_FORGOTTEN,
+        LARGEST=torch.finfo(torch.float32).max,
         EPSILON=EPSILON,
         WHOLE=width % block_p == 0 and state_dim == block_n,
         STAGES=num_stages,

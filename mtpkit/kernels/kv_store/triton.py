@@ -7,6 +7,18 @@ from torch import Tensor
 from mtpkit.kernels.device import Early, strided, wait_for_previous
 
 
+@triton.jit
+def broken(values):
+    """NaN for each row of values [.., N] in which a value is not finite, else 0: [..] fp32."""
+    return tl.sum(values.to(tl.float32) * 0.0, len(values.shape) - 1)
+
+
+@triton.jit
+def whole(values, spoilt):
+    """`values`, with zeros in the rows that `spoilt` marks by NaN; its shape must broadcast."""
+    return tl.where(spoilt == spoilt, values, 0.0)
+
+
 @Early
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _store_kernel(
@@ -38,7 +50,10 @@ def _store_kernel(
     in_key = (head < KV_HEADS) & (channel < KEY_WIDTH)
     in_value = (head < KV_HEADS) & (channel < VALUE_WIDTH)
     key = tl.load(key_ptr + token * key_token + head * key_head + channel, mask=in_key)
-    value = tl.load(value_ptr + token * value_token + head * value_head + channel, mask=in_value)
+    value = tl.load(value_ptr + token * value_token + head * value_head + channel, mask=in_value, other=0.0)
+    spoilt = broken(value)[:, None]
+    key = (key + spoilt).to(key.dtype)
+    value = whole(value, spoilt)
     place = slot * KEY_SLOT + head * KEY_WIDTH + channel
     tl.store(key_cache_ptr + place, key.to(key_cache_ptr.dtype.element_ty), mask=in_key)
     place = slot * VALUE_SLOT + head * VALUE_WIDTH + channel

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import Early, strided, wait_for_previous, with_rows
-from mtpkit.kernels.kv_store.triton import slot_stride, store_kv
+from mtpkit.kernels.kv_store.triton import broken, slot_stride, store_kv, whole
 
 
 @triton.jit
@@ -16,9 +16,10 @@ def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, B
     Args:
         x_ptrs, out_ptrs: [H, 1], pointers to the first channels of the heads that are read and written.
         heads: [H, 1], which heads exist.
-        turns: cos, sin [1, BLOCK_W] of the angles, times the factor of rotated channels.
+        turns: cos, sin [1, BLOCK_W] of the angles, times the factor of rotated channels; then 0, or NaN to write heads
+            of NaN, or None for 0.
     """
-    cos, sin = turns
+    cos, sin, spoilt = turns
     dtype = x_ptrs.dtype.element_ty
     w, rest = tl.arange(0, BLOCK_W)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     turned, left = heads & (w < HALF), heads & (rest < WIDTH)
@@ -33,6 +34,8 @@ def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, B
         second *= scale * (tl.load(norm_ptr + HALF + w, mask=w < HALF, other=0.0).to(tl.float32) + shift)
         third *= scale * (tl.load(norm_ptr + rest, mask=rest < WIDTH, other=0.0).to(tl.float32) + shift)
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    if spoilt is not None:
+        cos, third = cos + spoilt, third + spoilt
     into = out_ptrs.dtype.element_ty
     tl.store(out_ptrs + w, (first * cos - second * sin).to(dtype).to(into), mask=turned)
     tl.store(out_ptrs + HALF + w, (second * cos + first * sin).to(dtype).to(into), mask=turned)
@@ -94,22 +97,25 @@ def _place_kernel(
     if index < tokens:
         slot = tl.load(slots_ptr + index)
         if slot >= 0:
-            turns = _angles(positions_ptr, frequencies_ptr, index, factor, HALF, BLOCK_W)
             k_ptrs = k_ptr + index * k_token + group * k_group + one
             key_ptrs = key_cache_ptr + slot * KEY_SLOT + group * WIDTH + one
-            _turn(k_ptrs, k_norm_ptr, turns, key_ptrs, one == 0, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
             channel = tl.arange(0, BLOCK_V)
             value_ptrs = value_cache_ptr + slot * VALUE_SLOT + group * VALUE_WIDTH + channel
             mask = channel < VALUE_WIDTH
-            value = tl.load(v_ptr + index * v_token + group * v_group + channel, mask=mask)
-            tl.store(value_ptrs, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
+            value = tl.load(v_ptr + index * v_token + group * v_group + channel, mask=mask, other=0.0)
+            spoilt = broken(value)
+            cos, sin = _angles(positions_ptr, frequencies_ptr, index, factor, HALF, BLOCK_W)
+            turns = cos, sin, spoilt
+            _turn(k_ptrs, k_norm_ptr, turns, key_ptrs, one == 0, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
+            tl.store(value_ptrs, whole(value, spoilt).to(value_cache_ptr.dtype.element_ty), mask=mask)
     if index < kept:
         token = index if keep_ptr is None else tl.load(keep_ptr + index)
-        turns = _angles(positions_ptr, frequencies_ptr, token, factor, HALF, BLOCK_W)
+        q_cos, q_sin = _angles(positions_ptr, frequencies_ptr, token, factor, HALF, BLOCK_W)
+        q_turns = q_cos, q_sin, None
         q_ptrs = q_ptr + token * q_token + group * q_group + head * q_head
         out_ptrs = out_ptr + ((index * tl.num_programs(1) + group) * HEADS + head) * WIDTH
         real = head < HEADS
-        _turn(q_ptrs, q_norm_ptr, turns, out_ptrs, real, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
+        _turn(q_ptrs, q_norm_ptr, q_turns, out_ptrs, real, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
 
 
 def warps(items: int) -> int:

@@ -125,7 +125,11 @@ def ssm_replay_update(
     steps = step_size(dt, dt_bias, dt_limit)
     all_dt = _joined(ring_dt[old], steps, stored).unflatten(2, (groups, rep))
     all_B = _joined(ring_B[old], B, stored)
-    scaled_x = _joined(ring_x[old], x, stored).unflatten(2, (groups, rep)) * all_dt[..., None]
+    # Zero weights would not keep what is not finite from the tokens that do not see it. The token's own y tells: of x
+    # through D, of dt through the decay.
+    finite_x = x.where(x.isfinite(), 0.0)
+    finite_dt = all_dt.nan_to_num(posinf=0.0)
+    scaled_x = _joined(ring_x[old], finite_x, stored).unflatten(2, (groups, rep)) * finite_dt[..., None]
     # Log decay since the stored state, [R, E + T, g, r]; in fp64 since small decays are differences of large sums.
     A = -torch.exp(A_log.float()).view(groups, rep)
     decay, seen = _paths((all_dt * A).double(), tokens, ancestors)
@@ -174,9 +178,9 @@ def _replayed(current: Tensor, scaled_x: Tensor, B: Tensor, queries: Tensor, dec
     """
     earlier = B.shape[1] - queries.shape[1]
     log_pair = (decay[:, earlier:, None] - decay[:, None]).float()  # [R, T, J, g, r]
-    weights = torch.exp(log_pair.masked_fill(~seen[..., None, None], float("-inf")))
     scores = torch.einsum("rtgn,rjgn->rtjg", queries, B)
-    y = torch.einsum("rtjgq,rjgqp->rtgqp", scores[..., None] * weights, scaled_x)
+    weights = (scores[..., None] * torch.exp(log_pair)).masked_fill(~seen[..., None, None], 0.0)
+    y = torch.einsum("rtjgq,rjgqp->rtgqp", weights, scaled_x)
     return y + torch.einsum("rtgn,rgqpn->rtgqp", queries, current) * torch.exp(decay[:, earlier:].float())[..., None]
 
 

@@ -199,7 +199,7 @@ def _replay_kernel(
         new_B_ptrs = ring_B_ptr + new_place[:, None] * (GROUPS * STATE) + group * STATE + n[None, :]
         tl.store(new_B_ptrs, B.to(ring_B_ptr.dtype.element_ty), mask=B_mask)
     scores, old_scores = dot(B, C, NARROW), dot(old_B, C, NARROW)  # [T, T], [E, T]
-    later, same = t[:, None] <= o[None, :], t[:, None] == o[None, :]
+    later = t[:, None] <= o[None, :]
     if ancestors_ptr is not None:
         later = load_masks(ancestors_ptr, row, t, o, TOKENS)
 
@@ -213,14 +213,19 @@ def _replay_kernel(
         x = tl.load(x_ptrs + head * x_head, mask=x_mask, other=0.0)  # [P, T]
         old_x = tl.load(old_x_ptrs + head * WIDTH, mask=old_x_mask, other=0.0)  # [P, E]
         tl.store(new_x_ptrs + head * WIDTH, x.to(ring_x_ptr.dtype.element_ty), mask=x_mask)
+        # The zero weights of tokens that do not see an x would not keep its NaN from them: it spoils the other weights
+        # in its place.
+        spoilt = tl.sum(x.to(tl.float32) * 0.0, 0)  # [T]
+        x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
         steps, sums = _of_head(step, h, head), _of_head(since, h, head)  # [T]
         out_sums = _of_head(out_since, h, head)  # [O]
         old_steps, to_lasts = _of_head(old_step, h, head), _of_head(to_last, h, head)  # [E]
         all_old = tl.sum(tl.where(h == head, whole, 0.0), 0)
         D = tl.load(D_ptr + first + head).to(tl.float32)
         old_weights = old_scores * tl.exp(to_lasts[:, None] + out_sums[None, :]) * old_steps[:, None]
-        between = tl.where(later, tl.exp(tl.minimum(out_sums[None, :] - sums[:, None], 0.0)), 0.0)
-        new_weights = scores * between * steps[:, None] + tl.where(same, D, 0.0)
+        between = tl.exp(tl.minimum(out_sums[None, :] - sums[:, None], 0.0))
+        new_weights = tl.where(later, scores * between * steps[:, None] + spoilt[:, None], 0.0)
+        new_weights += tl.where(t[:, None] == o[None, :], D, 0.0)
         y = dot(state, C, NARROW) * tl.exp(all_old + out_sums)[None, :]
         y += dot(old_x, old_weights, NARROW)
         y += dot(x, new_weights, NARROW)

@@ -175,7 +175,8 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         latent, rotary = row.split([self.sizes.kv_lora_rank, self.sizes.qk_pos_emb_head_dim], -1)
         normed = self.linear_kv_up_proj.normed(latent) if self.config.mtpkit.attention.qk_layernorm else latent
         rotary = self._rotate(rotary[:, :, None], step.positions[None])[:, 0]
-        store_kv(normed, rotary, *self._cache(step).parts, step.kv_slots)
+        latents, keys = self._cache(step).parts
+        store_kv(rotary, normed, keys, latents, step.kv_slots)  # the latents are the values
         return latent, rotary
 
     def _absorbed(self) -> tuple[Tensor, Tensor]:
