@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import pytest
 import torch
 
 from mtpkit.engine import SamplingParams
+from mtpkit.engine.drafting.growth import DynamicGrowth, Shape, StaticGrowth
 from mtpkit.engine.executor import Executor
 from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import UserError
@@ -214,8 +216,6 @@ def test_auto_learns_of_drafts_that_were_made_for_the_step(ahead, monkeypatch):
 
 def test_a_grown_tree_keeps_the_most_probable_paths():
     """The worked example of two depths with two children each, whose second child of token 0 has none."""
-    from mtpkit.engine.drafting.growth import DynamicGrowth
-
     growth = DynamicGrowth(DynamicTree(2, 2, 4))
     growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.6, 0.2]]]).log())
     growth.add(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[[0.5, 0.4], [0.9, 0.1]]]).log())
@@ -225,6 +225,41 @@ def test_a_grown_tree_keeps_the_most_probable_paths():
     for width in (1, 2, 2):
         certain.add(torch.ones(1, width, 2, dtype=torch.int64), torch.tensor([0.0, -torch.inf]).expand(1, width, 2))
     assert certain.drafts()[1].tolist() == [[-1, 0, 1, 2]], "where scores are equal, parents come first"
+
+
+@pytest.mark.parametrize("rounding", [1e-7, 0.5])
+def test_a_child_that_rounding_makes_likelier_than_its_parent_comes_after_it(rounding):
+    """A probability above 1 by rounding: the parent 8 has the score of its child, and both are taken, parent first."""
+    growth = DynamicGrowth(DynamicTree(2, 2, 4))
+    growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.0, -1.0]]]))
+    growth.add(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[[-2.0, -3.0], [rounding, -3.0]]]))
+    tokens, parents = growth.drafts()
+    assert tokens.tolist() == [[7, 8, 3]] and parents.tolist() == [[-1, 0, 0, 2]]
+    two = DynamicGrowth(DynamicTree(2, 2, 3))
+    two.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.0, -1.0]]]))
+    two.add(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[[-2.0, -3.0], [rounding, -3.0]]]))
+    tokens, parents = two.drafts()
+    assert tokens.tolist() == [[7, 8]] and parents.tolist() == [[-1, 0, 0]], "a child without its parent"
+
+
+def test_candidates_without_a_valid_score_are_taken_last():
+    growth = DynamicGrowth(DynamicTree(2, 2, 4))
+    growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[math.nan, -1.0]]]))
+    growth.add(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[[-0.1, -0.2], [-1.0, math.nan]]]))
+    tokens, parents = growth.drafts()
+    assert tokens.tolist() == [[8, 1, 2]] and parents.tolist() == [[-1, 0, 1, 1]]
+
+
+def test_levels_at_negative_positions_are_hidden_and_the_first_position_is_not():
+    growth = StaticGrowth(Shape(parse_tree([2, 2, 1, 1]), torch.device("cpu")))
+    for families, width in ((1, 2), (2, 2), (4, 1), (4, 1)):
+        growth.add(torch.zeros(1, families, width, dtype=torch.int64), torch.zeros(1, families, width))
+    deepest = growth.levels[-1]
+    whole = deepest.masks.tolist()[0]
+    first, second = 0b11, 0b111100
+    assert all(mask & first and mask & second and mask >> 6 for mask in whole)
+    for start, hidden in ((1, 0), (0, 0), (-1, first), (-2, first | second)):
+        assert deepest.masks_from(torch.tensor([start])).tolist() == [[mask & ~hidden for mask in whole]]
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
