@@ -193,7 +193,7 @@ def test_an_optimizer_that_is_not_distributed_has_the_same_gradients(two, alone,
 @pytest.mark.parametrize("case", [name for name in CASES if name != "mixed"])  # draws are by place in the sequence
 def test_a_document_between_others_has_the_gradients_it_has_alone(case, where):
     """Not of processes, but of the same sums: what packing adds is nothing."""
-    batch = toy_batch([[7, 10, 7]])
+    batch = toy_batch([[7, 10, 7]], wanted=1.0)
     batch.loss_mask[:, :7] = batch.loss_mask[:, 17:] = False
     packed, alone = (gradients(CASES[case], {}, device=where, batch=one) for one in (batch, cut(batch, 0, 7, 17)))
     packed = (*packed[:2], {key: whole(*entry) for key, entry in packed[2].items()})
