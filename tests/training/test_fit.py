@@ -102,3 +102,18 @@ def test_states_that_are_no_numbers_are_not_fitted(name, value):
 def test_nothing_to_fit_is_one_line():
     with pytest.raises(MtpkitError, match=r"cannot be fitted: .* set heads\.fit_tokens=0"):
         fit_input_projection(toy_model(mtp_pattern="*-"), [toy_batch([[1] * 16], wanted=1.1)])
+
+
+def test_the_penalty_is_relative_to_the_inputs():
+    """Inputs of another size give the same map, scaled back."""
+    model, found = toy_model(), []
+    width = model.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 2 * width, generator=generator, dtype=torch.float64)
+    y = torch.randn(200, width, generator=generator, dtype=torch.float64)
+    for scale in (1.0, 100.0):
+        inputs = scale * x
+        with torch.no_grad():
+            explained = fit._solve(model, inputs.t() @ inputs, inputs.t() @ y, y.square().sum())
+        found.append((model.mtp.layers[0].eh_proj.weight.detach() * scale, explained))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)

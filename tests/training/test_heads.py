@@ -8,12 +8,12 @@ import torch
 
 from mtpkit.checkpoint import save_model
 from mtpkit.engine.options import EngineOptions
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.layers.moe import MegatronMoELayer, MoELayer
 from mtpkit.training import heads as heads_module
 from mtpkit.training.config.settings import DataConfig, HeadsConfig, ParallelConfig, TrainConfig
-from mtpkit.training.heads import build_with_heads, freeze_base, resolve
+from mtpkit.training.heads import build_with_heads, check_unchanged, fingerprint, freeze_base, resolve
 from tests.kernels.recurrence import relative
 from tests.training.toy import toy_model
 
@@ -190,3 +190,59 @@ def test_heads_that_are_there_may_start_anew(make_base, own):
     with pytest.raises(UserError, match=r"can start from new weights but not change; set heads\.pattern=auto") as error:
         settle(base, init="fresh", pattern="*", num_depths=2)
     assert settle(base, init="fresh", **advised(str(error.value)))[1].mtp.pattern == own["mtp_pattern"]
+
+
+def test_any_change_of_what_is_frozen_is_named():
+    """The base, buffers included, and the biases of the heads' routers, which have no gradient."""
+    experts = dict(num_moe_experts=4, moe_ffn_hidden_size=16)
+    model = toy_model(pattern="M*-E", mtp_pattern="*E", **experts)
+    before = fingerprint(model)
+    frozen = {name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    frozen -= freeze_base(model).keys()
+    assert before.keys() == frozen and any(name.startswith("mtp.") and "expert_bias" in name for name in frozen)
+    with torch.no_grad():
+        for parameter in freeze_base(model).values():
+            parameter.add_(1)
+        check_unchanged(model, before)
+        for name in sorted(frozen):
+            tensor = model.state_dict()[name]
+            was = tensor.clone()
+            tensor.flatten()[-1] += 0.5
+            with pytest.raises(MtpkitError, match=f"changed tensors of the frozen base: {re.escape(name)}$"):
+                check_unchanged(model, before)
+            tensor.copy_(was)
+    check_unchanged(model, before)
+
+
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_a_frozen_tensor_that_comes_or_goes_is_named(lost):
+    model = toy_model()
+    before = fingerprint(model)
+    if lost == "before":
+        before.pop("embedding.word_embeddings.weight")
+    else:
+        before["decoder.layers.9.weight"] = 1
+    name = "embedding.word_embeddings.weight" if lost == "before" else "decoder.layers.9.weight"
+    with pytest.raises(MtpkitError, match=re.escape(name)):
+        check_unchanged(model, before)
+
+
+def test_heads_copy_the_last_layer_of_a_kind(make_base):
+    model = build_with_heads(*settle(make_base("*-M*-M"), init="base", pattern="*-"), torch.device("cpu"))
+    (head,) = model.mtp.layers
+    for place, number in enumerate((3, 4)):
+        copy, source = head.mtp_model_layer.layers[place], model.decoder.layers[number]
+        assert all(torch.equal(copy.get_parameter(name), value) for name, value in source.named_parameters())
+
+
+def test_distinct_heads_cannot_become_one_block(make_base):
+    base = make_base("M*-", mtp_pattern="*", mtp_num_depths=2, mtp_use_repeated_layer=False)
+    with pytest.raises(UserError, match=r"heads\.repeated=false and heads\.num_depths=2"):
+        settle(base, init="fresh", pattern="*", num_depths=2)
+    assert settle(base, init="fresh", pattern="*", num_depths=2, repeated=False)[1].mtp.num_layers == 2
+
+
+def test_heads_that_a_checkpoint_lacks_are_not_made_up(make_base):
+    config, model = settle(make_base("M*-"), init="fresh", pattern="*-")
+    with pytest.raises(UserError, match="mtp"):
+        build_with_heads(replace(config, heads=replace(config.heads, init="checkpoint")), model, torch.device("cpu"))

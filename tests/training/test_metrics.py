@@ -1,12 +1,16 @@
 """Destinations of metrics: lines that a killed run left, scalars of boards, and W&B by a stub of its package."""
 
 import json
+import logging
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from mtpkit.errors import UserError
+from mtpkit.training import metrics
+from mtpkit.training.log import LOG, Warnings
 from mtpkit.training.metrics import MetricsLog, Throughput, check_wandb, read_metrics
 
 
@@ -120,3 +124,47 @@ def test_the_rate_is_that_of_the_steps_since_the_last_line(monkeypatch):
     with throughput.step(7):
         pass
     assert throughput.rate() == 7.0
+
+
+def test_curves_go_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda directory, purge_step: purge_step)
+    assert [metrics._tensorboard(tmp_path, step) for step in (0, 4)] == [0, 5]
+
+
+def test_the_log_has_the_lines_that_a_bar_replaces(tmp_path):
+    log = MetricsLog(tmp_path, 0, 10, enabled=True)
+    log._bar = SimpleNamespace(disable=False, update=int, close=int, set_postfix_str=lambda text, refresh: None)
+    for step, due in ((1, False), (2, True)):
+        log.progress(step, "loss 1", due)
+    log.close()
+    assert [line[21:] for line in (tmp_path / LOG).read_text().splitlines()] == ["step 2 of 10: loss 1"]
+
+
+def test_ranks_without_results_keep_nothing(tmp_path):
+    log = MetricsLog(tmp_path, 0, 10, enabled=False)
+    log.message("text")
+    log.fail(ValueError("error"))
+    log.close()
+    assert not (tmp_path / LOG).exists()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_warnings_are_shown_once_and_kept(tmp_path, monkeypatch, alone):
+    shown, warned = [], []
+    other = logging.Handler()
+    other.emit = shown.append
+    monkeypatch.setattr(logging, "lastResort", other)
+    monkeypatch.setattr(logging.root, "handlers", [] if alone else [other])
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: warned.append(str(message)))
+    with Warnings() as kept:
+        logging.getLogger("a").warning("first of %d", 2)
+        assert not (tmp_path / LOG).exists()
+        kept.keep_in(tmp_path)
+        warnings.warn_explicit("second", UserWarning, "file.py", 1, registry={})
+        logging.getLogger("a").info("not a warning")
+    logging.getLogger("a").warning("after")
+    assert [line[21:] for line in (tmp_path / LOG).read_text().splitlines()] == [
+        "warning: first of 2",
+        "warning: second",
+    ]
+    assert [record.getMessage() for record in shown] == ["first of 2", "after"] and warned == ["second"]

@@ -33,6 +33,7 @@ from mtpkit.training.config.settings import DataConfig
 from mtpkit.training.loop import Trainer, train
 from mtpkit.training.optimizer import learning_rate
 from mtpkit.training.plan import Plan
+from mtpkit.training.run import read_best
 from tests.checkpoint.test_hostile_files import put_common_state
 from tests.ranks import fork, fork_ranks, need_gpus, run_ranks
 from tests.training.toy import toy_model
@@ -785,3 +786,16 @@ def test_a_resumed_run_tells_settings_that_changed(settings, capsys):
     assert sorted(metrics(output)) == [1, 2, 3, 4]
     run(settings, "steps=4", "eval_interval=2")
     assert "settings changed" not in capsys.readouterr().out
+
+
+def test_a_best_checkpoint_that_was_removed_is_forgotten(settings, monkeypatch):
+    """Otherwise a resumed run would name a directory that is gone, and keep no better one than that."""
+    lengths = {2: 3.0}
+    monkeypatch.setattr(Trainer, "_evaluate", lambda self: lengths.get(self.step, 1.5))
+    output = run(settings, "eval_interval=2", "keep_checkpoints=1")
+    assert read_best(output).iteration == 2 and iterations(output) == [2, 6]
+    shutil.rmtree(output / "iter_0000002")
+    lengths[8] = 2.0
+    run(settings, "eval_interval=2", "keep_checkpoints=1", "steps=8")
+    assert (read_best(output).iteration, read_best(output).acceptance_length) == (8, 2.0)
+    assert (output / "best").resolve().name == "iter_0000008"
