@@ -1,5 +1,7 @@
 """The sizes of published models: as many tensors of heads as their files hold, and their keys as they are."""
 
+import math
+
 import pytest
 
 from mtpkit.checkpoint.families import get_family
@@ -201,13 +203,20 @@ def test_published_models_have_as_many_tensors_as_are_expected(hf, prefix, heads
 
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+ROPE = dict(rope_type="linear", factor=2.0)
 REFUSED = [
-    *((AIR, change) for change in (dict(rope_scaling=YARN), dict(scoring_func="softmax"), dict(topk_method="greedy"))),
+    *(
+        (AIR, change)
+        for change in (dict(rope_scaling=ROPE), dict(scoring_func="softmax"), dict(topk_method="greedy"))
+    ),
     *((AIR, change) for change in (dict(tie_word_embeddings=True), dict(n_shared_experts=0), dict(hidden_act="gelu"))),
-    *((MIMO_7B, change) for change in (dict(rope_scaling=YARN), dict(attention_bias=False), dict(hidden_act="gelu"))),
+    *((MIMO_7B, change) for change in (dict(rope_scaling=ROPE), dict(attention_bias=False), dict(hidden_act="gelu"))),
     (MIMO_7B, dict(use_sliding_window=True)),
-    *((NEXT_80B, change) for change in (dict(rope_scaling=YARN), dict(attention_bias=True), dict(hidden_act="gelu"))),
-    *((QWEN_4B, change) for change in (dict(rope_parameters=YARN), dict(attention_bias=True), dict(hidden_act="gelu"))),
+    *((NEXT_80B, change) for change in (dict(rope_scaling=ROPE), dict(attention_bias=True), dict(hidden_act="gelu"))),
+    *(
+        (QWEN_4B, change)
+        for change in (dict(rope_parameters=ROPE), dict(attention_bias=True), dict(hidden_act="gelu"))
+    ),
     (QWEN_4B, dict(output_gate_type="sigmoid")),
     (QWEN_35B, dict(attn_output_gate=False)),
     (QWEN_35B, dict(mtp_use_dedicated_embeddings=True)),
@@ -223,6 +232,21 @@ REFUSED = [
     *((SUPER, change) for change in (dict(use_conv_bias=False), dict(sliding_window=128))),
     *((SUPER, change) for change in (dict(tie_word_embeddings=True), dict(n_shared_experts=0))),
 ]
+
+
+@pytest.mark.parametrize(
+    ("hf", "key"),
+    [(AIR, "rope_scaling"), (MIMO_7B, "rope_scaling"), (NEXT_80B, "rope_scaling"), (QWEN_4B, "rope_parameters")],
+    ids=lambda value: value if isinstance(value, str) else value["model_type"],
+)
+def test_longer_contexts_are_those_of_yarn(hf, key):
+    """With the key that model cards say to add."""
+    inner = hf.get("text_config", hf)
+    changed = inner | {key: YARN | (inner[key] | YARN if inner.get(key) else {})}
+    config = get_family(hf["model_type"]).config_from_hf({**hf, "text_config": changed} if inner is not hf else changed)
+    sizes = config.attention
+    assert (sizes.yarn_factor, sizes.yarn_original_context) == (4, 32768)
+    assert sizes.yarn_attention_factor == pytest.approx(1 + 0.1 * math.log(4))
 
 
 @pytest.mark.parametrize(("hf", "change"), REFUSED, ids=lambda value: value.get("model_type") or "-".join(value))

@@ -107,7 +107,7 @@ def test_a_dry_run_prints_the_lines_with_which_the_run_begins(settings, tmp_path
     assert warning in kept and [line for line in kept if line != warning] == said
     text = " ".join(" ".join(shown).split())
     for part in (
-        "pattern *-, 2 depths, one block for all, attention serving; init base (auto): copies of the base's last",
+        "pattern *, 2 depths, one block for all, attention serving; init base (auto): copies of the base's last",
         f"{head_parameters(load_model_config(tmp_path / 'run')):,} parameters; the base is frozen",
         "1 document, ",
         " tokens in ",

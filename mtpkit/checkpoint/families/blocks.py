@@ -232,14 +232,15 @@ class Rotary(Line):
             fields["rotary_percent"] = self.percent if given is None else given
         if rope["rope_type"] == "default":
             return fields
-        problems = []
+        problems, place = [], "rope_parameters" if file.get("rope_parameters") else "rope_scaling"
         if rope["rope_type"] != "yarn":
-            problems.append(f"rope_type {shown(rope['rope_type'])} is not supported, only 'default' and 'yarn'")
+            kind = shown(rope["rope_type"])
+            problems.append(f"{place} of rope_type {kind} is not supported, only 'default' and 'yarn'")
         else:
             required = ("factor", "original_max_position_embeddings")
-            problems += [f"rope_scaling of type yarn lacks {key}" for key in required if key not in rope]
+            problems += [f"{place} of rope_type 'yarn' lacks {key}" for key in required if key not in rope]
         if rope.get("truncate", True) is not True:
-            problems.append(f"rope_scaling.truncate {shown(rope['truncate'])} is not supported, only true")
+            problems.append(f"{place}.truncate {shown(rope['truncate'])} is not supported, only true")
         file.problems.extend(problems)
         if problems:
             return fields
