@@ -338,12 +338,17 @@ def test_distinct_heads(settings):
         (["data.train=[/nowhere.txt]"], "/nowhere.txt"),
         (["heads.init=checkpoint"], "set heads.init=auto"),
         (["heads.repeated=false", "heads.attention=serving"], "heads.attention=per_depth"),
-        (["data.text_column=body", "data.sequence_length=100000"], "sequence"),
     ],
 )
 def test_user_errors(settings, overrides, says):
     with pytest.raises(UserError, match=says):
         run(settings, *overrides)
+
+
+def test_less_data_than_a_sequence_is_padded(settings, tmp_path):
+    (tmp_path / "little.txt").write_text("the cat sat on the mat\n")
+    output = run(settings, f"data.train=[{tmp_path / 'little.txt'}]", "data.eval=[]", "steps=2")
+    assert list(metrics(output)) == [1, 2]
 
 
 def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, tmp_path):
@@ -441,7 +446,6 @@ REFUSED = {
     "no fit": "cannot be fitted",
     "loss.top_k=301": r"loss\.top_k 301 exceeds the vocabulary of .*, 300 tokens; set loss\.top_k=0",
     "seed=10000000000000000000000": "seed is 10000000000000000000000, must be from 0 to 9223372036854775807",
-    "data.sequence_length=100000": "sequence",
     "heads.init=checkpoint": "heads.init=auto",
 }
 
