@@ -100,7 +100,7 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
     device = next(llm.model.parameters()).device
     synchronize(device)
     began = time.perf_counter()
-    outputs = llm.generate([list(prompt) for prompt in prompts], params)
+    outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
     synchronize(device)
     seconds = time.perf_counter() - began
     require_whole(outputs)

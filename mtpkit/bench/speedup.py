@@ -343,12 +343,14 @@ class _Contender:
             self.llm.engine.make_request(prompt["prompt_token_ids"], sampling, place=prompt["name"])
         most = _WARM_UP_TOKENS
         brief = [replace(one, max_tokens=min(one.max_tokens or most, most)) for one in self.sampling]
-        self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size])
+        self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size], use_tqdm=False)
         # One token comes with the prompt, the other from a decode step. Prompts of one token are computed in one step.
         endless = replace(self.sampling[0], ignore_eos=True, stop=None, stop_token_ids=None)
         pair = replace(endless, max_tokens=min(endless.max_tokens or 2, 2))
         for size in range(self.batch_size, 0, -1):
-            self.llm.generate([prompt["prompt_token_ids"][:1] for prompt in self.prompts[:size]], [pair] * size)
+            self.llm.generate(
+                [prompt["prompt_token_ids"][:1] for prompt in self.prompts[:size]], [pair] * size, use_tqdm=False
+            )
         self.llm.reset_stats()
 
     def run(self, start: int, end: int) -> None:
@@ -357,7 +359,7 @@ class _Contender:
             self.seconds.append([])
             self.outputs.append([])
         began = time.perf_counter()
-        outputs = self.llm.generate(self.prompts[start:end], self.sampling[start:end])
+        outputs = self.llm.generate(self.prompts[start:end], self.sampling[start:end], use_tqdm=False)
         seconds = time.perf_counter() - began
         require_whole(outputs)
         self.outputs[-1] += [output.outputs[0].token_ids for output in outputs]

@@ -35,7 +35,17 @@ ColumnNames = Annotated[Columns, options.Fields(suffix="_column")]
 Options = Annotated[DataOptions, options.Fields()]
 ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")]
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", *_PENALTIES)
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    *_PENALTIES,
+)
 _ENGINE = (
     "model",
     "num_speculative_tokens",
@@ -160,13 +170,21 @@ def regenerate(
     resolve_drafts(config_of(model), engine.num_speculative_tokens)  # refused before any data is read
     tokenizer = _tokenizer(find_companions(model), chat_template)
     prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit, rows)
-    settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _penalties(sampling)
+    settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _later_settings(sampling)
     with Journal(output, settings) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")
-        llm = LLM(**vars(replace(engine, tokenizer=tokenizer)))
-        own = fingerprint(tokenizer)
-        count = answer_prompts(llm.engine, prompts, sampling, journal, own, seed, 2 * engine.max_num_seqs, refused)
+        try:
+            llm = LLM(**vars(replace(engine, tokenizer=tokenizer)))
+            own = fingerprint(tokenizer)
+            count = answer_prompts(llm.engine, prompts, sampling, journal, own, seed, 2 * engine.max_num_seqs, refused)
+        except KeyboardInterrupt:
+            said = "no answer is finished yet: nothing is kept"
+            if journal.done:
+                kept = f"{len(journal.done):,} of {len(prompts):,} answers are kept in {journal.path}"
+                said = f"{kept}: the same command continues from there"
+            print(said, file=sys.stderr)
+            raise
     prepared = output.with_name(f"{output.stem}-prepared")
     command = ["mtpkit", "data", "prepare", "--model", find_companions(model), "--data", output, "--output", prepared]
     command += [] if chat_template is None else ["--chat-template", chat_template]
@@ -233,9 +251,10 @@ def draft_vocab(
     print(f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover {vocab.coverage:.2%} of the data")
 
 
-def _penalties(sampling: SamplingParams) -> dict[str, object]:
-    """Penalties that differ from their defaults; leaving the others out keeps journals of earlier versions valid."""
-    values = {name: getattr(sampling, name) for name in _PENALTIES}
+def _later_settings(sampling: SamplingParams) -> dict[str, object]:
+    """Penalties and stop tokens that differ from their defaults; leaving the others out keeps journals of earlier
+    versions valid."""
+    values = {name: getattr(sampling, name) for name in (*_PENALTIES, "stop_token_ids")}
     return {name: value for name, value in values.items() if value != getattr(SamplingParams, name)}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,7 +68,7 @@ def generate(
         ),
     ] = None,
     *,
-    sampling: Annotated[SamplingParams, options.Fields(without=("n", "stop_token_ids"), defaults=COMMAND_DEFAULTS)],
+    sampling: Annotated[SamplingParams, options.Fields(without=("n",), defaults=COMMAND_DEFAULTS)],
     engine: Annotated[EngineOptions, options.Fields(only=("model", *_ENGINE))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")] = False,
     output: Annotated[
@@ -119,7 +120,7 @@ def generate(
             for one in stream:
                 printer.update(one)
                 progress.update(one.finished)
-        print(_summary("auto" if k == "auto" else drafts, llm.stats()), file=sys.stderr)
+        print(_summary("auto" if k == "auto" else drafts, llm.stats(), printer.finish_reasons), file=sys.stderr)
     if printer.failed:
         raise MtpkitError(f"{printer.failed} of {len(given)} prompts ended with an error, named above")
 
@@ -197,6 +198,8 @@ class _InOrder:
         self._shown = 0
         self.failed = 0
         """Prompts printed that ended with an error."""
+        self.finish_reasons = Counter[str]()
+        """How often each finish reason ended a prompt that is printed."""
 
     @contextmanager
     def whole_lines(self) -> Iterator[None]:
@@ -226,6 +229,7 @@ class _InOrder:
             if current.error is not None:
                 print(current.error, file=sys.stderr)
                 self.failed += 1
+            self.finish_reasons[str(current.outputs[0].finish_reason)] += 1
             self._current, self._shown = self._current + 1, 0
 
 
@@ -246,8 +250,9 @@ def _record(output: "RequestOutput") -> JsonObject:
     }
 
 
-def _summary(k: int | str, stats: "EngineStats") -> str:
+def _summary(k: int | str, stats: "EngineStats", finish_reasons: Counter[str]) -> str:
     line = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f} tokens/s, K = {k}"
+    line = f"{_ends(finish_reasons)}; {line}" if finish_reasons else line
     if stats.cached_tokens:
         line += f", {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from the prefix cache"
     if stats.returned_bytes:
@@ -258,6 +263,13 @@ def _summary(k: int | str, stats: "EngineStats") -> str:
     rates = ", ".join(f"{rate:.0%}" if times else "-" for rate, times in reached)
     line += f", acceptance length {stats.acceptance_length:.2f}, conditional acceptance {rates}"
     return line + "".join(f"; {shares}" for shares in _rank_shares(stats.acceptance))
+
+
+def _ends(finish_reasons: Counter[str]) -> str:
+    """Say how the prompts ended: `finish reason: length`, or for several `finish reasons: length 2, stop 1`."""
+    if finish_reasons.total() == 1:
+        return f"finish reason: {next(iter(finish_reasons))}"
+    return "finish reasons: " + ", ".join(f"{reason} {count}" for reason, count in sorted(finish_reasons.items()))
 
 
 def _rank_shares(stats: "AcceptanceStats") -> list[str]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import Field as DataclassField
 from dataclasses import asdict, replace
@@ -26,6 +27,9 @@ from mtpkit.errors import MtpkitError, UserError, listed, shown
 from mtpkit.files import JsonObject, parse_json, staged_file
 
 logger = logging.getLogger(__name__)
+
+_REFRESH = 0.5
+"""Seconds after which the count of tokens is shown again, whether or not an answer is finished."""
 
 
 class Sampling(Protocol):
@@ -59,6 +63,13 @@ class Output(Protocol):
     def outputs(self) -> Sequence[Completion]: ...
 
 
+class Stats(Protocol):
+    """The part of `mtpkit.engine.EngineStats` that is needed here."""
+
+    @property
+    def generated_tokens(self) -> int: ...
+
+
 class Engine[S: Sampling](Protocol):
     """The part of `mtpkit.engine.Engine` that is needed here, with its sampling parameters S."""
 
@@ -68,6 +79,10 @@ class Engine[S: Sampling](Protocol):
 
     def step(self, finished_only: bool) -> Sequence[Output]:
         """Run one step; return the outputs of requests with new tokens, or only of those that are finished."""
+        ...
+
+    def stats(self) -> Stats:
+        """Return totals over all requests so far."""
         ...
 
 
@@ -261,7 +276,9 @@ def regenerate[S: Sampling](
         )
     left_out = list(refused)
     waiting = iter([index for index in range(len(prompts)) if index not in done])
-    open_requests, tokens = 0, 0
+    open_requests = 0
+    before = engine.stats().generated_tokens
+    drawn = time.monotonic()
     # disable=None: silent where stderr is not a terminal.
     with tqdm(total=len(prompts), initial=len(done), desc="answering", unit=" prompts", disable=None) as progress:
         while True:
@@ -277,10 +294,14 @@ def regenerate[S: Sampling](
                 break
             answers = _answers(engine, prompts, journal, tokenizer)
             open_requests -= len(answers)
-            tokens += sum(len(answer.completion_token_ids) for answer in answers)
-            progress.update(len(answers))
+            tokens = engine.stats().generated_tokens - before
             elapsed = progress.format_dict["elapsed"]
-            progress.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "", refresh=False)
+            rate = f", {tokens / elapsed:,.0f} tokens/s" if elapsed else ""
+            progress.set_postfix_str(f"{tokens:,} tokens{rate}", refresh=False)
+            progress.update(len(answers))
+            if time.monotonic() > drawn + _REFRESH:  # long answers: no update for a while
+                progress.refresh()
+                drawn = time.monotonic()
     answered = len(journal.done)
     if not answered:
         raise UserError(f"no prompt can be served; the first: {left_out[0]}")

@@ -128,7 +128,7 @@ def _decode(
     tokens, drafts = [], []
     for prompt in prompts:
         recorder = llm.engine.executor.drafter = Recorder(drafter, len(prompt))
-        tokens.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
+        tokens.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
         drafts.append(recorder.drafts)
     return tokens, drafts, llm.stats().acceptance_length
 

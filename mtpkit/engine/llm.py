@@ -132,7 +132,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Decode all prompts to their end. Calls from several threads run one after the other.
 
@@ -140,7 +140,7 @@ class LLM:
             prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these. A
                 dict may have a `name`, which messages use for the prompt, and `checkpoint_at`, see `Prompt`.
             sampling_params: one object for all prompts, or one per prompt.
-            use_tqdm: show progress.
+            use_tqdm: show progress on stderr; None: if that is a terminal.
 
         Returns:
             One finished output per prompt, in the order of the prompts. If a prompt of a list cannot be served, or the
@@ -155,7 +155,8 @@ class LLM:
         finished = {}
         from tqdm import tqdm
 
-        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as progress:
+        hidden = None if use_tqdm is None else not use_tqdm  # tqdm finds out itself if it is None
+        with tqdm(total=len(requests), desc="prompts", disable=hidden) as progress:
             for output in self._run(requests, finished_only=True):
                 finished[output.request_id] = output
                 progress.update()

@@ -65,9 +65,11 @@ class SamplingParams:
     """Seed of the random numbers. With a seed, the output depends only on the model, the prompt and these parameters;
     with `draft_sampling`, also on the heads and K. None: a seed is drawn from a generator with the engine's seed."""
     stop: str | Sequence[str] | None = Field(default=(), title=_STOP)
-    """Text that ends the output and is not part of it. Give several as a list, or by repeating the option."""
+    """Text that ends the output and is not part of it. Give several as a list, or by repeating the option. The name of
+    a special token stops where the token is generated."""
     stop_token_ids: Annotated[Sequence[int] | None, BeforeValidator(_sorted)] = Field(default=(), title=_TOKENS)
-    """Tokens that end the output besides the end-of-sequence token; not part of the text."""
+    """Tokens that end the output besides the end-of-sequence token; not part of the text. Give several as a list, or by
+    repeating the option."""
     ignore_eos: bool = False
     """Generate until `max_tokens`, past end-of-sequence tokens."""
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0

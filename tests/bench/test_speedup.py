@@ -99,7 +99,7 @@ class FakeLLM:
         self.engine = SimpleNamespace(config=config, make_request=lambda prompt, params, place: None)
         assert max_model_len is None or max_model_len == 4 + 12  # the longest prompt and its output
 
-    def generate(self, prompts, params):
+    def generate(self, prompts, params, use_tqdm):
         FakeLLM.calls.append((self.batch_size, self.k, len(prompts)))
         repeat = self.seen // 6
         FakeLLM.clock += len(prompts) / (1 + self.k) * (self.slow if repeat else 1)
@@ -184,10 +184,10 @@ def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypa
 
     generate = fake.generate
 
-    def uneven(llm, prompts, params):
+    def uneven(llm, prompts, params, use_tqdm):
         """The time of drafting in the second of three repeats is four times as long, as on a shared machine."""
         before, repeat = fake.clock, llm.seen // 6
-        outputs = generate(llm, prompts, params)
+        outputs = generate(llm, prompts, params, use_tqdm)
         fake.clock += 3 * (fake.clock - before) * (llm.k > 0 and repeat == 1)
         return outputs
 

@@ -13,6 +13,7 @@ from mtpkit.cli.data import app
 from mtpkit.data.build import build_dataset
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import LLM, SamplingParams
+from mtpkit.engine.engine import Engine
 
 PROMPTS = 32
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "def", "add", "left", "right", "return"]
@@ -98,7 +99,7 @@ def test_greedy_answers_are_the_models_and_are_learnt_as_they_are(tmp_path, mode
         (["nowhere/out.jsonl"], "must be a file in a directory that exists"),
         (["out.jsonl", "--temperature", -1], "temperature is -1.0"),
         (["out.jsonl", "--data", "nowhere"], "nowhere does not exist"),
-        (["out.jsonl", "--max-model-len", 10, "--dtype", "float32"], "no prompt can be served; the first: "),
+        (["out.jsonl", "--max-model-len", 1, "--dtype", "float32"], "no prompt can be served; the first: "),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, arguments, call, capsys, more, message) -> None:
@@ -121,3 +122,37 @@ def test_an_output_is_replaced_only_by_force(tmp_path, arguments, call, capsys) 
     assert "is there already; name another file, or add --force" in capsys.readouterr().err
     assert call(app, *arguments, tmp_path / "out.jsonl", "--limit", 2, "--force") == 0
     assert len(answers(tmp_path / "out.jsonl")) == 2
+
+
+def test_an_interruption_says_what_is_kept(tmp_path, arguments, call, capsys, monkeypatch) -> None:
+    output, step = tmp_path / "out.jsonl", Engine.step
+
+    def interrupted(engine, finished_only):
+        if (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") > least:
+            raise KeyboardInterrupt
+        return step(engine, finished_only)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    least = 0
+    assert call(app, *arguments, output) == 130
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        "no answer is finished yet: nothing is kept",
+        "mtpkit: interrupted",
+    ]
+    least = 3
+    assert call(app, *arguments, output) == 130
+    kept = (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") - 1
+    said = f"{kept} of {PROMPTS} answers are kept in {output}.partial: the same command continues from there"
+    assert capsys.readouterr().err.splitlines()[-2:] == [said, "mtpkit: interrupted"]
+
+
+def test_stop_tokens_end_answers_and_are_settings_of_the_journal(tmp_path, arguments, call) -> None:
+    plain, stopped = tmp_path / "plain.jsonl", tmp_path / "stopped.jsonl"
+    assert call(app, *arguments, plain, "--limit", 4) == 0
+    wanted = [answer["completion_token_ids"] for answer in answers(plain)]
+    stops = [wanted[0][2], wanted[1][1]]
+    assert call(app, *arguments, stopped, "--limit", 4, "--stop-token-ids", *stops) == 0
+    for before, after in zip(wanted, answers(stopped), strict=True):
+        end = next((place + 1 for place, token in enumerate(before) if token in stops), len(before))
+        assert after["completion_token_ids"] == before[:end]
+    assert {answer["finish_reason"] for answer in answers(stopped)[:2]} == {"stop"}

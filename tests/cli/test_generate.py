@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -97,7 +98,7 @@ def test_trees(options, model_dir, answer, call, capsys):
 def test_ranks_are_shares_of_the_steps_that_reach_a_depth():
     stats = AcceptanceStats(10, 60, [5, 1], [10, 0], [[4, 1], [0, 0]])
     totals = EngineStats(stats, 15, 1.0, 0, 0, 0, 0)
-    assert _summary(2, totals).endswith("50%, -; depth 1: the base chose candidate 1 in 40%, 2 in 10%")
+    assert _summary(2, totals, Counter()).endswith("50%, -; depth 1: the base chose candidate 1 in 40%, 2 in 10%")
 
 
 def test_sampling_follows_the_seed(model_dir, call, capsys):
@@ -112,6 +113,18 @@ def test_sampling_follows_the_seed(model_dir, call, capsys):
 def test_help_says_how_several_stop_strings_are_given(call, capsys):
     assert call(app, "--help") == 0
     assert "several as a list, or by repeating the option" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_stop_token_ends_the_text_and_finish_reasons_are_told(model_dir, answer, call, capsys, tmp_path):
+    tokens = answer(PROMPT).token_ids
+    options = ["--model", model_dir, "--max-tokens", 8, "--stop-token-ids", tokens[4], "--json"]
+    assert call(app, *options, PROMPT) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["token_ids"] == tokens[: tokens.index(tokens[4]) + 1]
+    assert printed.err.splitlines()[-1].startswith("finish reason: stop; ")
+    (tmp_path / "p.txt").write_text(f"{PROMPT}\n{PROMPT}\n")
+    assert call(app, "--model", model_dir, "--max-tokens", 3, "--prompts", tmp_path / "p.txt") == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("finish reasons: length 2; ")
 
 
 def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
@@ -188,7 +201,7 @@ def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path
 def test_depths_that_were_never_reached_have_no_rate():
     """Those that were, and always wrong, have one of 0%."""
     acceptance = AcceptanceStats(steps=2, drafted=6, accepted_per_depth=[1, 0, 0], reached_per_depth=[2, 1, 0])
-    line = _summary(3, EngineStats(acceptance, 3, 1.0, 0, 0, 0, 0))
+    line = _summary(3, EngineStats(acceptance, 3, 1.0, 0, 0, 0, 0), Counter())
     assert line.endswith("acceptance length 1.50, conditional acceptance 50%, 0%, -")
 
 
@@ -210,7 +223,7 @@ def test_replicas_write_what_one_process_prints(options, model_dir, several, cal
     assert call(app, *options, "--data-parallel-size", 2, "--output", tmp_path / "out") == 0
     two = capsys.readouterr()
     assert not two.out and (tmp_path / "out").read_text() == one.out
-    assert f"2 replicas load {model_dir}\n40 tokens in " in two.err
+    assert f"2 replicas load {model_dir}\nfinish reasons: length 5; 40 tokens in " in two.err
     counts = [printed.err[printed.err.index(", K = ") :] for printed in (one, two)]
     assert counts[0] == counts[1]
 

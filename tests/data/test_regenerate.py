@@ -40,6 +40,9 @@ class FakeEngine:
         self.most = max(self.most, len(self.requests))
         return request_id
 
+    def stats(self):
+        return SimpleNamespace(generated_tokens=5 * len(self.seen))
+
     def step(self, finished_only):
         if not self.steps:
             raise KeyboardInterrupt
@@ -236,3 +239,28 @@ def test_the_output_is_data(tmp_path) -> None:
     sample = next(read_samples([tmp_path / "a.jsonl"]))
     assert (sample.prompt, sample.prompt_token_ids, sample.tokenizer) == ("text 0", [0, 0], "mark")
     assert sample.completion_token_ids == [0, 0, 0] and sample.complete
+
+
+def test_tokens_are_counted_while_answers_run(tmp_path, monkeypatch) -> None:
+    """Not only once an answer is finished, and not those of earlier work of the engine."""
+
+    class Slow(FakeEngine):
+        """Finishes an answer in every tenth step, and makes 2 tokens in each."""
+
+        taken = 0
+
+        def stats(self):
+            return SimpleNamespace(generated_tokens=1000 + 2 * self.taken)
+
+        def step(self, finished_only):
+            self.taken += 1
+            return super().step(finished_only) if self.taken % 10 == 0 else []
+
+    shown, refreshed = [], []
+    monkeypatch.setattr("mtpkit.data.regenerate._REFRESH", -1)
+    monkeypatch.setattr("tqdm.tqdm.set_postfix_str", lambda bar, text, refresh: shown.append(text))
+    monkeypatch.setattr("tqdm.tqdm.refresh", lambda bar: refreshed.append(bar.n))
+    with Journal(tmp_path / "a.jsonl", SETTINGS) as journal:
+        regenerate(Slow(), PROMPTS[:2], Params(), journal, "mark", seed=7, in_flight=2)
+    assert [text.split()[0] for text in shown] == [str(2 * step) for step in range(1, 21)]
+    assert len(refreshed) >= 20

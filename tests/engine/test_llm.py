@@ -1,5 +1,6 @@
 """The front door: prompts in every form, streaming, statistics, errors of a user's making."""
 
+import io
 import json
 import shutil
 import weakref
@@ -250,3 +251,16 @@ def test_a_saved_model_decodes_as_in_memory(tmp_path, tokenizer_dir):
         llm = make_llm(tmp_path / name, 2, dtype="float32", device="cpu")
         assert llm.generate([[1, 2]], greedy())[0].outputs[0].token_ids == want
         assert (llm.tokenizer is None) == (name == "bare")
+
+
+@pytest.mark.parametrize(
+    ("terminal", "options", "shown"),
+    [(True, {}, True), (False, {}, False), (True, {"use_tqdm": False}, False), (False, {"use_tqdm": True}, True)],
+)
+def test_a_terminal_shows_progress(terminal, options, shown, monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    llm = make_llm(tiny_model(), 0)
+    monkeypatch.setattr("sys.stderr", stderr)
+    llm.generate([[1, 2], [3]], greedy(2), **options)
+    assert ("prompts: 100%" in stderr.getvalue()) == shown
