@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.mtpkit-setup
 
-.PHONY: help setup demo test test-gpu lint clean
+.PHONY: help setup demo test test-newest test-lowest test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -19,6 +19,14 @@ demo: $(STAMP) ## train MTP heads on the tiny base, convert them, measure the sp
 
 test: $(STAMP) ## run the test suite
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+test-newest: $(STAMP) ## run some of the tests with the newest dependencies, Python 3.13 where there is one
+	@VENV=$(VENV) tools/setup.sh newest
+	@OMP_NUM_THREADS=1 $(VENV)/newest/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) @tests/bounds.txt
+
+test-lowest: $(STAMP) ## run the same tests with the oldest dependencies that pyproject.toml admits
+	@VENV=$(VENV) tools/setup.sh lowest
+	@OMP_NUM_THREADS=1 $(VENV)/lowest/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) @tests/bounds.txt
 
 test-gpu: $(STAMP) ## run the tests that need a GPU
 	@$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -30,7 +30,8 @@ def names(requirements: list[str]) -> set[str]:
 
 
 RUNTIME = names(PROJECT["dependencies"])
-EXTRAS = names([one for extra, listed in PROJECT["optional-dependencies"].items() if extra != "dev" for one in listed])
+OPTIONAL = PROJECT["optional-dependencies"]
+EXTRAS = names([one for extra in OPTIONAL.keys() - {"test", "dev"} for one in OPTIONAL[extra]])
 
 
 def imports(source: str) -> Iterator[tuple[str, bool]]:
