@@ -67,3 +67,19 @@ def test_misuse_of_the_pool_is_caught():
         pool.release(ids)
     with pytest.raises(AssertionError):
         pool.share(0)
+
+
+def test_of_some_ids_the_one_that_is_next_is_taken():
+    pool = IdPool(6)
+    assert [pool.allocate_from(range(1, 6, 2)) for _ in range(3)] == [1, 3, 5]
+    pool.release([3])
+    pool.release([1])
+    assert pool.allocate_from(range(1, 6, 2)) == 1, "the newest free one, as in allocate"
+
+
+@pytest.mark.parametrize("free", [[0], [1, 0, 0], []])
+def test_a_free_list_that_lacks_an_id_or_has_it_twice_is_noticed(free):
+    pool = IdPool(2)
+    pool._free = free
+    with pytest.raises(MtpkitError, match="allocator is inconsistent"):
+        pool.check_integrity([])

@@ -124,6 +124,19 @@ def test_preempted_requests_resume_with_the_same_output(k, ahead):
         assert finished[request_id].outputs[0].token_ids == MODEL.decode(prompt, GREEDY)
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_preempted_requests_count_each_token_once_for_penalties(k):
+    """The newest token is fed again after a preemption, and must not weigh twice."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=1.5)
+    engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=k)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1]]
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    finished = run(engine)
+    assert engine.stats().preemptions > 0
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert finished[request_id].outputs[0].token_ids == MODEL.decode(prompt, params)
+
+
 def test_statistics_begin_anew_after_a_reset():
     engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=3)
     for _ in range(2):

@@ -93,3 +93,60 @@ def test_what_a_waiting_request_would_find_is_evicted_last():
     assert engine.scheduler.waiting and not engine.scheduler.blocks.num_evicted
     output = end(engine)["waiting"]
     assert engine.scheduler.blocks.num_evicted and output.num_cached_tokens == len(SHARED)
+
+
+def left(engine, prompt):
+    """A request of the prompt, whose blocks are idle and whose checkpoint is kept."""
+    scheduler, request = engine.scheduler, engine.make_request(prompt, params(1))
+    request.prefill_end = request.num_computed = len(prompt)
+    request.block_table.extend(scheduler.blocks.allocate(-(-len(prompt) // 2)))
+    (request.slot,) = scheduler.slots.allocate(1)
+    scheduler.running.append(request)
+    scheduler.prefix.keep(request, len(prompt))
+    scheduler._free(request)
+    return request
+
+
+def found(engine, prompt) -> int:
+    """Number of tokens that are found of a prompt."""
+    request = engine.make_request([*prompt, 1], params(1))
+    request.prefill_end = len(request.token_ids)
+    hit = engine.scheduler.prefix.match(request)
+    return hit.length if hit else 0
+
+
+def test_of_an_idle_prompt_the_last_blocks_are_evicted_first():
+    engine = cached_engine(8)
+    request = left(engine, SHARED)
+    blocks = engine.scheduler.blocks
+    blocks.allocate(blocks.num_free - 2)
+    assert blocks.num_evicted == 2 and len(engine.scheduler.prefix._present(request)) == 2
+
+
+@pytest.mark.parametrize("again", ["kept", "resumed"])
+def test_a_checkpoint_that_is_used_again_is_evicted_later(again):
+    engine = cached_engine(60, num_checkpoints=2)
+    first, second, third = SHARED, [9, *SHARED], [8, *SHARED]
+    request = left(engine, first)
+    left(engine, second)
+    if again == "kept":
+        left(engine, first)
+    else:
+        prefix = engine.scheduler.prefix
+        request = engine.make_request([*first, 1], params(1))
+        request.prefill_end, request.slot = len(request.token_ids), 0
+        prefix.resume(prefix.match(request), request)
+    left(engine, third)
+    assert [found(engine, one) for one in (first, second, third)] == [8, 0, 9]
+
+
+def test_blocks_of_the_newest_lookup_are_evicted_last():
+    """Though another request was looked up just before."""
+    engine = cached_engine(8)
+    first, second = SHARED, [9, *SHARED[1:]]
+    left(engine, first)
+    left(engine, second)
+    assert [found(engine, one) for one in (second, first)] == [8, 8]
+    blocks = engine.scheduler.blocks
+    blocks.allocate(4)
+    assert blocks.num_evicted == 4 and [found(engine, one) for one in (first, second)] == [8, 0]
