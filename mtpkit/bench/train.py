@@ -200,7 +200,7 @@ class _Bench:
         self.optimizer = _TimedOptimizer(self.watch, freeze_base(self.model).values(), settings.optimizer)
         self.flops = step_flops(shape, config.k, base_layers=not config.cached)
         self.peak, no_peak = find_peak(self.device)
-        if no_peak and has_results():
+        if no_peak and dist.get_rank() == 0:  # the rank that shows warnings
             _logger.warning(no_peak)
         self.model.decoder.register_forward_pre_hook(lambda *_: self.watch.start("base"))
         self.model.decoder.register_forward_hook(lambda *_: self.watch.stop("base"))
