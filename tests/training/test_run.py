@@ -82,7 +82,7 @@ def test_heads_learn_what_the_base_says(settings, kind, device):
 def test_the_checkpoint_is_the_base_with_trained_heads(settings, toy_base):
     output = run(settings)
     config = load_model_config(output)
-    assert (config.mtp.pattern, config.mtp.num_depths, config.mtp.repeated) == ("*-", 2, True)
+    assert (config.mtp.pattern, config.mtp.num_depths, config.mtp.repeated) == ("*", 2, True)
     trained, base = (load_model(path).state_dict() for path in (output, toy_base))
     assert all(torch.equal(tensor, trained[name]) for name, tensor in base.items() if tensor is not None)
     assert any(name.startswith("mtp.") for name in trained)
