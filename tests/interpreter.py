@@ -1,6 +1,6 @@
 """Triton's interpreter without what it does anew for every operation of a kernel, most of the time that one takes.
 
-A fault of it is mended too, see `_keep_flags`.
+Faults of it are mended too, see `_keep_flags` and `_drop_nan`.
 """
 
 import dataclasses
@@ -18,10 +18,19 @@ def hasten() -> None:
     _hold_block_types()
     _hold_shapes()
     _keep_flags()
+    _drop_nan()
     # It would compute every sum of integers in 64 bits too, to compare, and pass on the outcome to nobody.
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "sums that overflow would be reported"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _drop_nan() -> None:
+    """Let `tl.maximum` and `tl.minimum` return the other number where one is NaN, as a GPU does unless it is told to
+    propagate NaN."""
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
+    builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
 
 
 def _once_a_module(patch: Callable[[Callable], object]) -> Callable[[Callable], object]:

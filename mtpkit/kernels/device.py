@@ -89,6 +89,18 @@ def _devices(args: Iterable[Any]) -> Iterator[torch.device]:
 
 
 @triton.jit
+def at_least(a, bound):
+    """The larger number; NaN where `a` is NaN, of which `tl.maximum` alone would make the bound."""
+    return tl.maximum(a, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def at_most(a, bound):
+    """The smaller number; NaN where `a` is NaN."""
+    return tl.minimum(a, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def wait_for_previous(EARLY):
     """With EARLY, wait until all earlier kernels have ended, then allow the next kernel to start. A program calls this
     function before it reads or writes memory that an earlier kernel may have touched."""

@@ -6,7 +6,9 @@ import torch
 from mtpkit.kernels.ancestors import ancestor_masks, seen_tokens
 from tests.kernels.test_attention import make_paged
 from tests.kernels.test_causal_conv1d import parameters
+from tests.kernels.test_delta_rule import make
 from tests.kernels.test_latent_attention import LATENT, SCALE, Model
+from tests.kernels.test_ssd_varlen import Rows
 from tests.kernels.test_trees import CHAIN, DEPTH, MASKS, PARENTS, TOKENS, Delta, Mamba
 
 CONTEXTS = [0, 5, 61]
@@ -133,6 +135,27 @@ def test_recurrences_keep_a_broken_token_to_those_that_see_it(twin, shape, kind,
     rows.tokens[broken][:, BROKEN, 1] = value
     for (run, given), before in zip(ways, want, strict=True):
         check(run(twin, given)[0], before, masks)
+
+
+PROMPT = 20
+
+
+def test_the_scan_of_a_prompt_tells_of_a_step_size_that_is_not_finite(twin):
+    """A bound that it is compared with must not take its place."""
+    rows = Rows(twin.device, [PROMPT], [0])
+    rows.inputs["dt"][BROKEN] = torch.nan
+    y = twin("ssd").ssd_varlen(**rows.arguments(), chunk_size=16).cpu()
+    assert not y[BROKEN].isfinite().any()
+
+
+def test_the_delta_rule_of_a_prompt_tells_of_a_decay_that_is_not_finite(twin):
+    inputs = make(PROMPT)
+    inputs["g"][BROKEN] = torch.nan
+    out = twin("gated_delta_rule").delta_varlen(
+        **{name: tensor.to(twin.device) for name, tensor in inputs.items()},
+        starts=torch.tensor([0, PROMPT], device=twin.device),
+    )
+    assert not out[BROKEN].cpu().isfinite().any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -21,7 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, PROGRAMS, SMALLEST_DOT, Early, load, padded, strided, wait_for_previous
+from mtpkit.kernels.device import (
+    NARROW,
+    PROGRAMS,
+    SMALLEST_DOT,
+    Early,
+    at_least,
+    load,
+    padded,
+    strided,
+    wait_for_previous,
+)
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.ring import ring_capacity
 from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
@@ -40,7 +50,7 @@ _SMALLEST_HALF = 4
 def log_decay(a, A_log, bias, FORGOTTEN):
     """Compute g = -exp(A_log) softplus(a + bias) in fp32, but at least FORGOTTEN: otherwise the log decay of a token
     that forgets nearly everything would swamp the small log decays of later tokens in sums."""
-    return tl.maximum(-tl.exp(A_log) * step_size(a, bias, 0.0, float("inf")), FORGOTTEN)
+    return at_least(-tl.exp(A_log) * step_size(a, bias, 0.0, float("inf")), FORGOTTEN)
 
 
 @triton.jit

@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, padded, row_of_tile, strided, with_rows
+from mtpkit.kernels.device import (
+    MULTIPROCESSORS,
+    NARROW,
+    SMALLEST_DOT,
+    at_least,
+    padded,
+    row_of_tile,
+    strided,
+    with_rows,
+)
 from mtpkit.kernels.gated_delta_rule.reference import CHUNK
 
 _FORGOTTEN = -100.0
@@ -127,7 +136,7 @@ def _prepare_kernel(
     live = (t >= 0) & (t < tl.minimum(count, first + SIZE))
     token = (begin + t).to(tl.int64)
     g = tl.load(g_ptr + token * HEADS + head, mask=live, other=0.0)
-    since = tl.cumsum(tl.maximum(g, FORGOTTEN).to(since_ptr.dtype.element_ty), 0)
+    since = tl.cumsum(at_least(g, FORGOTTEN).to(since_ptr.dtype.element_ty), 0)
     tl.store(since_ptr + head.to(tl.int64) * tokens + token, since, mask=live)
     beta = tl.load(beta_ptr + token * HEADS + head, mask=live, other=0.0)
     k_ptrs = k_ptr + token[:, None] * k_token + head // (HEADS // GROUPS) * k_head + n[None, :]

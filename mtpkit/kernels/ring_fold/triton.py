@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import padded
+from mtpkit.kernels.device import at_least, padded
 from mtpkit.kernels.ring import ring_capacity
 
 _FORGOTTEN = -100.0
@@ -48,7 +48,7 @@ def _fold_kernel(
     logs = rates.to(tl.float32)
     if STEPS:
         logs = logs * -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-    logs = tl.maximum(logs, FORGOTTEN)
+    logs = at_least(logs, FORGOTTEN)
     to_end = tl.cumsum(logs, 0, reverse=True) - logs
     weights = tl.exp(to_end)
     if STEPS:

@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, SMALLEST_DOT, padded, row_of_tile, strided
+from mtpkit.kernels.device import (
+    MULTIPROCESSORS,
+    NARROW,
+    SMALLEST_DOT,
+    at_least,
+    padded,
+    row_of_tile,
+    strided,
+)
 from mtpkit.kernels.ssd.reference import KeptStates
 from mtpkit.kernels.ssm_update.replay import step_size
 
@@ -102,9 +110,9 @@ def _decay_kernel(
     raw = tl.load(dt_ptr + (begin + t)[:, None] * dt_token + head[None, :], mask=mask, other=0.0)
     step = step_size(raw, bias[None, :], low, high)
     # Terms are bounded, so that a token that forgets nearly everything does not swamp the small decays of later tokens.
-    logs = tl.where(mask, tl.maximum(step * A[None, :], FORGOTTEN), 0.0)
+    logs = tl.where(mask, at_least(step * A[None, :], FORGOTTEN), 0.0)
     since = tl.cumsum(logs.to(decay_ptr.dtype.element_ty), 0)
-    gain = tl.log2(tl.maximum(step, SMALLEST).to(since.dtype)) - since
+    gain = tl.log2(at_least(step, SMALLEST).to(since.dtype)) - since
     decay_ptrs = decay_ptr + (head[None, :].to(tl.int64) * tokens + (begin + t)[:, None]) * 2
     tl.store(decay_ptrs, since, mask=mask)
     tl.store(decay_ptrs + 1, gain, mask=mask)

@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, NARROW, Early, load, padded, strided, wait_for_previous
+from mtpkit.kernels.device import (
+    MULTIPROCESSORS,
+    NARROW,
+    Early,
+    at_least,
+    at_most,
+    load,
+    padded,
+    strided,
+    wait_for_previous,
+)
 from mtpkit.kernels.ring import ring_capacity
 
 _FORGOTTEN = -100.0
@@ -38,7 +48,7 @@ def step_size(raw, bias, low, high):
     q = s * s
     series = 1 / 11 + q * (1 / 13 + q * (1 / 15))
     series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * series))))
-    return tl.minimum(tl.maximum(tl.maximum(v, 0.0) + 2.0 * s * series, low), high)
+    return at_most(at_least(tl.maximum(v, 0.0) + 2.0 * s * series, low), high)
 
 
 @triton.jit
@@ -105,7 +115,7 @@ def _new_steps(dt_ptrs, t, A, bias, low, high, TOKENS, FORGOTTEN):
     is_new = (t < TOKENS)[:, None]
     step = step_size(tl.load(dt_ptrs, mask=is_new, other=0.0), bias[None, :], low, high)
     step = tl.where(is_new, step, 0.0)
-    return step, tl.cumsum(tl.maximum(step * A[None, :], FORGOTTEN), 0)
+    return step, tl.cumsum(at_least(step * A[None, :], FORGOTTEN), 0)
 
 
 @Early
@@ -178,14 +188,14 @@ def _replay_kernel(
     if ancestors_ptr is None:
         _, out_since = _new_steps(dt_ptrs + o[:, None] * dt_token, o, A, bias, low, high, TOKENS, FORGOTTEN)
     else:
-        logs = tl.maximum(step * A[None, :], FORGOTTEN)
+        logs = at_least(step * A[None, :], FORGOTTEN)
         since = _along_paths(logs, load_masks(ancestors_ptr, row, t, t, TOKENS))
         out_since = _along_paths(logs, load_masks(ancestors_ptr, row, t, o, TOKENS))
     old_step_ptrs = ring_dt_ptr + old_place[:, None] * HEADS + heads[None, :]
     old_step = tl.load(old_step_ptrs, mask=is_old[:, None], other=0.0)  # [E, H]
     if part == 0:
         tl.store(ring_dt_ptr + new_place[:, None] * HEADS + heads[None, :], step, mask=is_new[:, None])
-    old_log = tl.maximum(old_step * A[None, :], FORGOTTEN)
+    old_log = at_least(old_step * A[None, :], FORGOTTEN)
     to_last, whole = tl.cumsum(old_log, 0, reverse=True) - old_log, tl.sum(old_log, 0)  # [E, H], [H]
 
     # The products that the heads share.
