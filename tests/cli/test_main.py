@@ -9,7 +9,7 @@ import typer
 import mtpkit.cli
 from mtpkit.cli.main import COMMANDS
 
-HELPERS = {"__init__", "command", "errors", "main", "options"}
+HELPERS = {"__init__", "command", "errors", "main", "options", "torchrun"}
 
 
 def test_every_command_module_is_registered() -> None:

@@ -42,7 +42,8 @@ def test_an_error_of_all_ranks_is_one_line(installed):
 
 
 SCRIPT = """
-import logging, os, sys, warnings
+import logging, os, sys, time, warnings
+from pathlib import Path
 from mtpkit.cli import run
 from mtpkit.errors import UserError
 
@@ -50,7 +51,12 @@ def job():
     rank = os.environ["RANK"]
     logging.getLogger("x").warning("logged by %s", rank)
     warnings.warn(f"warned by {rank}")
+    told = Path(__file__).with_suffix(".told")
+    if rank == "0":
+        told.touch()
     if rank == "1":
+        while not told.exists():  # torchrun ends rank 0 as soon as this one fails
+            time.sleep(0.05)
         raise UserError("late")
 
 run(job)

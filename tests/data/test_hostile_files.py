@@ -219,6 +219,9 @@ class Params:
 class Engine:
     """Answers at once."""
 
+    def stats(self):
+        return SimpleNamespace(generated_tokens=0)
+
     def add_request(self, prompt_token_ids, params, request_id):
         self.request_id = request_id
 

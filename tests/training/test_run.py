@@ -142,7 +142,7 @@ def test_new_heads_are_fitted_to_as_many_tokens_as_asked_for(settings, monkeypat
 def test_only_the_newest_checkpoints_are_kept(settings, capsys):
     """Also when the finished run is asked for once more, which says that it is finished."""
     for again in (False, True):
-        output = run(settings, "save_interval=1", "keep_checkpoints=2")
+        output = run(settings, "save_interval=1", "keep_checkpoints=2", "keep_best=false")
         assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
         assert ("all 6 steps are done already; set steps higher to go on" in capsys.readouterr().out) == again
 

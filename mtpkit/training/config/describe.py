@@ -76,7 +76,7 @@ def _lines(cls: Any, indent: str) -> Iterator[str]:
             continue
         choices = f" One of: {', '.join(map(str, get_args(kind)))}." if get_origin(kind) is Literal else ""
         yield from _comment(info.description + choices, indent)
-        value = "???" if info.is_required() else info.default
+        value = "???" if info.is_required() else info.get_default(call_default_factory=True)
         value = list(value) if isinstance(value, tuple) else value
         yield f"{indent}{name}: {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"
 
