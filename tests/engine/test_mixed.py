@@ -121,7 +121,7 @@ def test_mixing_changes_no_draft(heads):
 @pytest.mark.parametrize("k", [0, 3])
 def test_preemption_in_the_middle_of_mixed_steps(shapes, k):
     model = tiny_model()
-    llm = make_llm(model, k, block_size=2, num_blocks=40, max_num_batched_tokens=7, async_scheduling=True)
+    llm = make_llm(model, k, block_size=2, num_blocks=32, max_num_batched_tokens=7, async_scheduling=True)
     lost = watch_preemptions(llm)
     assert generate(llm, PROMPTS) == [decode(model, prompt, 20) for prompt in PROMPTS]
     assert len(lost) == llm.stats().preemptions

@@ -13,7 +13,7 @@ def test_generate_continues_a_text_from_stdin():
     done = call("infer/generate.py", "--model", TINY_BASE, "--max-tokens", 8, stdin=PROMPT)
     assert done.returncode == 0 and done.stdout.strip()
     (summary,) = done.stderr.splitlines()
-    assert summary.startswith("8 tokens in ") and summary.endswith("tokens/s, K = 0")
+    assert summary.startswith("finish reason: length; 8 tokens in ") and summary.endswith("tokens/s, K = 0")
 
 
 def test_generate_writes_a_json_line_a_prompt(trained, capsys):
@@ -47,8 +47,7 @@ def files(tmp_path):
         ("eval_speedup", "--prompts {tmp}/one.txt --temperature -1", "--temperature is -1.0, must be at least 0"),
         ("eval_speedup", "--prompts {tmp}/one.txt --model {tmp}/none", "{tmp}/none: no such model directory"),
         ("eval_speedup", "--prompts {tmp}/one.txt --k 3", "--k is 3, but the model has no MTP heads: train some"),
-        ("eval_speedup", "--prompts {tmp}/long.jsonl --k 0", "5000 prompt tokens + --max-tokens 128 exceed"),
-        ("generate", "--prompts {tmp}/long.jsonl", "5000 prompt tokens + --max-tokens 128 exceed --max-model-len"),
+        ("eval_speedup", "--prompts {tmp}/long.jsonl --k 0", "5000 prompt tokens leave no room for output"),
         ("generate", "--prompts {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
         ("generate", "--prompts {tmp}/one.txt --k -2", "--k is -2, must be from 0 to 1000"),
     ],

@@ -9,6 +9,9 @@ from tests.integration.hostile.cases import CONTROL, Case, Kind
 
 KINDS = (*kinds_model.KINDS, *kinds_data.KINDS, *kinds_run.KINDS)
 READERS: dict[str, tuple[str, ...]] = {
+    "cli/options.py": (),  # JSON that is an option's value
+    "cli/torchrun.py": (),  # reports of the processes that torchrun started
+    "training/log.py": (),  # what it wrote itself
     "bench/convert.py": (),  # its own files
     "bench/machine.py": (),  # what the processor is called
     "bench/shapes.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
@@ -27,7 +30,9 @@ READERS: dict[str, tuple[str, ...]] = {
     "cli/errors.py": (),  # a place for output that nobody reads
     "cli/generate.py": ("stdin",),
     "config/checked.py": (),  # for the others
+    "data/cells.py": ("chat data",),
     "data/chat.py": ("chat data",),
+    "data/conversations.py": ("chat data",),
     "data/draft_vocab.py": ("draft vocabulary",),
     "data/prepare.py": (),  # its own samples on their way to another process
     "data/prepared.py": ("manifest of prepared data", "dataset_info.json", "state.json", "prepared sequences"),
@@ -36,7 +41,6 @@ READERS: dict[str, tuple[str, ...]] = {
         *("text data", "jsonl data", "json data", "parquet data", "csv data", "regenerated data"),
         "data of no known kind",
     ),
-    "data/samples.py": ("chat data", "regenerated data"),
     "data/tokenizer.py": ("tokenizer.json", "tokenizer_config.json"),
     "engine/ranks/join.py": (),  # both ends of a model's files, for a hash
     "files.py": (),  # for the others

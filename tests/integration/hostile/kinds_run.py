@@ -23,7 +23,7 @@ from tests.integration.hostile.world import TRAINING
 
 RUN = {
     "resume": "train --config train0.yaml steps=3",
-    "acceptance": "acceptance --model run5 --data data3/text.txt --num-sequences 1",
+    "acceptance": "acceptance --model run5 --data data3/text.txt --sequence-length 32 --num-sequences 1",
     "report": "report run5",
 }
 NEEDS = ("hf8", "data3", "run5", "train0.yaml")
