@@ -44,7 +44,7 @@ _SPARE = 1.05
 class ConvertRow:
     """One conversion of the whole checkpoint, to the last byte on the disk."""
 
-    stage: Annotated[str, Column("stage")]
+    stage: Annotated[str, Column("stage", key=True)]
     nbytes: Annotated[int, Column("GB", lambda row: f"{row.nbytes / 1e9:.2f}")]
     """Bytes of the checkpoint."""
     written: Annotated[int, Column("GB written", lambda row: f"{row.written / 1e9:.2f}")]

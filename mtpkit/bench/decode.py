@@ -22,8 +22,8 @@ _NAME_WIDTH = 80
 class DecodeRow:
     """One batch size and K."""
 
-    batch_size: Annotated[int, Column("batch")]
-    k: Annotated[int | Literal["auto"], Column("K")]
+    batch_size: Annotated[int, Column("batch", key=True)]
+    k: Annotated[int | Literal["auto"], Column("K", key=True)]
     tokens_per_s: Annotated[float, Column("tokens/s", ".1f")]
     """Generated tokens over wall time, from when all requests decode to when the first one ends."""
     step_ms: Annotated[float, Column("ms per step", ".3f")]
@@ -158,9 +158,9 @@ def _trace(contender: Contender, row: DecodeRow) -> DecodeRow:
 class KernelShare:
     """One kernel of a decode step."""
 
-    batch_size: Annotated[int, Column("batch")]
-    k: Annotated[int | Literal["auto"], Column("K")]
-    kernel: Annotated[str, Column("kernel", f".{_NAME_WIDTH}")]
+    batch_size: Annotated[int, Column("batch", key=True)]
+    k: Annotated[int | Literal["auto"], Column("K", key=True)]
+    kernel: Annotated[str, Column("kernel", f".{_NAME_WIDTH}", key=True)]
     ms: Annotated[float, Column("ms per step", ".3f")]
     """Time of all its calls in a step."""
     share: Annotated[float, Column("share", ".1%")]

@@ -41,8 +41,8 @@ _PART = 1 << 26
 class KernelRow:
     """One op at one shape."""
 
-    op: Annotated[str, Column("op")]
-    shape: Annotated[str, Column("shape")]
+    op: Annotated[str, Column("op", key=True)]
+    shape: Annotated[str, Column("shape", key=True)]
     microseconds: Annotated[float, Column("µs", ".1f")]
     bytes: Annotated[float, Column("MB", lambda row: f"{row.bytes / 1e6:.2f}")]
     """Bytes that the op must move at least."""

@@ -43,9 +43,9 @@ class LoadRow:
     Latencies are those of all requests of the later runs, or of the first one if it is the only one.
     """
 
-    request_rate: Annotated[float | Literal["inf"], Column("requests/s")]
+    request_rate: Annotated[float | Literal["inf"], Column("requests/s", key=True)]
     """"inf": all requests are queued at once."""
-    k: Annotated[int | Literal["auto"], Column("K")]
+    k: Annotated[int | Literal["auto"], Column("K", key=True)]
     start_seconds: Annotated[float, Column("start s", ".1f")]
     """Time to make the engine around a loaded model, until it takes requests."""
     first_seconds: Annotated[float, Column("first s", ".2f")]

@@ -29,9 +29,9 @@ _NEAR_TIE = 0.1
 class PrefillRow:
     """All prompts, from the time when they are queued until each has its first token."""
 
-    batch_size: Annotated[int, Column("prompts", lambda row: f"{row.batch_size} x {row.prompt_len}")]
+    batch_size: Annotated[int, Column("prompts", lambda row: f"{row.batch_size} x {row.prompt_len}", key=True)]
     prompt_len: int
-    k: Annotated[int, Column("K")]
+    k: Annotated[int, Column("K", key=True)]
     max_num_batched_tokens: Annotated[int, Column("tokens per step")]
     seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]
     tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]

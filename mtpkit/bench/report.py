@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TextIO, get_type_hints
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from mtpkit.bench.machine import Machine
+from mtpkit.bench.tables import EMPTY, WideTable, print_object, print_tables
 from mtpkit.files import staged_file, storage_errors
 
 if TYPE_CHECKING:
@@ -36,18 +36,19 @@ class Column:
     heading: str
     show: str | Callable[[Any], str] = ""
     """Format of the value, or a function of the row; None becomes "-"."""
+    key: bool = False
+    """The column, one of the first, tells rows apart: it is repeated where a table is shown in parts."""
 
     def cell(self, row: "DataclassInstance", name: str) -> str:
         """Text of a row's field."""
         value = getattr(row, name)
         if value is None:
-            return "-"
+            return EMPTY
         return self.show(row) if callable(self.show) else format(value, self.show)
 
 
-def tabulate(title: str, kind: type["DataclassInstance"], rows: Sequence["DataclassInstance"]) -> Table:
+def tabulate(title: str, kind: type["DataclassInstance"], rows: Sequence["DataclassInstance"]) -> WideTable:
     """A table of rows of one dataclass, with the fields that are annotated with a `Column`."""
-    table = Table(title=title, box=box.SIMPLE_HEAD)
     hints = get_type_hints(kind, include_extras=True)
     columns = {
         name: mark
@@ -55,6 +56,8 @@ def tabulate(title: str, kind: type["DataclassInstance"], rows: Sequence["Datacl
         for mark in getattr(hint, "__metadata__", ())
         if isinstance(mark, Column)
     }
+
+    table = WideTable(keys=sum(shown.key for shown in columns.values()), title=title)
     for shown in columns.values():
         table.add_column(shown.heading, justify="right")
     for row in rows:
@@ -74,7 +77,7 @@ class Report:
         """The JSON object that commands print as their last line; `whole`: with the fields that only the file holds."""
         raise NotImplementedError
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[WideTable]:
         """The rows for people."""
         raise NotImplementedError
 
@@ -82,18 +85,14 @@ class Report:
         """A PNG of the rows; None: there is none."""
         return None
 
-    def show(self) -> None:
-        """Print the tables, and the JSON object as the last line."""
+    def show(self, as_json: bool = False) -> None:
+        """Print the tables and, as the last line, the JSON object; in a terminal only if it is asked for."""
         self.show_tables()
-        print(json.dumps(self.to_dict(), default=str))
+        print_object(self.to_dict(), as_json)
 
     def show_tables(self) -> None:
         """Print the tables, and the machine in one line."""
-        console = Console()
-        if not console.is_terminal:  # no reason to squeeze what goes to a file
-            console.width = _WIDTH
-        for table in self.tables():
-            console.print(table)
+        print_tables(self.tables())
         if self.machine:
             print(self.machine)
 
@@ -173,6 +172,6 @@ class Result[Row: "DataclassInstance"](Report):
         rows = [{k: v for k, v in asdict(row).items() if whole or k not in self.details} for row in self.rows]
         return {"benchmark": self.name, "rows": rows, **machine, "settings": {**self.settings}}
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[WideTable]:
         """The one table."""
         return [tabulate(self.title, self.kind, self.rows)]

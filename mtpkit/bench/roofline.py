@@ -254,8 +254,8 @@ def _join(works: Sequence[Work]) -> list[Work]:
 class StepRow:
     """The decode step of one batch size and K."""
 
-    batch_size: Annotated[int, Column("batch")]
-    k: Annotated[int, Column("K")]
+    batch_size: Annotated[int, Column("batch", key=True)]
+    k: Annotated[int, Column("K", key=True)]
     acceptance_length: Annotated[float, Column("acceptance length", ".2f")]
     bytes: Annotated[float, Column("GB per step", lambda row: significant(row.bytes / 1e9))]
     flops: Annotated[float, Column("GFLOP per step", lambda row: significant(row.flops / 1e9))]
@@ -268,10 +268,10 @@ class StepRow:
 class WorkRow:
     """One work of a decode step."""
 
-    batch_size: Annotated[int, Column("batch")]
-    k: Annotated[int, Column("K")]
-    phase: Annotated[str, Column("phase")]
-    work: Annotated[str, Column("work")]
+    batch_size: Annotated[int, Column("batch", key=True)]
+    k: Annotated[int, Column("K", key=True)]
+    phase: Annotated[str, Column("phase", key=True)]
+    work: Annotated[str, Column("work", key=True)]
     bytes: Annotated[float, Column("MB", lambda row: significant(row.bytes / 1e6))]
     flops: Annotated[float, Column("GFLOP", lambda row: significant(row.flops / 1e9))]
     seconds: Annotated[float, Column("ms", lambda row: significant(row.seconds * 1e3))]

@@ -4,7 +4,7 @@ Torch is not imported here, so that `--help` answers at once.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -442,6 +442,29 @@ class RooflineConfig:
     """Memory bandwidth in TB/s; a copy reaches the default on an H200."""
     matrix_rate: Annotated[float, Field(ge=0.001)] = 790.0
     """Matrix rate in TFLOP/s; an 8192^3 product in bf16 reaches the default on an H200."""
+
+ON_CPU: Mapping[type, Mapping[str, Any]] = {
+    DecodeConfig: {"batch_sizes": (1, 4), "prompt_len": 64, "max_tokens": 32, "repeats": 1},
+    PrefillConfig: {"batch_size": 4, "prompt_len": 128, "repeats": 1},
+    LoadConfig: {
+        "num_prompts": 16,
+        "prompt_median": 40,
+        "prompt_max": 400,
+        "output_median": 20,
+        "output_max": 100,
+        "repeats": 1,
+    },
+    StallConfig: {
+        "decoding_requests": 4,
+        "arriving_prompts": 2,
+        "arriving_length": 256,
+        "lone_lengths": (32, 256),
+    },
+    TurnsConfig: {"turn_length": 16, "conversations": 2},
+    TrainBenchConfig: {"sequence_lengths": (128,), "losses": ("kl",), "steps": 3, "warm_up_steps": 1},
+    KernelConfig: {"rows": (1, 4), "context_len": 64, "repeats": 3},
+}
+"""Settings that commands start with on a CPU, which would need hours for the defaults."""
 
 
 def engine_settings(config: object, **others: object) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from rich.table import Table
 from tqdm import tqdm
 
 from mtpkit.bench.machine import commit, describe_device
 from mtpkit.bench.report import Column, Report, tabulate
 from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, engine_settings, tree_settings
 from mtpkit.bench.shapes import choose_drafts
+from mtpkit.bench.tables import WideTable
 from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.loading import config_of
 from mtpkit.engine.prompts import Prompt, encode, list_prompts
@@ -46,9 +46,9 @@ _BEFORE = "#999999"
 class SpeedupRow:
     """One batch size and K."""
 
-    batch_size: Annotated[int, Column("batch")]
+    batch_size: Annotated[int, Column("batch", key=True)]
     """Requests that run at once."""
-    k: Annotated[int, Column("K")]
+    k: Annotated[int, Column("K", key=True)]
     """Drafts per step."""
     tokens_per_s: Annotated[float, Column("tokens/s", ".1f")]
     """Generated tokens over the wall time of `LLM.generate`, prefill and detokenization included."""
@@ -94,9 +94,9 @@ def _in_brackets(interval: Interval | None) -> str:
 class _Candidates:
     """Which of the heads' candidates the base chose at one depth."""
 
-    batch_size: Annotated[int, Column("batch")]
-    k: Annotated[int, Column("K")]
-    depth: Annotated[int, Column("depth")]
+    batch_size: Annotated[int, Column("batch", key=True)]
+    k: Annotated[int, Column("K", key=True)]
+    depth: Annotated[int, Column("depth", key=True)]
     shares: Annotated[str, Column("base's choice among candidates")]
     none: Annotated[float, Column("none of them", ".0%")]
 
@@ -136,7 +136,7 @@ class SpeedupReport(Report):
         }
         return {key: rows.get(key, value) for key, value in asdict(self).items() if key not in left_out}
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[WideTable]:
         """The rows, with those of untrained heads in a separate table."""
         if self.before is None:
             tables, candidates = [tabulate("speedup", SpeedupRow, self.rows)], _Candidates.of(self.rows)

@@ -31,7 +31,7 @@ _SHORTEST_CHUNK, _STEPS_OF_PROMPT = 64, 4
 class StallRow:
     """Latencies of requests that decode without and with prompts arriving one after another, and of lone prompts."""
 
-    k: Annotated[int | Literal["auto"], Column("K")]
+    k: Annotated[int | Literal["auto"], Column("K", key=True)]
     quiet_p50_ms: Annotated[float | None, Column("ITL ms p50", ".2f")]
     """Inter-token latency of the decoding requests while nothing arrives."""
     quiet_p99_ms: Annotated[float | None, Column("p99", ".2f")]

@@ -50,8 +50,8 @@ _LEARNING_RATE = 1e-5
 class TrainRow:
     """Optimizer steps of one sequence length and loss."""
 
-    sequence_length: Annotated[int, Column("sequence")]
-    loss: Annotated[LossKind, Column("loss")]
+    sequence_length: Annotated[int, Column("sequence", key=True)]
+    loss: Annotated[LossKind, Column("loss", key=True)]
     tokens: Annotated[int, Column("tokens per step")]
     """Tokens per step, over all ranks."""
     seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]

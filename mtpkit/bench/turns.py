@@ -24,8 +24,8 @@ Drafts = int | Literal["auto"]
 class TurnsRow:
     """All conversations with one engine, after an untimed run with other tokens."""
 
-    k: Annotated[Drafts, Column("K")]
-    cached: Annotated[bool, Column("cache", lambda row: "on" if row.cached else "off")]
+    k: Annotated[Drafts, Column("K", key=True)]
+    cached: Annotated[bool, Column("cache", lambda row: "on" if row.cached else "off", key=True)]
     prompt_tokens: Annotated[int, Column("prompt tokens", ",")]
     prefilled_tokens: Annotated[int, Column("prefilled", ",")]
     """Prompt tokens that were computed."""

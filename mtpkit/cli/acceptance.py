@@ -2,25 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from mtpkit.cli import options
-from mtpkit.cli.command import OLD_NAMES, Command, new_app
+from mtpkit.cli.command import Command, new_app
 from mtpkit.cli.data import ColumnNames, Options, Sources
 from mtpkit.training.config.settings import HeadAttention, ParallelConfig
 
 app = new_app()
 
 
-class AcceptanceCommand(Command):
-    """The command with one more former name, `--json`, which is a flag in other commands."""
-
-    old_names: ClassVar = {**OLD_NAMES, "--json": ("--output",)}
-
-
-@app.command(cls=AcceptanceCommand)
+@app.command(cls=Command)
 @options.takes_options
 def acceptance(
     model: options.Model,
@@ -50,7 +44,8 @@ def acceptance(
     ] = "local",
     *,
     parallel: Annotated[ParallelConfig, options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel_size")],
-    output: Annotated[Path | None, typer.Option(help="File for the JSON object that is printed.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON object.")] = None,
+    as_json: options.PrintJson = False,
     columns: ColumnNames,
     data_options: Options,
 ) -> None:
@@ -63,10 +58,11 @@ def acceptance(
     temperature 1 with drafts sampled from the heads (draft_sampling). On text that the base wrote itself in the same
     manner (`mtpkit data regenerate`) these are the engine's own numbers; greedy counts are equal. Departures are the
     tokens that are not the base's greedy choice: a step ends there, and greedy AL is too low where they are many.
-    The loss is the KL divergence from the base; depth k has the weight 0.6^(k-1). The last line printed is one JSON
-    object. Under torchrun the processes share the work:
+    The loss is the KL divergence from the base; depth k has the weight 0.6^(k-1). Where the output is no terminal, or
+    with --json, the last line printed is one JSON object. Under torchrun the processes share the work:
     torchrun --standalone --no-python --nproc-per-node N mtpkit acceptance ...
     """
+    from mtpkit.bench.tables import print_object
     from mtpkit.files import check_writable, write_file
     from mtpkit.training.evaluation import evaluate_directory
 
@@ -88,11 +84,10 @@ def acceptance(
     )
     if found is None:  # another process prints it
         return
-    line = json.dumps(found)
     if output is not None:
-        write_file(output, line + "\n")
+        write_file(output, json.dumps(found) + "\n")
     _show(found)
-    print(line)
+    print_object(found, as_json)
 
 
 def _trained_length(model: Path) -> int:
@@ -107,18 +102,14 @@ def _trained_length(model: Path) -> int:
 
 
 def _show(found: dict) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Column, Table
+    from rich.table import Column
 
+    from mtpkit.bench.tables import WideTable, print_tables
     from mtpkit.training.report import COLUMNS, table_rows
 
     about = f"K = {found['num_depths']}, {found['attention']}, sequences of {found['sequence_length']} tokens"
     columns = [Column(name, justify="right") for name in COLUMNS]
-    table = Table("source", *columns, title=f"{found['model']}, {about}", box=box.SIMPLE_HEAD)
+    table = WideTable(Column("source"), *columns, keys=1, title=f"{found['model']}, {about}")
     for row in table_rows(found):
         table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:  # no reason to squeeze what goes to a file
-        console.width = 120
-    console.print(table)
+    print_tables([table])

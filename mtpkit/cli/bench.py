@@ -1,5 +1,6 @@
 """Time decoding, prefill, serving, training, conversion and kernels; the same run times a copy and a matrix product."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import typer
 
 from mtpkit.bench.settings import (
     LOAD_DRAFTS,
+    ON_CPU,
     USUAL_DRAFTS,
     ConvertBenchConfig,
     DecodeConfig,
@@ -23,8 +25,11 @@ from mtpkit.bench.settings import (
 from mtpkit.bench.sizes import LARGE_SHAPES, SHAPES
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
+from mtpkit.config.checked import keys_of
 
 if TYPE_CHECKING:
+    import torch
+
     from mtpkit.bench.report import Result
     from mtpkit.model.hybrid import HybridModel
     from mtpkit.model.stages import StageBalance
@@ -32,25 +37,28 @@ if TYPE_CHECKING:
 app = new_app(no_args_is_help=True, help=__doc__)
 
 _TINY = [name for name in SHAPES if name not in LARGE_SHAPES]
-Model = Annotated[
-    str,
-    typer.Option(
-        help=f"A model directory, or published sizes with random weights: {', '.join(LARGE_SHAPES)} on a GPU; "
-        f"{', '.join(_TINY)}, small ones of their kinds, on a CPU."
-    ),
+_SHAPES = (
+    f"A model directory, or published sizes with random weights: {', '.join(LARGE_SHAPES)} on a GPU; "
+    f"{', '.join(_TINY)}, small ones of their kinds, on a CPU."
+)
+NVIDIA_8B = "nemotron-h-8b"
+TINY = "nemotron-h-tiny"
+Model = Annotated[str, typer.Option(help=_SHAPES)]
+FittingModel = Annotated[
+    str | None, typer.Option(help=f"{_SHAPES} By default {NVIDIA_8B}, without a GPU {TINY}.", show_default=False)
 ]
 Pattern = Annotated[str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")]
 Output = Annotated[
     Path | None,
     typer.Option(callback=options.writable_directory, help="Directory for the result as .json and .md."),
 ]
-NVIDIA_8B = "nemotron-h-8b"
 
 
 @app.command(cls=Command)
 @options.takes_options
 def decode(
-    model: Model = NVIDIA_8B,
+    context: typer.Context,
+    model: FittingModel = None,
     pattern: Pattern = None,
     distinct: Annotated[bool, typer.Option("--distinct", help="Give a shape one head per depth.")] = False,
     prompts: Annotated[
@@ -74,6 +82,7 @@ def decode(
     dtype: options.Dtype = "auto",
     kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")] = False,
     output: Output = None,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Time decoding after prefill, next to the time it would take at the copy bandwidth measured in the same run.
 
@@ -91,6 +100,7 @@ def decode(
     from mtpkit.model.stages import Decoding
     from mtpkit.platform import default_device
 
+    model, (config,) = _fitting(context, model, default_device(), config)
     sizes = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
     first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
     if kernels and not config.trace:
@@ -118,32 +128,36 @@ def decode(
     result = measure_decode(opened, config, token_ids, model, keep)
     if kernels:
         kernel_shares(result).show_tables()
-    result.show()
+    result.show(as_json)
 
 
 @app.command(cls=Command)
 @options.takes_options
 def prefill(
-    model: Model = NVIDIA_8B,
+    context: typer.Context,
+    model: FittingModel = None,
     *,
     config: Annotated[PrefillConfig, options.Fields()],
     dtype: options.Dtype = "auto",
     output: Output = None,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Time prompts up to their first token, with the share of the matrix rate measured in the same run."""
     from mtpkit.bench.prefill import measure_prefill
     from mtpkit.bench.shapes import choose_drafts, get_config
-    from mtpkit.platform import require_one_process
+    from mtpkit.platform import default_device, require_one_process
 
     require_one_process()
+    model, (config,) = _fitting(context, model, default_device(), config)
     choose_drafts(get_config(model), [config.k], ())
-    _finish(measure_prefill(_open(model, dtype), config, model), output)
+    _finish(measure_prefill(_open(model, dtype), config, model), output, as_json)
 
 
 @app.command(cls=Command)
 @options.takes_options
 def load(
-    model: Model = NVIDIA_8B,
+    context: typer.Context,
+    model: FittingModel = None,
     pattern: Pattern = None,
     *,
     config: Annotated[LoadConfig, options.Fields()],
@@ -165,6 +179,7 @@ def load(
     ] = None,
     dtype: options.Dtype = "auto",
     output: Output = None,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Serve requests of many lengths, queued at once or arriving one by one: tokens/s and latencies, next to a limit.
 
@@ -178,7 +193,7 @@ def load(
     from mtpkit.bench.stall import measure_stall
     from mtpkit.bench.turns import measure_turns
     from mtpkit.files import check_writable
-    from mtpkit.platform import require_one_process
+    from mtpkit.platform import default_device, require_one_process
 
     require_one_process()
     if stall and save_requests is not None:
@@ -189,25 +204,33 @@ def load(
         )
     if save_requests is not None:
         check_writable(save_requests, file=True)
-        print(save(save_requests, config, get_config(model, pattern).vocab_size))
+        print(save(save_requests, config, get_config(model or NVIDIA_8B, pattern).vocab_size))
         return
+    if stall:
+        model, (config, stalled) = _fitting(context, model, default_device(), config, stalled)
+    elif conversing.turns:
+        model, (config, conversing) = _fitting(context, model, default_device(), config, conversing)
+    else:
+        model, (config,) = _fitting(context, model, default_device(), config)
     config = replace(config, ks=choose_drafts(get_config(model, pattern), config.ks, LOAD_DRAFTS))
     opened = _open(model, dtype, pattern)
     if stall:
-        measure_stall(opened, config, stalled, model, _keep(output)).show()
+        measure_stall(opened, config, stalled, model, _keep(output)).show(as_json)
     elif conversing.turns:
-        measure_turns(opened, config, conversing, model, _keep(output)).show()
+        measure_turns(opened, config, conversing, model, _keep(output)).show(as_json)
     else:
-        measure_load(opened, config, model, _keep(output)).show()
+        measure_load(opened, config, model, _keep(output)).show(as_json)
 
 
 @app.command(cls=Command)
 @options.takes_options
 def train(
-    model: Model = NVIDIA_8B,
+    context: typer.Context,
+    model: FittingModel = None,
     *,
     config: Annotated[TrainBenchConfig, options.Fields()],
     output: Output = None,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Time the trainer's own step on random tokens and weights: base, heads and optimizer, tokens/s, memory, TFLOP/s.
 
@@ -219,16 +242,18 @@ def train(
     from mtpkit.platform import default_device
     from mtpkit.training.parallel import has_results
 
+    model, (config,) = _fitting(context, model, default_device(), config)
     require_gpu(model, default_device())
     result = measure_training(get_base(model), config, model, _keep(output))
     if has_results():
-        result.show()
+        result.show(as_json)
 
 
 @app.command(cls=Command)
 @options.takes_options
 def kernels(
-    model: Model = NVIDIA_8B,
+    context: typer.Context,
+    model: FittingModel = None,
     *,
     config: Annotated[KernelConfig, options.Fields(without=("repeats",))],
     device: Annotated[
@@ -238,6 +263,7 @@ def kernels(
         bool, typer.Option("--check-only", help="Compare with the twins, time nothing (for a memory checker).")
     ] = False,
     output: Output = None,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Check each kernel against its reference twin, then time it; the same run times a copy and a matrix product."""
     import torch
@@ -247,12 +273,13 @@ def kernels(
     from mtpkit.platform import require_one_process
 
     require_one_process()
+    model, (config,) = _fitting(context, model, torch.device(device), config)
     require_gpu(model, torch.device(device))
     if check_only:
         for line in check_kernels(get_config(model), config, device):
             print(line)
     else:
-        measure_kernels(get_config(model), config, device, model, _keep(output)).show()
+        measure_kernels(get_config(model), config, device, model, _keep(output)).show(as_json)
 
 
 @app.command(cls=Command)
@@ -264,6 +291,7 @@ def convert(
         Path, typer.Option(callback=options.writable_directory, help="Place on the disk to measure; left as it was.")
     ] = Path(),
     output: Output = None,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Time import, stitch and export of a synthetic checkpoint, as shares of the rate at which its files are copied.
 
@@ -273,7 +301,7 @@ def convert(
     from mtpkit.platform import require_one_process
 
     require_one_process()
-    _finish(measure_conversion(config, directory), output)
+    _finish(measure_conversion(config, directory), output, as_json)
 
 
 @app.command(cls=Command)
@@ -285,6 +313,7 @@ def roofline(
     config: Annotated[RooflineConfig, options.Fields()],
     works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
     output: Output = None,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Compute tokens/s from a bandwidth (for bytes) and a matrix rate (for FLOPs), without measuring anything.
 
@@ -296,7 +325,33 @@ def roofline(
     steps, pieces = tabulate_limits(get_config(model, pattern), config, model)
     if works:
         pieces.show_tables()
-    _finish(steps, output)
+    _finish(steps, output, as_json)
+
+
+def _fitting(context: typer.Context, model: str | None, device: "torch.device", *configs: Any) -> tuple[str, list[Any]]:
+    """The model and the settings that fit a device.
+
+    Without a GPU, settings that were not given become small ones, and a line on standard error says which.
+    """
+    if device.type == "cuda":
+        return model or NVIDIA_8B, [*configs]
+
+    chosen = model or TINY
+    fitted = []
+    said = [f"--model {chosen}"]
+    for config in configs:
+        keys = keys_of(type(config))
+        small = {
+            name: value
+            for name, value in ON_CPU[type(config)].items()
+            if getattr(context.get_parameter_source(keys[name]), "name", "") == "DEFAULT"
+        }
+        fitted.append(replace(config, **small))
+        for name, value in small.items():
+            texts = map(str, value) if isinstance(value, tuple) else [str(value)]
+            said.append(f"--{keys[name].replace('_', '-')} {' '.join(texts)}")
+    print(f"mtpkit: no GPU, a small run: {' '.join(said)}; give options for another one", file=sys.stderr)
+    return chosen, fitted
 
 
 def _open(
@@ -321,8 +376,8 @@ def _keep(output: Path | None) -> "Callable[[Result[Any]], object] | None":
     return None if output is None else lambda result: result.save(output)
 
 
-def _finish(result: "Result[Any]", output: Path | None) -> None:
-    """Save the result and print it: the table, and the JSON object as the last line."""
+def _finish(result: "Result[Any]", output: Path | None, as_json: bool) -> None:
+    """Save the result and print it."""
     if output is not None:
         result.save(output)
-    result.show()
+    result.show(as_json)

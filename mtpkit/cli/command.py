@@ -3,9 +3,8 @@
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import typer
 from pydantic import ValidationError
@@ -62,9 +61,6 @@ class Command(TyperCommand):
     because an argument could follow one.
     """
 
-    old_names: ClassVar[Mapping[str, Sequence[str]]] = OLD_NAMES
-    """Former names of its options, each with its present names. A present option may have such a name, and keeps it."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as usual, accept former option names and lists of values as well, and check every value."""
         self.take_former_names(args)
@@ -97,15 +93,15 @@ class Command(TyperCommand):
         known = {name for param in self.params for name in param.opts}
         line = args[: args.index("--")] if "--" in args else args
         typed = {arg.partition("=")[0] for arg in line}
-        for former in self.old_names.keys() & typed - known:
-            for param in [one for one in self.params if set(one.opts) & set(self.old_names[former])][:1]:
+        for former in OLD_NAMES.keys() & typed - known:
+            for param in [one for one in self.params if set(one.opts) & set(OLD_NAMES[former])][:1]:
                 param.opts = [former, *(name for name in param.opts if name in typed)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help with the present names of options, even if the command line uses former ones."""
         for param in self.params:
             present = f"--{(param.name or '').replace('_', '-')}"
-            if present in self.old_names.get(param.opts[0], ()):
+            if present in OLD_NAMES.get(param.opts[0], ()):
                 param.opts = [present]
         super().format_help(ctx, formatter)
 

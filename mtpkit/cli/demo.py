@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mtpkit
+from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.files import check_destination
@@ -51,6 +52,7 @@ def demo(
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 32,
+    as_json: options.PrintJson = False,
 ) -> None:
     """Train MTP heads on the tiny base, export and import them, and measure the speedup on held-out prompts."""
     out = (ROOT / OUTPUT if output is None else output).resolve()
@@ -87,7 +89,7 @@ def demo(
         report = replace(measure_speedup(hf, prompts, config, dtype="float32"), before=before)
     report.save(out)
     print(f"the report is in {out}: report.json, report.md, report.png")
-    report.show()
+    report.show(as_json)
     report.require_identical()
     if not overrides:
         _require_learnt(report.rows)

@@ -187,6 +187,10 @@ def _number(text: str) -> int | str:
 
 Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help=_field(EngineOptions, "dtype").description)]
+PrintJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the JSON object in a terminal, too; elsewhere it is always the last line."),
+]
 
 
 def writable_directory(path: Path | None) -> Path | None:

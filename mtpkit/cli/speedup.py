@@ -34,11 +34,13 @@ def speedup(
     sampling: Annotated[
         SamplingParams, options.Fields(without=("n", "stop", "stop_token_ids"), defaults=COMMAND_DEFAULTS)
     ],
+    as_json: options.PrintJson = False,
 ) -> None:
     """Decode prompts at several batch sizes and K, and report tokens/s, speedup and acceptance.
 
-    Tokens/s are generated tokens over the wall time of a whole run, prefill included. The last line printed is one JSON
-    object. Exit code 1 when drafts changed the tokens of greedy fp32 decoding. To split a model over processes:
+    Tokens/s are generated tokens over the wall time of a whole run, prefill included. Where the output is no terminal,
+    or with --json, the last line printed is one JSON object. Exit code 1 when drafts changed the tokens of greedy fp32
+    decoding. To split a model over processes:
     torchrun --standalone --nproc-per-node 2 infer/eval_speedup.py --tensor-parallel-size 2 ...
     """
     from mtpkit.bench.shapes import choose_drafts, read_prompts
@@ -55,6 +57,6 @@ def speedup(
     if config.ks is None and ks == (0,):
         print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)
     print(f"the report is in {output}", file=sys.stderr)
-    report.show()
+    report.show(as_json)
     if sampling.greedy and report.dtype == "float32":
         report.require_identical()

@@ -146,14 +146,20 @@ def test_a_copy_a_sum_and_a_product_reach_what_a_gpu_can():
     assert sustained is not None and sustained > 1e13
 
 
-def test_a_wide_table_has_whole_cells(tmp_path, capsys):
-    """One line a row, however many columns there are, also where the terminal is narrow but output goes elsewhere."""
+def test_a_file_has_the_whole_table(tmp_path):
+    """One line a row, however many columns there are."""
     names = [f"a column of many words {number}" for number in range(20)]
     fields = [(f"value{number}", Annotated[float, Column(name, ".1f")]) for number, name in enumerate(names)]
     wide = make_dataclass("Wide", fields, frozen=True)
-    made = Result("wide", "many columns", wide, [wide(*range(20))], MACHINE)
-    made.save(tmp_path)
-    made.show()
-    for text in ((tmp_path / "wide.md").read_text(), capsys.readouterr().out):
-        assert "…" not in text and [line for line in text.splitlines() if all(name in line for name in names)]
-        assert [line for line in text.splitlines() if line.replace("|", " ").split() == [f"{n}.0" for n in range(20)]]
+    Result("wide", "many columns", wide, [wide(*range(20))], MACHINE).save(tmp_path)
+    text = (tmp_path / "wide.md").read_text()
+    assert "…" not in text and [line for line in text.splitlines() if all(name in line for name in names)]
+    assert [line for line in text.splitlines() if line.replace("|", " ").split() == [f"{n}.0" for n in range(20)]]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_object_is_printed_for_programs_or_when_asked_for(terminal, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    for asked in (False, True):
+        result(Row(1, 2.5)).show(asked)
+        assert ('"benchmark": "speed"' in capsys.readouterr().out) == (asked or not terminal)

@@ -1,6 +1,7 @@
 """`mtpkit acceptance` by source, and `mtpkit report` of a run."""
 
 import json
+from collections import defaultdict
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
     assert found["sequence_length"] == 24 and any("sequences of 24 tokens" in line for line in table)
     assert found["num_depths"] == 3 and len(found["conditional_acceptance"]) == 3
     assert list(found["sources"]) == ["first", "second"]
-    rows = {row.split()[0]: row for row in table if row.strip()}
+    rows = defaultdict(str)
+    for row in filter(str.strip, table):
+        rows[row.split()[0]] += row
     for name, values in {**found["sources"], "all": found}.items():
         assert f"{values['acceptance_length']:.3f}" in rows[name] and f"{values['loss']:.4f}" in rows[name]
         assert f"{values['departures']:.1%}" in rows[name]

@@ -10,6 +10,14 @@ from mtpkit.bench.sizes import LARGE_SHAPES
 from mtpkit.cli.bench import app
 
 
+class Stopped(Exception):
+    """Raised in place of a benchmark's work."""
+
+
+def _stop(*_, **__) -> None:
+    raise Stopped
+
+
 def last_line(capsys) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -164,7 +172,7 @@ def test_load_of_conversations(call, capsys, tmp_path):
 def test_a_load_with_the_prefix_cache_says_its_hits(call, capsys):
     assert call(app, "load", *LOAD.split(), "--enable-prefix-caching") == 0
     printed = capsys.readouterr().out
-    assert "hit rate" in printed and json.loads(printed.splitlines()[-1])["rows"][0]["hit_rate"] == 0
+    assert "hit" in printed.split() and json.loads(printed.splitlines()[-1])["rows"][0]["hit_rate"] == 0
 
 
 def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monkeypatch):
@@ -222,17 +230,59 @@ def test_kernels_without_a_gpu(call, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["decode", "prefill", "train", "kernels --device cpu", "decode --model nemotron-3-nano"]
+    "command",
+    [
+        "decode --model nemotron-h-8b",
+        "prefill --model nemotron-h-8b",
+        "load --model nemotron-h-8b",
+        "train --model nemotron-h-8b",
+        "kernels --device cpu --model nemotron-h-8b",
+        "decode --model nemotron-3-nano",
+    ],
 )
 def test_a_large_shape_needs_a_gpu(command, call, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shapes, "build_model", lambda *_, **__: pytest.fail("the shape was built"))
     assert call(app, *command.split()) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines(keepends=True)[-1]
     model = "nemotron-3-nano" if "nano" in command else "nemotron-h-8b"
     assert error == (
         f"mtpkit: error: {model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU\n"
     )
+
+
+def test_without_a_gpu_a_run_starts_small_and_says_so(call, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call(app, "decode", "--num-speculative-tokens", 1, "--max-tokens", 9) == 0
+    printed = capsys.readouterr()
+    settings = json.loads(printed.out.splitlines()[-1])["settings"]
+    small = {"model": "nemotron-h-tiny", "batch_sizes": [1, 4], "prompt_len": 64, "max_tokens": 9, "repeats": 1}
+    assert small.items() <= settings.items() and settings["ks"] == [1]
+    assert printed.err.splitlines()[0] == (
+        "mtpkit: no GPU, a small run: --model nemotron-h-tiny --batch-size 1 4 --prompt-length 64 --repeats 1; give "
+        "options for another one"
+    )
+
+
+@pytest.mark.parametrize("command", ["prefill", "load", "load --stall", "load --turns 3", "train", "kernels"])
+def test_every_benchmark_starts_small_on_a_cpu(command, call, capsys, monkeypatch):
+    """Each asks for the small model and for at least one small number, also under a former name of an option."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for stop in ("mtpkit.bench.shapes.get_config", "mtpkit.bench.shapes.get_base"):
+        monkeypatch.setattr(stop, _stop)
+    device = ["--device", "cpu"] if command == "kernels" else []
+    with pytest.raises(Stopped):
+        call(app, *command.split(), *device)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mtpkit: no GPU, a small run: --model nemotron-h-tiny --")
+
+
+def test_saved_requests_are_those_of_a_gpu(call, capsys, tmp_path, monkeypatch):
+    """They are made on any machine for the scripts of other engines."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call(app, "load", "--save-requests", tmp_path / "requests.json") == 0
+    assert len(json.loads((tmp_path / "requests.json").read_text())["requests"]) == 512
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["decode", "prefill", "train", "kernels --device cpu", "roofline"])

@@ -106,7 +106,7 @@ def test_help_fits_80_columns_and_cuts_nothing(command: list[str], monkeypatch: 
     assert "\u2026" not in result.output and not re.search(r"\w\.\.\.$", result.output, re.MULTILINE)
     names = {name for param in find(command).params for name in param.opts if name.startswith("-")}
     assert "--help" in result.output and not [name for name in names if name not in result.output]
-    formers = getattr(find(command), "old_names", OLD_NAMES).keys() - names
+    formers = OLD_NAMES.keys() - names
     assert not [name for name in formers if re.search(rf"{name}\b(?!-)", result.output)]
 
 
@@ -119,7 +119,7 @@ def test_help_has_no_path_of_this_machine(command: list[str]) -> None:
 def test_help_has_the_present_names_beside_a_former_one(command: list[str]) -> None:
     formers = [
         former
-        for former, present in getattr(find(command), "old_names", OLD_NAMES).items()
+        for former, present in OLD_NAMES.items()
         for param in find(command).params
         if set(param.opts) & set(present) and former not in param.opts
     ]
@@ -163,7 +163,7 @@ def test_a_single_option_takes_one_value() -> None:
         ("generate --model x --speculative-num-draft-tokens 1", "tokens is 1, must be from 2 to"),
         ("generate --model x --data-parallel 0", "Invalid value for '--data-parallel': must be at least 1, not 0"),
         ("acceptance --model x --data y --tensor-parallel 0", "--tensor-parallel is 0, must be from 1 to"),
-        ("acceptance --model x --data y --json=", "Invalid value for '--json': it is empty"),
+        ("acceptance --model x --data y --out=", "Invalid value for '--out': it is empty"),
         (
             "bench train --pipeline-parallel 0 --warm-up -1",
             "--pipeline-parallel is 0, must be from 1 to 1048576; --warm-",

@@ -355,7 +355,7 @@ def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, t
     """`acceptance` finds the same numbers as the run printed for its held-out data."""
     output = run(settings, "data.eval_sequences=1000")
     measured = tmp_path / "acceptance.json"
-    command = ["--model", output / "best", "--data", text_files[1], "--json", measured]
+    command = ["--model", output / "best", "--data", text_files[1], "--output", measured]
     assert CliRunner().invoke(acceptance_app, list(map(str, command))).exit_code == 0
     best = json.loads((output / "best.json").read_text())["iteration"]
     found, last = json.loads(measured.read_text()), metrics(output, "eval")[best]
