@@ -12,8 +12,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel as MegatronHybr
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
@@ -21,6 +19,7 @@ from torch import nn
 from mtpkit.config import ModelConfig
 from mtpkit.kernels.activation import relu2
 from mtpkit.model.backends import Backend
+from mtpkit.model.head import MtpHead
 from mtpkit.model.kinds import KINDS, kinds_in
 from mtpkit.model.transformer_config import TransformerConfig
 
@@ -126,14 +125,8 @@ def one_layer_per_kind(model: HybridModel) -> HybridModel:
 
 def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
     """Make the spec of the decoder stack, the model's layer kinds and the MTP block."""
-    head = MultiTokenPredictionLayerSubmodules(
-        enorm=backend.norm,
-        hnorm=backend.norm,
-        eh_proj=backend.column_linear,
-        mtp_model_layer=None,  # megatron-core builds it from the pattern
-        layer_norm=backend.norm,
-    )
-    heads = MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(MultiTokenPredictionLayer, submodules=head)])
+    head = ModuleSpec(MtpHead, params={"norm": backend.norm, "column_linear": backend.column_linear})
+    heads = MultiTokenPredictionBlockSubmodules(layer_specs=[head])
     submodules = HybridStackSubmodules(
         **{kind.slot.field: kind.spec(backend, config) for kind in kinds_in(config.letters)},
         mtp_block_spec=ModuleSpec(MultiTokenPredictionBlock, submodules=heads),

@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +30,7 @@ from mtpkit.kernels.integer_rows import IntegerRows
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import mtp_input
 from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks
+from mtpkit.model.head import MtpHead
 from mtpkit.model.inputs import DepthInput, DepthStreams, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.layers.base import keeping_inputs, linear_of
@@ -164,7 +164,7 @@ def _gather(model: HybridModel, part: Tensor) -> Tensor:
     return torch.cat(all_gather(part, model.pg_collection.tp).unbind(), -1)
 
 
-def head_of(model: HybridModel, depth: int) -> MultiTokenPredictionLayer:
+def head_of(model: HybridModel, depth: int) -> MtpHead:
     """Return the head that runs at a depth, counted from 1; a repeated head runs at every depth."""
     layers = model.mtp.layers
     return layers[0] if model.mtpkit_config.mtp.repeated else layers[depth - 1]
@@ -198,7 +198,7 @@ def _embedding_rows(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tens
     return torch.arange(token_ids.shape[1], device=token_ids.device), embed(model, token_ids)[:, 0]
 
 
-def _normed_pair(layer: MultiTokenPredictionLayer, embedding: Tensor, hidden: Tensor) -> Tensor:
+def _normed_pair(layer: MtpHead, embedding: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], -1)
 
 

@@ -4,9 +4,20 @@ import math
 
 import pytest
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from mtpkit.errors import UserError
-from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, embed, output_weight, state_specs
+from mtpkit.model import (
+    SequenceInput,
+    base_forward,
+    build_model,
+    compute_logits,
+    embed,
+    mtp_forward,
+    normed_states,
+    output_weight,
+    state_specs,
+)
 from mtpkit.model.kinds import KINDS
 from mtpkit.model.state import ConvWindowSpec, PagedKVSpec, PagedLatentSpec, Part, RecurrentSpec
 from tests.model.toy import CONFIG, VOCAB, toy_model, toy_tokens
@@ -49,6 +60,32 @@ def test_physical_heads(repeated, physical):
     assert len(model.mtp.layers) == physical
     found = {name.split(".")[2] for name in state_specs(model) if name.startswith("mtp.")}
     assert found == set(map(str, range(physical)))
+
+
+@pytest.fixture
+def megatron_looks_for_te(monkeypatch):
+    """Have megatron-core's own MTP layer look at its linears as its 0.20 does where there is no Transformer Engine."""
+
+    def built(layer, *args, **kwargs):
+        build(layer, *args, **kwargs)
+        for module in (layer.eh_proj, *layer.mtp_model_layer.layers[0].modules()):
+            isinstance(module, None)  # its class of a linear of Transformer Engine
+
+    build = MultiTokenPredictionLayer.__init__
+    monkeypatch.setattr(MultiTokenPredictionLayer, "__init__", built)
+
+
+@pytest.mark.usefixtures("megatron_looks_for_te")
+@pytest.mark.parametrize("repeated", [True, False])
+def test_heads_are_built_and_run_without_the_types_of_transformer_engine(repeated):
+    model = build_model(CONFIG.replace(mtp_use_repeated_layer=repeated), seed=3)
+    inputs = SequenceInput()
+    hidden = base_forward(model, toy_tokens(5), inputs)
+    handed_on = mtp_forward(model, 1, hidden, toy_tokens(5), inputs)
+    compute_logits(model, normed_states(model, handed_on, 1)).square().mean().backward()
+    heads = {name: one.grad for name, one in model.named_parameters() if name.startswith("mtp.layers.0.")}
+    assert "mtp.layers.0.eh_proj.weight" in heads
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in heads.values())
 
 
 def test_a_model_without_heads():
