@@ -108,7 +108,8 @@ def generate(
         print(f"{counted(len(given), 'prompt')}: no more of {data_parallel_size} replicas are started", file=sys.stderr)
     replicas = min(data_parallel_size, len(given))
     with _decoder(engine, replicas, len(given)) as llm, _destination(output if first else None) as file:
-        stream = llm.stream(given if prompts else given[0], sampling)
+        # A lone prompt that cannot be served is refused, one of several ends with an error.
+        stream = llm.stream(given if len(given) > 1 else given[0], sampling)
         if memory_plan or llm.memory_plan.total:
             print(llm.memory_plan, file=sys.stderr)
         if not (llm.has_tokenizer or as_json):

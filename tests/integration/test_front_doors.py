@@ -48,6 +48,7 @@ def files(tmp_path):
         ("eval_speedup", "--prompts {tmp}/one.txt --model {tmp}/none", "{tmp}/none: no such model directory"),
         ("eval_speedup", "--prompts {tmp}/one.txt --k 3", "--k is 3, but the model has no MTP heads: train some"),
         ("eval_speedup", "--prompts {tmp}/long.jsonl --k 0", "5000 prompt tokens leave no room for output"),
+        ("generate", "--prompts {tmp}/long.jsonl", ":1: 5000 prompt tokens leave no room for output"),
         ("generate", "--prompts {tmp}/empty.txt", "prompts file {tmp}/empty.txt holds no prompts; write one"),
         ("generate", "--prompts {tmp}/one.txt --k -2", "--k is -2, must be from 0 to 1000"),
     ],
