@@ -1,23 +1,38 @@
 """Lists of the modules that a quantised checkpoint holds unquantised, as vLLM 0.33 and SGLang 0.5.23 read them.
 
-Each quantisation method has its own key for the list, and each server has its own rule for which modules an entry
-matches: vLLM takes the entries of an fp8 checkpoint as whole names, SGLang as parts of a path.
+Each quantisation method has its own key for the list, and each server its own rule for which modules an entry matches.
+Servers build one matrix from several modules of a file (`qkv_proj` from `q_proj`, `k_proj` and `v_proj`), and some
+look only for the name of that matrix. The rules were read in `layers/quantization/` of both servers: `fp8.py`,
+`modelopt.py` (in SGLang `modelopt_quant.py`), `compressed_tensors/`, `auto_awq.py` and `auto_gptq.py` (`awq/`,
+`gptq/`), and in the `is_layer_skipped` that these share.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
-from mtpkit.checkpoint.families.serving import SERVERS, Server, Serving
+from mtpkit.checkpoint.families.serving import OUTPUT_COPY, SERVERS, USUAL, Server, Serving
 from mtpkit.checkpoint.tensors import Shape
 
-Match = Callable[[str, str], bool]
-"""Whether an entry matches a module. Called as (entry, module)."""
+Rule = Callable[[Sequence[str], str], bool]
+"""Whether a list leaves out what has a name. Called as (entries, name)."""
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Matrix that servers build -> the modules of a file that it consists of."""
+_CALLED: Mapping[tuple[Server, str], str] = {("sglang", "fused_qkv_a_proj"): "fused_qkv_a_proj_with_mqa"}
+"""Names of such matrices that differ in one server."""
 
 _NESTED = "quantization"
 """Key inside `quantization_config` under which older files of ModelOpt hold their settings."""
+_MIXED = "MIXED_PRECISION"
+"""ModelOpt's `quant_algo` under which only the modules in `quantized_layers` are quantised."""
 _EXPERTS = re.compile(r".*\.experts(?=\.|$)")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def stack_of(module: str) -> str:
@@ -26,56 +41,151 @@ def stack_of(module: str) -> str:
     return found[0] if found else module
 
 
-def _names_experts(entry: str, module: str) -> bool:
-    """Whether an entry names any expert of the module's layer, which servers take as all its experts."""
-    stack = stack_of(module)
-    return stack != module and stack in entry
+def _any(match: Callable[[str, str], bool]) -> Rule:
+    return lambda entries, name: any(match(entry, name) for entry in entries)
 
 
-def _whole(entry: str, module: str) -> bool:
-    return entry == module or _names_experts(entry, module)
+def _either(*rules: Rule) -> Rule:
+    return lambda entries, name: any(rule(entries, name) for rule in rules)
 
 
-def _path(entry: str, module: str) -> bool:
-    entry = entry.rstrip(".").removeprefix("model.")
-    inside = f".{module.removeprefix('model.')}."
-    return f".{entry}." in inside or _names_experts(entry, module)
+def _never(entries: Sequence[str], name: str) -> bool:
+    return False
 
 
-def _regex(entry: str, module: str) -> bool:
+@_any
+def _same(entry: str, name: str) -> bool:
+    return entry == name
+
+
+@_any
+def _inside(entry: str, name: str) -> bool:
+    return entry in name
+
+
+@_any
+def _path(entry: str, name: str) -> bool:
+    return f".{entry.rstrip('.')}." in f".{name}."
+
+
+@_any
+def _names_expert(entry: str, stack: str) -> bool:
+    """Any expert of a layer stands for all of them."""
+    return stack in entry
+
+
+def _is_match(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
-        return _matches(entry.removeprefix("re:"), module)
-    return entry == module
+        return _matches(entry.removeprefix("re:"), name)
+    return entry == name
 
 
-def _matches(pattern: str, module: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches the beginning of a name; one that is no regular expression matches nothing."""
     try:
-        return re.match(pattern, module) is not None
+        return re.match(pattern, name) is not None
     except re.error:
         return False
 
 
-def _regex_or_end(entry: str, module: str) -> bool:
-    return _regex(entry, module) or module.endswith(f".{entry}")
+_regex = _any(_is_match)
 
 
-def _glob_or_inside(entry: str, module: str) -> bool:
-    stack = stack_of(module)
-    return entry in stack or fnmatch(stack, entry) or _names_experts(entry, module)
+@_any
+def _regex_or_end(entry: str, name: str) -> bool:
+    return _is_match(entry, name) or name.endswith(f".{entry}")
 
 
-def _glob_of_parts(entry: str, module: str) -> bool:
-    stack = stack_of(module)
-    return any(fnmatch(part, entry) for part in (stack, *stack.split("."))) or _names_experts(entry, module)
+def _first_expert(rule: Rule) -> Rule:
+    """Servers ask for the three matrices of expert 0, whether it has them or not, and want one answer."""
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return lambda entries, stack: all(rule(entries, f"{stack}.0.{part}") for part in parts)
 
 
-def _inside(entry: str, module: str) -> bool:
-    return entry in module
+@_any
+def _glob_or_inside(entry: str, name: str) -> bool:
+    return entry in name or fnmatch(name, entry)
 
 
-def _negative(entry: str, module: str) -> bool:
-    return entry.startswith("-:") and _matches(entry.removeprefix("-:"), module)
+@_any
+def _glob_of_parts(entry: str, name: str) -> bool:
+    pattern = f"(?:{entry.replace('.', re.escape('.')).replace('*', '.*')})$"
+    if any(_matches(pattern, part) for part in (name, *name.split("."))):
+        return True
+    last = entry.rpartition(".")[2]
+    return last in _LATENT and last in name.rpartition(".")[2]
+
+
+def _first_negative(entries: Sequence[str], name: str) -> bool:
+    """The first entry that matches decides; only those with a minus leave out."""
+    for entry in entries:
+        if _matches(entry.removeprefix("-:").removeprefix("+:"), name):
+            return entry.startswith("-:")
+    return False
+
+
+def _as_it_is(entry: str) -> tuple[str, ...]:
+    return (entry,)
+
+
+def _with_and_without_model(entry: str) -> tuple[str, ...]:
+    base = entry.removeprefix("model.")
+    return base, f"model.{base}"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of a file under the names that a server has for it."""
+
+    name: str
+    """The module's own name, such as `mtp.layers.0.self_attn.q_proj`."""
+    matrix: str
+    """Name of the matrix that the server builds from it, such as `mtp.layers.0.self_attn.qkv_proj`."""
+    file_name: str
+    """Its name in the file."""
+
+    @property
+    def stack(self) -> str:
+        """The stack of experts that it belongs to; empty if it is no expert."""
+        stack = stack_of(self.name)
+        return stack if stack != self.name else ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a server reads the list of one quantisation method."""
+
+    keys: Callable[[str], tuple[str, ...]]
+    """Keys of the list by `quant_algo`. The server reads the first one that is there."""
+    alone: Rule
+    """Whether the list leaves out a matrix that is one module of the file, or whose modules are not looked for."""
+    experts: Rule
+    """Whether it leaves out all experts of a layer. Called with the name of the stack."""
+    together: Rule = _never
+    """Whether it leaves out a matrix of several modules, called with the name of the matrix."""
+    part: Rule | None = None
+    """Whether it leaves out one module of such a matrix; None: modules are not looked for."""
+    needs_table: bool = False
+    """Whether modules are looked for only if the server's model says what its matrices consist of."""
+    skips_empty: bool = False
+    """Whether an empty list counts as absent."""
+    renames: bool = False
+    """Whether entries are renamed as `Serving.renamed` says before they are compared."""
+    variants: Callable[[str], tuple[str, ...]] = _as_it_is
+    """The forms in which an entry is compared."""
+    dtypes: str = ""
+    """When unquantised modules, but not experts, are recognised in the files without a list: `always` or `unlisted`,
+    which is where there is no list; empty: never."""
+
+
+def _keys(*names: str) -> Callable[[str], tuple[str, ...]]:
+    return lambda algorithm: names
+
+
+def _sglang_modelopt_keys(algorithm: str) -> tuple[str, ...]:
+    if algorithm == _MIXED:
+        return "ignore", "exclude_modules"
+    return ("ignore", "modules_to_not_convert", "exclude_modules") if "NVFP4" in algorithm else ("ignore",)
 
 
 @dataclass(frozen=True)
@@ -83,24 +193,89 @@ class Method:
     """The format in which a quantisation method lists the modules that it leaves out."""
 
     keys: tuple[str, ...]
-    """Possible keys of the list. Servers read the first that is not empty; a new list is written under the last."""
-    means: Mapping[Server, Match]
-    entry: Callable[[str], str]
+    """Keys under which a list is written: the first one that is there already, otherwise the last."""
+    servers: Mapping[Server, Reading]
+    entry: Callable[[str], str] = stack_of
     """Makes the entry that leaves out a module, or all experts of its layer."""
+    output_in: tuple[Server, ...] = ()
+    """Servers that quantise a head's copy of the output layer unless it is listed."""
 
 
 def _as_regex(module: str) -> str:
     return f"{re.escape(stack_of(module))}(\\.|$)"
 
 
+_FP8_KEYS = _keys("ignored_layers", "modules_to_not_convert")
+
 METHODS: Mapping[str, Method] = {
-    "fp8": Method(("ignored_layers", "modules_to_not_convert"), {"vllm": _whole, "sglang": _path}, stack_of),
-    "compressed-tensors": Method(
-        ("ignore",), {"vllm": _regex, "sglang": _regex_or_end}, lambda module: f"re:{_as_regex(module)}"
+    "fp8": Method(
+        ("ignored_layers", "modules_to_not_convert"),
+        {
+            "vllm": Reading(_FP8_KEYS, _same, _names_expert, together=_same, part=_same, skips_empty=True),
+            "sglang": Reading(
+                _FP8_KEYS,
+                _path,
+                _either(_path, _names_expert),
+                part=_path,
+                renames=True,
+                variants=_with_and_without_model,
+            ),
+        },
     ),
-    "modelopt": Method(("exclude_modules", "ignore"), {"vllm": _glob_or_inside, "sglang": _glob_of_parts}, stack_of),
-    "awq": Method(("modules_to_not_convert",), {"vllm": _inside, "sglang": _inside}, stack_of),
-    "gptq": Method(("dynamic",), {"vllm": _negative, "sglang": _negative}, lambda module: f"-:{_as_regex(module)}"),
+    "compressed-tensors": Method(
+        ("ignore",),
+        {
+            "vllm": Reading(_keys("ignore"), _regex, _first_expert(_regex), together=_regex, part=_regex),
+            "sglang": Reading(
+                _keys("ignore"),
+                _regex_or_end,
+                _first_expert(_regex_or_end),
+                together=_same,
+                part=_regex_or_end,
+                needs_table=True,
+                renames=True,
+            ),
+        },
+        lambda module: f"re:{_as_regex(module)}",
+    ),
+    "modelopt": Method(
+        ("ignore",),
+        {
+            "vllm": Reading(
+                _keys("ignore", "exclude_modules"),
+                _glob_or_inside,
+                _either(_glob_or_inside, _names_expert),
+                together=_glob_or_inside,
+                part=_same,
+            ),
+            "sglang": Reading(
+                _sglang_modelopt_keys,
+                _either(_path, _glob_of_parts),
+                _glob_of_parts,
+                together=_glob_of_parts,
+                part=_path,
+                renames=True,
+            ),
+        },
+        output_in=("vllm",),
+    ),
+    "awq": Method(
+        ("modules_to_not_convert",),
+        {
+            "vllm": Reading(
+                _keys("modules_to_not_convert"), _inside, _inside, together=_inside, part=_inside, dtypes="unlisted"
+            ),
+            "sglang": Reading(_keys("modules_to_not_convert"), _inside, _inside),
+        },
+    ),
+    "gptq": Method(
+        ("dynamic",),
+        {
+            "vllm": Reading(_keys("dynamic"), _first_negative, _first_negative, dtypes="always"),
+            "sglang": Reading(_keys("dynamic"), _first_negative, _never),
+        },
+        lambda module: f"-:{_as_regex(module)}",
+    ),
 }
 """Methods by the beginning of `quant_method`. GPTQ's list is an object, whose keys are the entries."""
 
@@ -112,41 +287,149 @@ class IgnoreList:
     settings: Mapping[str, object]
     """The object that holds the list."""
     method: Method
+    nested: bool = False
+    """Whether it is inside ModelOpt's object `quantization`."""
+    facts: Serving = USUAL
+    """Facts about the family."""
+    letters: int = 0
+    """Length of the base's pattern."""
 
     @classmethod
-    def of(cls, config: Mapping[str, object]) -> "IgnoreList | None":
+    def of(cls, config: Mapping[str, object], facts: Serving = USUAL, letters: int = 0) -> "IgnoreList | None":
         """The list of a config; None if its quantisation method is not known."""
         name, inner = str(config.get("quant_method", "")).lower(), config.get(_NESTED)
         method = next((method for start, method in METHODS.items() if name.startswith(start)), None)
-        return None if method is None else cls(inner if isinstance(inner, Mapping) else config, method)
+        if method is None:
+            return None
+        if isinstance(inner, Mapping):
+            return cls(inner, method, True, facts, letters)
+        return cls(config, method, False, facts, letters)
+
+    @property
+    def algorithm(self) -> str:
+        """ModelOpt's `quant_algo`; empty with other methods."""
+        return str(self.settings.get("quant_algo") or "").upper()
 
     @property
     def key(self) -> str:
-        """The key that servers read."""
-        keys = self.method.keys
-        return next((key for key in keys if self.settings.get(key)), keys[-1])
+        """The key under which entries are written."""
+        if self._is_old_modelopt:
+            return "exclude_modules"
+        return next((key for key in self.method.keys if key in self.settings), self.method.keys[-1])
+
+    @property
+    def _is_old_modelopt(self) -> bool:
+        return self.nested and self.method is METHODS["modelopt"]
 
     @property
     def entries(self) -> list[str]:
-        """The entries of the list."""
-        found = self.settings.get(self.key)
+        """The entries that any server reads."""
+        return list(dict.fromkeys(entry for server in SERVERS for entry in self._read_by(server)))
+
+    def _read_by(self, server: Server) -> list[str]:
+        reading = self.method.servers[server]
+        keys = ("exclude_modules",) if self._is_old_modelopt else reading.keys(self.algorithm)
+        there = [key for key in keys if self.settings.get(key) or (key in self.settings and not reading.skips_empty)]
+        found = self.settings.get(there[0]) if there else None
         return [str(entry) for entry in found] if isinstance(found, list | Mapping) else []
 
-    def leaves_out(self, server: Server, module: str) -> bool:
-        """Whether the list makes a server build a module, given by the name in that server, without quantisation."""
-        return any(self.method.means[server](entry, module) for entry in self.entries)
+    def modules(self, server: Server, names: Iterable[str]) -> dict[str, Module]:
+        """The modules of a file under a server's names, by their names in the file."""
+        called = self.facts.called.get(server, lambda name, letters: name)
+        own = {name: called(name, self.letters) for name in names}
+        together = {*own.values()}
+        return {name: Module(own[name], self._matrix(server, own[name], together), name) for name in own}
+
+    def _matrix(self, server: Server, name: str, names: set[str]) -> str:
+        start, dot, last = name.rpartition(".")
+        for matrix, parts in FUSED.items():
+            if last in parts and stack_of(name) == name and all(start + dot + part in names for part in parts):
+                return start + dot + _CALLED.get((server, matrix), matrix)
+        return name
+
+    def leaves_out(self, server: Server, module: Module) -> bool:
+        """Whether a server builds a module without quantisation, as far as the config decides."""
+        if self.algorithm == _MIXED and not self._is_quantized_layer(module):
+            return True
+        return self.lists(server, self._read_by(server), module)
+
+    def _is_quantized_layer(self, module: Module) -> bool:
+        """Whether `quantized_layers`, which old and new files of ModelOpt have, names a module."""
+        layers = self.settings.get("quantized_layers")
+        names = list(layers) if isinstance(layers, Mapping) else []
+        inside = f"{module.stack}." if module.stack else ""
+        return any(
+            name in (module.name, module.matrix, module.stack) or (inside and str(name).startswith(inside))
+            for name in names
+        )
+
+    def lists(self, server: Server, entries: Sequence[str], module: Module) -> bool:
+        """Whether entries make a server leave out a module."""
+        reading = self.method.servers[server]
+        entries = [form for entry in entries for form in reading.variants(entry)]
+        if reading.renames and server in self.facts.renamed:
+            entries = [entry.replace(*self.facts.renamed[server]) for entry in entries]
+        if module.stack:
+            return reading.experts(entries, module.stack)
+        if module.matrix == module.name:
+            return reading.alone(entries, module.name)
+        if reading.part is None or not self._looks_for_parts(server, module):
+            return reading.alone(entries, module.matrix)
+        return reading.together(entries, module.matrix) or reading.part(entries, module.name)
+
+    def _looks_for_parts(self, server: Server, module: Module) -> bool:
+        reading, last = self.method.servers[server], module.matrix.rpartition(".")[2]
+        return reading.part is not None and not (reading.needs_table and last in self.facts.no_table.get(server, ()))
+
+    def sees_dtype(self, server: Server, module: Module) -> bool:
+        """Whether a server recognises in the files that a module is not quantised."""
+        when = self.method.servers[server].dtypes
+        if module.stack or not when:
+            return False
+        if when == "always":
+            return not self.settings.get("modules_in_block_to_quantize")
+        return not self._read_by(server) and module.name == module.file_name
+
+    def built_plain(self, server: Server, names: Iterable[str]) -> set[str]:
+        """The modules of heads that a server builds without quantisation, whatever the config says."""
+        apply = [one for one in self.facts.unquantized if server in one.servers and one.algorithm in self.algorithm]
+        plain = {name for name in names if any(re.search(one.pattern, name) for one in apply)}
+        if server in self.method.output_in:
+            return plain
+        return plain | {name for name in names if re.search(OUTPUT_COPY, name)}
+
+    def unlisted(self, server: Server, names: Sequence[str]) -> list[Module]:
+        """The unquantised modules of heads that a server would quantise, since the config does not leave them out."""
+        plain = self.built_plain(server, names)
+        modules = self.modules(server, names)
+        return [
+            module
+            for name, module in modules.items()
+            if name not in plain and not self.leaves_out(server, module) and not self.sees_dtype(server, module)
+        ]
+
+    def can_list(self, server: Server, module: Module) -> bool:
+        """Whether any entry could make a server leave out a module."""
+        return not module.stack or self.method.servers[server].experts is not _never
+
+    def to_list(self, server: Server, module: Module) -> str:
+        """The name under which a server looks for a module in the list."""
+        return module.name if module.stack or self._looks_for_parts(server, module) else module.matrix
 
     def with_entries(self, config: Mapping[str, object], entries: Iterable[str]) -> dict[str, object]:
-        """The config with further entries in its list."""
-        new = [entry for entry in dict.fromkeys(entries) if entry not in self.entries]
+        """The config with further entries in its list. In an object the first entry that matches decides, so that new
+        ones are put before the others."""
         kept = self.settings.get(self.key)
-        as_object = isinstance(kept, Mapping) or (self.key == "dynamic")
-        old = dict(kept) if isinstance(kept, Mapping) else {}
-        changed = {
-            **self.settings,
-            self.key: old | {entry: {} for entry in new} if as_object else [*self.entries, *new],
-        }
-        return changed if self.settings is config else {**config, _NESTED: changed}
+        old = kept if isinstance(kept, list | Mapping) else []
+        new = [entry for entry in dict.fromkeys(entries) if entry not in old]
+        if not new:
+            return dict(config)
+        if isinstance(old, Mapping) or self.key == "dynamic":
+            listed: object = {entry: {} for entry in new} | dict(old)
+        else:
+            listed = list(dict.fromkeys([*self.entries, *new]))
+        changed = {**self.settings, self.key: listed}
+        return {**config, _NESTED: changed} if self.nested else changed
 
 
 def module_of(name: str) -> str:
@@ -154,33 +437,19 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def head_modules(shapes: Mapping[str, Shape], facts: Serving) -> list[str]:
-    """The modules of heads that servers may quantise: matrices, but not embeddings and the like."""
+def linears(shapes: Mapping[str, Shape], facts: Serving) -> list[str]:
+    """The modules that servers may quantise: matrices, but not embeddings and the like."""
     modules = (module_of(name) for name, shape in shapes.items() if len(shape) > 1)
     return sorted(m for m in modules if not any(re.search(pattern, m) for pattern in facts.no_linears))
 
 
-def name_in(server: Server, module: str, facts: Serving) -> str:
-    """A server's name for a module of the heads."""
-    return re.sub(*facts.called[server], module) if server in facts.called else module
-
-
-def built_plain(server: Server, modules: Iterable[str], facts: Serving, ignored: IgnoreList) -> set[str]:
-    """The modules of heads that a server builds without quantisation, whatever the list says."""
-    algorithm = str(ignored.settings.get("quant_algo", "")).upper()
-    apply = [one for one in facts.unquantized if server in one.servers and one.algorithm in ("", algorithm)]
-    return {module for module in modules if any(re.search(one.pattern, module) for one in apply)}
-
-
-def unlisted(server: Server, modules: Sequence[str], facts: Serving, ignored: IgnoreList) -> list[str]:
-    """A server's names for the modules of heads that it would quantise, since the list does not leave them out."""
-    plain = built_plain(server, modules, facts, ignored)
-    names = [name_in(server, module, facts) for module in modules if module not in plain]
-    return [name for name in names if not ignored.leaves_out(server, name)]
-
-
 def with_heads_listed(
-    config: Mapping[str, object], heads: Sequence[str], quantized: Sequence[str], facts: Serving
+    config: Mapping[str, object],
+    heads: Sequence[str],
+    quantized: Sequence[str],
+    plain: Sequence[str],
+    facts: Serving,
+    letters: int,
 ) -> dict[str, object]:
     """A `quantization_config` whose list says that the modules of heads are not quantised.
 
@@ -189,14 +458,34 @@ def with_heads_listed(
     Args:
         heads: modules of the heads, none of which is quantised.
         quantized: modules of the base that are quantised.
+        plain: matrices of the base that are not quantised. They are listed too where a server reads the files only as
+            long as there is no list.
+        letters: length of the base's pattern.
     """
-    ignored = IgnoreList.of(config)
+    ignored = IgnoreList.of(config, facts, letters)
     if ignored is None:
         return dict(config)
-    names = dict.fromkeys(name for server in SERVERS for name in unlisted(server, heads, facts, ignored))
-    safe = []
-    for entry in dict.fromkeys(map(ignored.method.entry, names)):
-        means = ignored.method.means
-        if not any(means[server](entry, module) for server in SERVERS for module in quantized):
-            safe.append(entry)
-    return ignored.with_entries(config, safe)
+    config = dict(config)
+    if not ignored.entries and any(reading.dtypes == "unlisted" for reading in ignored.method.servers.values()):
+        base = replace(ignored, facts=replace(facts, called={}))
+        modules = base.modules("vllm", plain).values()
+        config = base.with_entries(config, _safe(base, "vllm", modules, quantized))
+    for server in SERVERS:
+        ignored = IgnoreList.of(config, facts, letters)
+        assert ignored is not None
+        config = ignored.with_entries(config, _safe(ignored, server, ignored.unlisted(server, heads), quantized))
+    return config
+
+
+def _safe(ignored: IgnoreList, server: Server, modules: Iterable[Module], quantized: Sequence[str]) -> Iterator[str]:
+    """Entries for modules, except for matrices of which an entry matches a quantised module of the base."""
+    base = replace(ignored, facts=replace(ignored.facts, called={}))
+    others = {one: {m.stack or m.name: m for m in base.modules(one, quantized).values()} for one in SERVERS}
+    entries = {module: ignored.method.entry(ignored.to_list(server, module)) for module in modules}
+    unsafe = {
+        entry
+        for entry in {*entries.values()}
+        if any(base.lists(one, [entry], other) for one in SERVERS for other in others[one].values())
+    }
+    apart = {module.matrix for module, entry in entries.items() if entry in unsafe}
+    yield from (entry for module, entry in entries.items() if module.matrix not in apart)

@@ -88,9 +88,12 @@ def _rules(family: Family) -> list[Rule]:
         if count != stored:
             yield Finding(f"{facts.count_key} is {shown(count)}, but {stored} MTP layers are stored")
         if stored > 1:
+            deaf = tuple(server for server in SERVERS if server not in facts.depths)
+            limits: Mapping[Server, str] = {"vllm": "vLLM runs only the first", "sglang": "SGLang takes no more than 1"}
             yield Finding(
-                f"{stored} MTP layers are stored: vLLM runs only the first, SGLang takes no more than 1; export the "
-                "one layer of a repeated head, not its depths"
+                f"{stored} MTP layers are stored: {', '.join(limits[server] for server in deaf)}; export the one layer "
+                "of a repeated head, not its depths",
+                servers=deaf,
             )
         if not facts.builds(pattern):
             allowed = facts.head_patterns or [f"layers {', '.join(facts.head_letters)}"]
@@ -108,7 +111,7 @@ def _rules(family: Family) -> list[Rule]:
     def needs(subject: Subject) -> Iterator[Finding]:
         kinds = {kind.name for kind in kinds_in(subject.config.letters)}
         for need in facts.needs:
-            if (need.heads_only and not subject.config.mtp.num_layers) or (need.kind and need.kind not in kinds):
+            if need.kind and need.kind not in kinds:
                 continue
             if finding := _unmet(need, subject.setting(need.key)):
                 yield finding

@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping
 
 from mtpkit.checkpoint.directory import quantization_settings
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Server, Serving, Subject
-from mtpkit.checkpoint.ignored import METHODS, IgnoreList, built_plain, head_modules, module_of, name_in, unlisted
+from mtpkit.checkpoint.ignored import FUSED, METHODS, IgnoreList, linears, module_of
 from mtpkit.checkpoint.quantized import CONFIG, SCALE, BlockFp8, read_block_fp8
 from mtpkit.checkpoint.tensors import Shape
 from mtpkit.checkpoint.values import Values
 from mtpkit.errors import listed, shown
 
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that servers build as one matrix."""
+_WHOLE_BLOCKS: Mapping[Server, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {matrix: parts[:-1] for matrix, parts in FUSED.items()},
+    "sglang": {matrix: parts for matrix, parts in FUSED.items() if matrix != "fused_qkv_a_proj"},
+}
+"""Server -> matrix of several modules -> those of its modules that must be whole blocks, even on one rank."""
 
 
 def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
@@ -26,44 +29,50 @@ def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
     if not isinstance(config, Mapping) or not isinstance(config.get("quant_method"), str):
         yield Finding(f"{CONFIG} {shown(config)} names no quant_method")
         return
-    ignored = IgnoreList.of(config)
+    ignored = IgnoreList.of(config, facts, len(subject.config.pattern))
     if ignored is None:
         known = listed(METHODS)
         yield Finding(f"quant_method {shown(config['quant_method'])}: not known, only {known}; not checked", False)
         return
-    yield from _heads(subject, facts, ignored)
+    yield from _heads(subject, ignored)
     if config["quant_method"] == "fp8":
         yield from _fp8(subject, config)
 
 
-def _heads(subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[Finding]:
+def _heads(subject: Subject, ignored: IgnoreList) -> Iterator[Finding]:
     said: dict[str, list[Server]] = {}
     for server in SERVERS:
-        for text in _heads_in(server, subject, facts, ignored):
+        for text in _heads_in(server, subject, ignored):
             said.setdefault(text, []).append(server)
     yield from (Finding(text, True, tuple(servers)) for text, servers in said.items())
 
 
-def _heads_in(server: Server, subject: Subject, facts: Serving, ignored: IgnoreList) -> Iterator[str]:
+def _heads_in(server: Server, subject: Subject, ignored: IgnoreList) -> Iterator[str]:
     """Clauses about problems with the heads' modules in one server."""
     quantized = {module_of(name) for name in subject.quantized}
     there = subject.heads & (subject.found.keys() | subject.quantized.keys())
-    modules = head_modules({name: subject.expected[name] for name in there}, facts)
-    plain = built_plain(server, modules, facts, ignored)
-    told = {m: ignored.leaves_out(server, name_in(server, m, facts)) for m in modules if m not in plain}
+    modules = linears({name: subject.expected[name] for name in there}, ignored.facts)
+    plain = ignored.built_plain(server, modules)
+    own = ignored.modules(server, modules)
+    told = {name: ignored.leaves_out(server, module) for name, module in own.items() if name not in plain}
     if odd := sorted(module for module, left_out in told.items() if left_out and module in quantized):
         yield f"quantised, though {CONFIG} says that they are not: {listed(odd)}"
     if odd := sorted(plain & quantized):
         yield f"quantised, but built without quantisation; store them in bf16: {listed(odd)}"
     yield from _halves(told)
-    if odd := unlisted(server, [module for module in modules if module not in quantized], facts, ignored):
+    if missing := ignored.unlisted(server, [module for module in modules if module not in quantized]):
         what = f"modules of the heads are not quantised, but not listed in {CONFIG}'s {ignored.key}: add"
-        yield f"{what} {listed(odd, most=100, width=2000)}"
+        names = dict.fromkeys(ignored.to_list(server, one) for one in missing if ignored.can_list(server, one))
+        if names:
+            yield f"{what} {listed(names, most=100, width=2000)}"
+        stacks = dict.fromkeys(one.stack for one in missing if not ignored.can_list(server, one))
+        if stacks:
+            yield f"experts of the heads are not quantised, which {CONFIG}'s {ignored.key} cannot say: {listed(stacks)}"
 
 
 def _halves(told: Mapping[str, bool]) -> Iterator[str]:
     """Either all or none of the modules that are built as one matrix must be left out."""
-    for parts in _FUSED:
+    for parts in FUSED.values():
         for first in (m for m in told if m.endswith(f".{parts[0]}")):
             start = first.removesuffix(parts[0])
             answers = {part: told[start + part] for part in parts if start + part in told}
@@ -101,24 +110,39 @@ def block_sizes(subject: Subject, facts: Serving) -> Iterator[Finding]:
     block = read_block_fp8(Values({CONFIG: config}, subject.directory))
     if block is None:
         return
-    odd: dict[str, None] = {}
-    for name in sorted(subject.quantized):
-        if (shape := subject.expected[name]) and len(shape) == 2:
-            odd |= dict.fromkeys(_uneven(subject, facts, module_of(name), shape, block))
-    for text in odd:
-        yield Finding(f"fp8: {text}")
+    said: dict[str, list[Server]] = {}
+    for server in SERVERS:
+        odd: dict[str, None] = {}
+        for name in sorted(subject.quantized):
+            if (shape := subject.expected[name]) and len(shape) == 2:
+                odd |= dict.fromkeys(_uneven(server, subject, facts, module_of(name), shape, block))
+        for text in odd:
+            said.setdefault(text, []).append(server)
+    yield from (Finding(f"fp8: {text}", True, tuple(servers)) for text, servers in said.items())
 
 
-def _uneven(subject: Subject, facts: Serving, module: str, shape: Shape, block: BlockFp8) -> Iterator[str]:
+def _is_joined(server: Server, subject: Subject, module: str) -> bool:
+    """Whether a server joins a module with others to one matrix and needs it to be whole blocks."""
+    start, dot, part = module.rpartition(".")
+    return any(
+        part in whole and all(f"{start}{dot}{other}.weight" in subject.expected for other in FUSED[matrix])
+        for matrix, whole in _WHOLE_BLOCKS[server].items()
+    )
+
+
+def _uneven(
+    server: Server, subject: Subject, facts: Serving, module: str, shape: Shape, block: BlockFp8
+) -> Iterator[str]:
     """Clauses about partial blocks. They give only the last part of a module's name, which all layers share."""
 
     def is_one_of(patterns: tuple[str, ...]) -> bool:
         return any(re.search(pattern, module) for pattern in patterns)
 
     part, ranks = module.rpartition(".")[2], subject.ranks
-    fused = any(part in parts[:-1] for parts in _FUSED)
-    if is_one_of(facts.split_rows) and (ranks > 1 or fused or ".experts." in module):
+    split = is_one_of(facts.split_rows)
+    if (split and (ranks > 1 or ".experts." in module)) or _is_joined(server, subject, module):
         shares = min(ranks, subject.config.attention.num_query_groups) if is_one_of(facts.split_groups) else ranks
+        shares = shares if split else 1
         if shape[0] // shares % block.rows:
             rows = f"{shape[0]} rows, {shape[0] // shares} per rank"
             yield f"{part} has {rows}, not a multiple of the block size {block.rows}"

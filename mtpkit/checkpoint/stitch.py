@@ -16,7 +16,7 @@ from mtpkit.checkpoint.convert import check_paths
 from mtpkit.checkpoint.directory import hf_settings, load_config, open_weights
 from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.table import MappedTensors
-from mtpkit.checkpoint.ignored import head_modules, module_of
+from mtpkit.checkpoint.ignored import linears, module_of
 from mtpkit.checkpoint.layouts.huggingface import (
     INDEX,
     SINGLE,
@@ -178,9 +178,12 @@ class _Plan:
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         config = self.family.count_heads(self.config, hf_settings(self.source))
         facts = self.family.serving
-        modules = head_modules({name: info.shape for name, info in self.mapped.tensors.items()}, facts)
+        modules = linears({name: info.shape for name, info in self.mapped.tensors.items()}, facts)
         others = [module_of(name) for name in self.quantized.keys() - self.mapped.tensors.keys()]
-        for file, settings in list_heads(self.source, config, modules, others, facts).items():
+        base = linears({name: self.reader.info(name).shape for name in self.others if name.endswith(".weight")}, facts)
+        plain = [module for module in base if module not in others]
+        letters = len(self.config.pattern)
+        for file, settings in list_heads(self.source, config, modules, others, plain, facts, letters).items():
             (staging / file).write_text(json.dumps(settings, indent=2) + "\n")
 
 

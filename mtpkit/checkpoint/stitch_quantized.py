@@ -35,7 +35,13 @@ def check_base(source: Path, found: Tensors, expected: Mapping[str, Shape]) -> d
 
 
 def list_heads(
-    source: Path, config: Mapping[str, object], heads: Sequence[str], quantized: Sequence[str], facts: Serving
+    source: Path,
+    config: Mapping[str, object],
+    heads: Sequence[str],
+    quantized: Sequence[str],
+    plain: Sequence[str],
+    facts: Serving,
+    letters: int,
 ) -> dict[str, Mapping[str, object]]:
     """`config.json`, and ModelOpt's file if there is one, with the heads added to their lists of unquantised modules.
 
@@ -43,12 +49,18 @@ def list_heads(
         config: the `config.json` to change.
         heads: modules of the heads.
         quantized: modules of the base that are quantised.
+        plain: matrices of the base that are not quantised.
+        letters: length of the base's pattern.
     """
+
+    def with_heads(settings: Mapping[str, object]) -> dict[str, object]:
+        return with_heads_listed(settings, heads, quantized, plain, facts, letters)
+
     files: dict[str, Mapping[str, object]] = {"config.json": config}
     settings = config.get(CONFIG)
     if isinstance(settings, Mapping):
-        files["config.json"] = {**config, CONFIG: with_heads_listed(settings, heads, quantized, facts)}
+        files["config.json"] = {**config, CONFIG: with_heads(settings)}
     if (own := modelopt_settings(source)) is not None:
-        changed = with_heads_listed({"quant_method": "modelopt", **own}, heads, quantized, facts)
+        changed = with_heads({"quant_method": "modelopt", **own})
         files[MODELOPT] = {key: value for key, value in changed.items() if key != "quant_method" or key in own}
     return files

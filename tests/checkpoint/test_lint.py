@@ -11,6 +11,7 @@ from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H, SERVING
 from mtpkit.checkpoint.families.serving import Finding, Need
 from mtpkit.checkpoint.lint import lint
 from tests.checkpoint.builders import GOLDEN, add_heads, edit, edit_config, write_base
+from tests.checkpoint.family_models import FAMILIES
 from tests.checkpoint.odd_family import known, write_odd
 from tests.checkpoint.test_cli import convert
 
@@ -98,17 +99,34 @@ def test_wrong_settings_are_fatal(hf, changes, words):
 
 
 def test_words_in_place_of_letters(tmp_path):
-    """As transformers 5 writes them."""
+    """As transformers 5 writes them. SGLang knows the older ones, and takes words even where there are letters."""
     write_base(tmp_path / "hf", "M*")
     add_heads(tmp_path / "hf", "*E")
-    (lacks,) = (finding for finding in lint(tmp_path / "hf") if "hybrid_override_pattern" in finding.text)
-    assert lacks.fatal and lacks.servers == ("sglang",)
-    assert "hybrid_override_pattern" not in texts(lint(tmp_path / "hf", "vllm"))
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    config["mtp_layers_block_type"] = ["full_attention", "moe"]
-    del config["mtp_hybrid_override_pattern"]
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    assert "lacks mtp_hybrid_override_pattern" in texts(lint(tmp_path / "hf", "vllm"))
+    says = "has words that the server refuses: write letters"
+    assert f"layers_block_type {says}, as hybrid_override_pattern" in texts(lint(tmp_path / "hf", "sglang"))
+    assert says not in texts(lint(tmp_path / "hf", "vllm"))
+    edit_config(tmp_path / "hf", hybrid_override_pattern="M*")
+    assert says in texts(lint(tmp_path / "hf", "sglang"))
+    edit_config(tmp_path / "hf", hybrid_override_pattern=None, layers_block_type=["mamba", "attention"])
+    assert texts(lint(tmp_path / "hf")) == ""
+    edit_config(tmp_path / "hf", mtp_layers_block_type=["full_attention", "moe"], mtp_hybrid_override_pattern=None)
+    assert texts(lint(tmp_path / "hf", "vllm")) == ""
+    assert f"mtp_layers_block_type {says}, as mtp_hybrid_override_pattern" in texts(lint(tmp_path / "hf", "sglang"))
+    edit_config(tmp_path / "hf", mtp_layers_block_type=["attention", "moe"])
+    assert texts(lint(tmp_path / "hf")) == ""
+
+
+@pytest.mark.parametrize(("family", "runs"), [("deepseek_v3", True), ("glm4_moe", True), ("mimo", False)])
+def test_servers_that_run_several_layers(tmp_path, family, runs):
+    """vLLM runs those of DeepSeek and GLM one after another, as distinct heads."""
+    write, add = FAMILIES[family]
+    write(tmp_path / "hf")
+    add(tmp_path / "hf", physical=2)
+    says = "2 MTP layers are stored: "
+    assert (f"{says}vLLM runs only the first" in texts(lint(tmp_path / "hf", "vllm"))) != runs
+    assert says in texts(lint(tmp_path / "hf", "sglang")) and "SGLang takes no more than 1" in texts(
+        lint(tmp_path / "hf")
+    )
 
 
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
@@ -124,13 +142,15 @@ def test_depths_are_no_layers(tmp_path, server):
         ("M*", ["heads of layers 'M*': servers build layers *, E only; train heads with a heads.pattern of these"] * 2),
         ("*", ["", ""]),
         ("E*", ["", ""]),
-        ("E", ["heads of layers 'E': without attention they have no cache", ""]),
+        ("E", ["", ""]),
     ],
 )
 def test_letters_of_the_heads(tmp_path, heads, found):
-    """Servers build them one by one, in any order; vLLM needs a cache to find the heads by."""
+    """Servers build them one by one, in any order; vLLM's older runner needs a cache to find the heads by."""
     made(tmp_path / "hf", heads=heads)
     assert [texts(lint(tmp_path / "hf", server)) for server in ("vllm", "sglang")] == found
+    warnings = [texts(lint(tmp_path / "hf", server), False) for server in ("vllm", "sglang")]
+    assert [("V2 model runner only" in text) for text in warnings] == [heads == "E", False]
 
 
 @pytest.mark.parametrize(("ranks", "keys"), [(1, []), (2, []), (3, ["num_attention_heads 4", "mamba_num_heads 4"])])

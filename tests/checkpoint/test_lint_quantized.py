@@ -152,6 +152,25 @@ def test_rows_and_columns_of_a_rank_are_whole_blocks(hf, block, ranks, says):
     assert [text for text in says if f"fp8: {text}, not a multiple of the block size {block}" not in found] == []
 
 
+def test_matrices_of_several_modules_are_whole_blocks(published, tmp_path):
+    """vLLM lets the last module end in a part of a block; SGLang takes latent attention's first two as one matrix."""
+    hf = shutil.copytree(published["deepseek_v3"], tmp_path / "hf")
+    edit_config(hf, quantization_config=FP8_CONFIG | {"weight_block_size": [32, 32]})
+    found = [finding for finding in lint(hf) if finding.text.startswith("fp8:")]
+    parts = {server: {one.text.split()[1] for one in found if server in one.servers} for server in SERVERS}
+    assert parts["vllm"] - {"q_a_proj"} == {"gate_proj"} == parts["sglang"] - {"up_proj"}
+    assert "q_a_proj" in parts["vllm"] and "up_proj" in parts["sglang"]
+
+
+def test_rows_of_the_heads_input_projection_are_split(hf):
+    name = f"{HEAD}eh_proj.weight"
+    edit(hf, lambda tensors: quantize(tensors, [name]))
+    (rows, _) = load_file(hf / "model.safetensors")[name].shape
+    edit_config(hf, quantization_config=FP8_CONFIG | {"weight_block_size": [rows, BLOCK]})
+    says = f"fp8: eh_proj has {rows} rows, {rows // 2} per rank, not a multiple of the block size {rows}"
+    assert [says in {finding.text for finding in lint(hf, ranks=ranks)} for ranks in (1, 2)] == [False, True]
+
+
 def test_each_server_has_its_own_names(published, tmp_path):
     """What SGLang calls DeepSeek's head, unless it is layer 61; and what is built without quantisation anyway."""
     hf = shutil.copytree(published["deepseek_v3"], tmp_path / "hf")
@@ -173,7 +192,7 @@ ENTRIES = {
     "compressed-tensors": ("ignore", ["re:^mtp\\..*"], {"vllm", "sglang"}),
     "modelopt": ("ignore", ["mtp*"], {"vllm", "sglang"}),
     "awq": ("modules_to_not_convert", ["mtp."], {"vllm", "sglang"}),
-    "gptq": ("dynamic", {"-:mtp\\.": {}}, {"vllm", "sglang"}),
+    "gptq": ("dynamic", {"-:mtp\\.": {}}, {"vllm"}),
 }
 STORED = {
     "compressed-tensors": lambda w: {"weight_packed": w.to(torch.int32), "weight_scale": w[:, :1], "weight_shape": w},
@@ -208,6 +227,8 @@ def test_other_quantisations_are_judged(published, tmp_path, method, capsys):
     assert "1 tensors missing: lm_head.weight" in out and "modules of the heads are not quantised" in out
     edit_config(hf, quantization_config=config | {key: ignored})
     assert {server for server, text in fatal(hf).items() if not text} == servers
+    if method == "gptq":
+        assert fatal(hf)["sglang"].startswith("experts of the heads are not quantised, which")
     edit_config(hf, quantization_config={"quant_method": "other"})
     assert "quant_method 'other': not known" in str(lint(hf)) and fatal(hf) == {"vllm": "", "sglang": ""}
 
@@ -228,22 +249,40 @@ def test_settings_beside_the_config(hf):
 @pytest.mark.parametrize("entries", [3, "mtp", [None, 3, "re:(", "-:("], {"-:(": 1, "re:(": {}}])
 @pytest.mark.parametrize("method", METHODS)
 def test_entries_that_mean_nothing(method, entries):
-    for key in METHODS[method].keys:
+    for key in (*METHODS[method].keys, "exclude_modules"):
         ignored = IgnoreList.of({"quant_method": method, key: entries, "quantization": 3})
-        assert not any(ignored.leaves_out(server, "mtp.fc") for server in SERVERS)
+        assert left_out(ignored, ["mtp.fc"]) == {"vllm": [False], "sglang": [False]}
 
 
-MODULES = ["mtp.fc", "mtp.layers.0.self_attn.q_proj", "mtp.layers.0.mlp.experts.0.gate_proj", "model.mtp_layers.0.up"]
+MODULES = [
+    "mtp.fc",
+    *(f"mtp.layers.0.self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mtp.layers.0.mlp.experts.{expert}.{part}_proj" for expert in "01" for part in ("gate", "up", "down")),
+    "model.mtp_layers.0.up",
+]
+OTHERS = [
+    "model.fc_in",
+    *(module.replace("mtp.", "model.") for module in MODULES[1:-1]),
+]
+
+
+def left_out(ignored, modules):
+    """Whether each module is left out, by server."""
+    own = {server: ignored.modules(server, modules).values() for server in SERVERS}
+    return {server: [ignored.leaves_out(server, module) for module in own[server]] for server in SERVERS}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_entries_leave_out_what_they_are_for_and_nothing_else(method):
+    """SGLang quantises the experts of GPTQ whatever the list says."""
     for config in ({"quant_method": method}, {"quant_method": method, "quantization": {"exclude_modules": ["zz"]}}):
-        plain = IgnoreList.of(config)
-        assert not any(plain.leaves_out(server, module) for server in SERVERS for module in MODULES)
-        ignored = IgnoreList.of(plain.with_entries(config, map(plain.method.entry, MODULES)))
+        ignored = IgnoreList.of(config)
+        assert not any(found for answers in left_out(ignored, MODULES).values() for found in answers)
         for server in SERVERS:
-            assert all(ignored.leaves_out(server, module) for module in MODULES), server
-            others = ["model.fc_in", "model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.self_attn.q_proj"]
-            assert not any(ignored.leaves_out(server, module) for module in others), server
-        assert ignored.with_entries(ignored.settings, ignored.entries)[ignored.key] == ignored.settings[ignored.key]
+            names = [ignored.to_list(server, module) for module in ignored.modules(server, MODULES).values()]
+            changed = ignored.with_entries(config, map(ignored.method.entry, names))
+            after = IgnoreList.of(changed)
+            for name, found in zip(MODULES, left_out(after, MODULES)[server], strict=True):
+                assert found != (method == "gptq" and server == "sglang" and "experts" in name), (server, name)
+            assert left_out(after, OTHERS)[server] == [False] * len(OTHERS)
+            assert after.with_entries(changed, after.entries) == changed

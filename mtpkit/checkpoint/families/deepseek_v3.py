@@ -11,7 +11,16 @@ from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import WITH_NVFP4, Finding, Need, Serving, Subject, Unquantized
+from mtpkit.checkpoint.families.serving import (
+    OUTPUT_COPY,
+    WITH_NVFP4,
+    Finding,
+    Need,
+    Serving,
+    Subject,
+    Unquantized,
+    renaming,
+)
 from mtpkit.checkpoint.families.table import Entry, one
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
@@ -129,12 +138,19 @@ def _sglang_kernel(subject: Subject) -> Iterator[Finding]:
         yield Finding(text, servers=("sglang",))
 
 
+# Read in vLLM's deepseek_mtp.py and SGLang's deepseek_nextn.py.
 SERVING = Serving(
     feeds={"vllm": {"mtp_zero_first_embedding": True}},
     head_patterns=("+E",),
     fp32=(r"e_score_correction_bias$",),
     unquantized=(Unquantized(r"eh_proj$"), WITH_NVFP4),
-    called={"sglang": (r"^model\.layers\.(?!61\.)\d+\.", "model.decoder.")},  # it knows only the published depth, 61
+    called={
+        "vllm": renaming(OUTPUT_COPY, ".head"),
+        "sglang": renaming(r"^model\.layers\.\d+\.", "model.decoder."),
+    },
+    renamed={"sglang": ("model.layers.61", "model.decoder")},  # the published depth, whatever the model's
+    no_table={"sglang": ("gate_up_proj",)},
+    depths=("vllm",),
     needs=(
         Need("scoring_func", "vLLM routes by softmax without it", "sigmoid", kind="moe"),
         Need("topk_method", "without it servers build no router bias", "noaux_tc", kind="moe"),

@@ -4,7 +4,7 @@ from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import WITH_NVFP4, Serving, Unquantized
+from mtpkit.checkpoint.families.serving import OUTPUT_COPY, WITH_NVFP4, Serving, Unquantized, renaming
 
 LAYERS = blocks.Layers(dense_key="first_k_dense_replace")
 
@@ -47,11 +47,16 @@ GLM4_MOE = Family(
     mtp_outside=blocks.heads_after_base,
     mtp_layer=blocks.after_base,
     copies=blocks.shared_with_base,
-    serving=Serving(
+    serving=Serving(  # read in vLLM's glm4_moe_mtp.py and SGLang's glm4_moe_nextn.py
         head_patterns=("*E",),
         fp32=(r"e_score_correction_bias$",),
         unquantized=(Unquantized(r"eh_proj$"), WITH_NVFP4),
-        called={"sglang": (r"^model\.layers\.\d+\.", "model.decoder.")},
+        called={
+            "vllm": renaming(OUTPUT_COPY, ".head"),
+            "sglang": renaming(r"^model\.layers\.\d+\.", "model.decoder."),
+        },
+        no_table={"sglang": ("qkv_proj", "gate_up_proj")},
+        depths=("vllm",),
         feeds={"vllm": {"mtp_reads_of_depth": "before_final_norm", "mtp_zero_first_embedding": True}},
     ),
 )

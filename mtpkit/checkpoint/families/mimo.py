@@ -1,5 +1,6 @@
 """MiMo-7B (arXiv:2505.07608): config keys and weight names. The base has Qwen2's names; the heads have their own."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
-from mtpkit.checkpoint.families.serving import Need, Serving, Unquantized
+from mtpkit.checkpoint.families.serving import Need, Serving, Unquantized, renaming
 from mtpkit.checkpoint.families.table import Entry, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.config import ModelConfig
@@ -39,11 +40,19 @@ def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
     yield one(f"{hf}final_layernorm.weight", f"{own}final_layernorm.weight")
 
 
+def _after_base(name: str, letters: int) -> str:
+    """vLLM numbers the heads as layers after the base's last."""
+    layers = letters // 2
+    return re.sub(r"^model\.mtp_layers\.(\d+)\.", lambda found: f"model.layers.{layers + int(found[1])}.", name)
+
+
+# Read in mimo_mtp.py of both servers.
 SERVING = Serving(
     head_patterns=("*-",),
     ties=("vllm", "sglang"),
     unquantized=(Unquantized(r"input_proj$"),),
-    called={"vllm": (r"^model\.mtp_layers\.", "model.layers."), "sglang": (r"^model\.mtp_layers\.\d+\.", "")},
+    called={"vllm": _after_base, "sglang": renaming(r"^model\.mtp_layers\.\d+\.", "")},
+    no_table={"sglang": ("qkv_proj", "gate_up_proj")},
     feeds={
         "vllm": {"mtp_reads_of_base": "before_final_norm", "mtp_zero_first_embedding": True},
         "sglang": {"mtp_zero_first_embedding": True},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import Finding, Need, Serving, Subject
+from mtpkit.checkpoint.families.serving import USUAL, Finding, Need, Serving, Subject
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
@@ -188,10 +188,25 @@ LINES = (
 
 
 def _heads_without_attention(subject: Subject) -> Iterator[Finding]:
-    """vLLM requires the heads to have a KV cache, and so an attention layer."""
+    """vLLM's older model runner finds the heads by their KV cache (`validate_same_kv_cache_group`); its V2 runner, the
+    default, does not."""
     pattern = subject.config.mtp.pattern
     if pattern and AttentionConfig.letter not in pattern:
-        yield Finding(f"heads of layers {pattern!r}: without attention they have no cache", True, ("vllm",))
+        text = f"heads of layers {pattern!r}: without attention they run with the V2 model runner only"
+        yield Finding(text, False, ("vllm",))
+
+
+def _words(subject: Subject) -> Iterator[Finding]:
+    """SGLang's config class knows only the older words for layers, and prefers words to letters; vLLM has the class of
+    transformers, which knows both."""
+    for key, letters in (
+        ("layers_block_type", "hybrid_override_pattern"),
+        ("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    ):
+        words = subject.setting(key)
+        if isinstance(words, list) and not {*map(str, words)} <= {"mamba", "attention", "mlp", "moe"}:
+            text = f"{key} has words that the server refuses: write letters, as {letters}, in its place"
+            yield Finding(text, True, ("sglang",))
 
 
 def _published_name(name: str) -> str:
@@ -259,14 +274,12 @@ def _moe(c: ModelConfig) -> Iterator[Entry]:
 SERVING = Serving(
     head_letters="*E",
     fp32=(r"e_score_correction_bias$", r"A_log$"),
-    needs=(
-        Need("hybrid_override_pattern", "the server refuses the words of layers_block_type", servers=("sglang",)),
-        Need("mtp_hybrid_override_pattern", "the layers of the heads are read from it", heads_only=True),
-        Need("mamba_ssm_cache_dtype", "servers choose the dtype of Mamba's state", fatal=False, kind="mamba2"),
-    ),
-    rules=(_heads_without_attention,),
+    needs=(Need("mamba_ssm_cache_dtype", "servers choose the dtype of Mamba's state", fatal=False, kind="mamba2"),),
+    split_rows=(*USUAL.split_rows, r"\.eh_proj$"),
+    rules=(_heads_without_attention, _words),
 )
-"""vLLM 0.33 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter."""
+"""vLLM 0.33 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter: read in
+nemotron_h_mtp.py of both, and in SGLang's configs/nemotron_h.py."""
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",

@@ -81,12 +81,13 @@ QWEN3_5 = Family(
     mtp_outside=qwen3_next.mtp_outside,
     mtp_layer=qwen3_next.mtp_layer,
     nested=nested("qwen3_5_text"),
-    serving=Serving(
+    serving=Serving(  # read in qwen3_5_mtp.py of both servers
         f"text_config.{COUNT}",
         head_patterns=("*-",),
         ties=SERVERS,
         norm_means=qwen3_next.NORM_MEANS,
         fp32=FP32,
+        split_rows=qwen3_next.SPLIT_ROWS,
         unquantized=UNQUANTIZED,
         needs=(qwen_serving.state_dtype("text_config."),),
         rules=RULES,

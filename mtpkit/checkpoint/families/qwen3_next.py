@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpkit.checkpoint.families import blocks, qwen_serving
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
-from mtpkit.checkpoint.families.serving import Serving, Unquantized
+from mtpkit.checkpoint.families.serving import USUAL, Serving, Unquantized, renaming
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Rounding, Split, Ways, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
@@ -345,6 +345,9 @@ PROJECTION = Unquantized(r"^mtp\.fc$", ("sglang",))
 PROJECTION_WITH_NVFP4 = Unquantized(r"^mtp\.fc$", ("vllm",), "NVFP4")
 """With ModelOpt's four bits, vLLM does not quantise it either."""
 
+SPLIT_ROWS = (*USUAL.split_rows, r"^mtp\.fc$")
+"""vLLM splits the head's input projection too."""
+
 _LAYERS = Layers("some", "num_nextn_predict_layers", count_default=1)
 
 QWEN3_NEXT = Family(
@@ -362,13 +365,14 @@ QWEN3_NEXT = Family(
     base_layer=blocks.base_layer,
     mtp_outside=mtp_outside,
     mtp_layer=mtp_layer,
-    serving=Serving(
+    serving=Serving(  # read in qwen3_next_mtp.py of both servers
         count_default=1,
         head_patterns=("*E",),
         norm_means=NORM_MEANS,
         fp32=(r"A_log$",),
+        split_rows=SPLIT_ROWS,
         unquantized=(PROJECTION, PROJECTION_WITH_NVFP4),
-        called={"sglang": (r"^mtp\.", "model.")},
+        called={"sglang": renaming(r"^mtp\.", "model.")},
         rules=(qwen_serving.interval(), qwen_serving.dense_layers, qwen_serving.no_packed_experts),
     ),
 )

@@ -1,8 +1,11 @@
 """Expectations of servers about a family's directory: facts that `mtpkit.checkpoint.lint` checks, and further rules.
 
-The facts hold for vLLM 0.33 and SGLang 0.5.23 and were read in their sources.
+The facts hold for vLLM 0.33.0 and SGLang 0.5.23 and were read in their sources: each family's classes, their loaders,
+`layers/quantization/`, and what runs the heads (`v1/worker/gpu/spec_decode/`, `speculative/`). Each family names its
+classes.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,8 +79,6 @@ class Need:
     """The value that the key must have; None: any."""
     fatal: bool = True
     servers: tuple[Server, ...] = SERVERS
-    heads_only: bool = False
-    """Whether only models with heads need the key."""
     kind: str = ""
     """Name of a layer kind; the key is needed in models that have such layers. Empty: in all models."""
 
@@ -90,7 +91,19 @@ class Unquantized:
     """A regular expression for the names of the modules."""
     servers: tuple[Server, ...] = SERVERS
     algorithm: str = ""
-    """ModelOpt's `quant_algo` to which this applies; empty: every quantisation."""
+    """Part of the names of ModelOpt's `quant_algo` to which this applies; empty: every quantisation."""
+
+
+Called = Callable[[str, int], str]
+"""Makes a server's name for a module of the heads. Called as (name in the file, letters of the base's pattern)."""
+
+OUTPUT_COPY = r"\.shared_head\.head$"
+"""Name of the copy of the output layer that some families store with a head."""
+
+
+def renaming(pattern: str, replacement: str) -> Called:
+    """Names that differ by a regular expression."""
+    return lambda name, letters: re.sub(pattern, replacement, name)
 
 
 @dataclass(frozen=True)
@@ -111,13 +124,19 @@ class Serving:
     """Pairs of a pattern for norm names and the usual mean of their weights; the first match applies."""
     fp32: tuple[str, ...] = ()
     """Names of tensors that lose essential precision when rounded to bf16."""
-    no_linears: tuple[str, ...] = (r"embed", r"\.gate$", r"conv1d", r"lm_head", r"\.head$")
+    no_linears: tuple[str, ...] = (r"embed", r"\.gate$", r"conv1d", r"lm_head")
     """Names of modules with matrices that no server quantises: embeddings, routers, convolutions, output layers."""
     unquantized: tuple["Unquantized", ...] = ()
     """Head modules that servers build without quantisation."""
-    called: Mapping[Server, tuple[str, str]] = field(default_factory=dict)
-    """Server -> (pattern, replacement) that turn the names of head modules in the files into the server's own names, if
-    these differ. The server looks for its own names in the list of modules that are not quantised."""
+    called: Mapping[Server, Called] = field(default_factory=dict)
+    """Server -> its own names for the modules of heads, if these differ from the names in the files. The server looks
+    for its own names in the list of modules that are not quantised."""
+    renamed: Mapping[Server, tuple[str, str]] = field(default_factory=dict)
+    """Server -> (text, replacement) that it applies to the entries of that list, with some quantisation methods."""
+    no_table: Mapping[Server, tuple[str, ...]] = field(default_factory=dict)
+    """Server -> matrices of which its model does not say what modules they consist of."""
+    depths: tuple[Server, ...] = ()
+    """Servers that run several stored depths as distinct heads, one after another."""
     split_rows: tuple[str, ...] = (r"\.(q|k|v|q_b|kv_b|gate|up)_proj$", r"\.in_proj_(qkvz|z)$")
     """Modules whose rows are split over tensor-parallel ranks."""
     split_columns: tuple[str, ...] = (r"\.(o|down|out)_proj$",)
@@ -139,7 +158,8 @@ class Serving:
 
 
 WITH_NVFP4 = Unquantized("", ("sglang",), "NVFP4")
-"""SGLang builds the heads of some families without quantisation if ModelOpt has quantised the base to four bits."""
+"""SGLang builds the heads of some families without quantisation if ModelOpt has quantised the base to four bits (NVFP4,
+NVFP4_AWQ, W4A16_NVFP4)."""
 
 USUAL = Serving()
 """Expectations for a family that states none of its own."""
