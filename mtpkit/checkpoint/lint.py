@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mtpkit.checkpoint.directory import detect_layout, hf_settings, load_config
+from mtpkit.checkpoint.directory import detect_layout, hf_settings, load_config, quantization_settings
 from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
 from mtpkit.checkpoint.layouts.huggingface import HFReader
@@ -27,6 +27,7 @@ _WIDTH = 2000
 """Most characters of names in a finding, which is a report and may be longer than an error line."""
 _NORM_SHIFT = 0.5
 """If the mean of norms differs from the usual one by more, an offset of 1 may be missing or have been added twice."""
+_GROUPS = "mamba_num_groups"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 
@@ -135,7 +136,10 @@ def _rules(family: Family) -> list[Rule]:
         yield from quantisation(subject, facts)
         yield from block_sizes(subject, facts)
 
-    shared = [architecture, _names, depth, _sizes, tied, needs, fed, quantized, _dtype, fp32, norms, _files]
+    def sizes(subject: Subject) -> Iterator[Finding]:
+        return _sizes(subject, facts.split_input)
+
+    shared = [architecture, _names, depth, sizes, tied, needs, fed, quantized, _dtype, fp32, norms, _files]
     return [*shared, *facts.rules]
 
 
@@ -184,14 +188,21 @@ def _names(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"{len(odd)} tensors of another shape: {_listed(shapes)}")
 
 
-def _sizes(subject: Subject) -> Iterator[Finding]:
-    """Sizes that the number of tensor-parallel ranks must divide."""
+def _sizes(subject: Subject, split_input: tuple[Server, ...]) -> Iterator[Finding]:
+    """Sizes that the number of tensor-parallel ranks must divide. A single group of Mamba2 is copied to all ranks, in
+    SGLang unless the model is quantised."""
     ranks, config = subject.ranks, subject.config
     for size in uneven_sizes(config, ranks):
+        if size.key == _GROUPS and size.size == 1:
+            if quantization_settings(subject.directory) is not None:
+                text = f"{size.key} 1: a quantised model cannot be split over tensor-parallel size {ranks}"
+                yield Finding(text, servers=("sglang",))
+            continue
         share = "does not divide it, nor the other way round" if size.shared else "does not divide it"
         yield Finding(f"{size.key} {size.size}: tensor-parallel size {ranks} {share}")
-    if config.hidden_size % ranks:
-        yield Finding(f"hidden_size {config.hidden_size}: tensor-parallel size {ranks} does not divide it")
+    if config.hidden_size % ranks and config.mtp.num_layers and split_input:
+        text = f"hidden_size {config.hidden_size}: tensor-parallel size {ranks} does not divide it"
+        yield Finding(text, servers=split_input)
 
 
 def _dtype(subject: Subject) -> Iterator[Finding]:

@@ -202,6 +202,18 @@ def test_the_heads_input_projection_is_never_four_bit(models, tmp_path, family, 
     assert f"{plain}mtp.fc" in found["sglang"]
 
 
+def test_sglang_keeps_some_of_next_out_of_four_bits(models, tmp_path):
+    """Queries, keys and values of Qwen3-Next; under fp8 they are quantised like the others."""
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["zz"]}
+    hf = quantised(tmp_path / "hf", models["qwen3_next"], "model.layers.", config)
+    for algorithm, named in (("NVFP4", False), ("FP8", True)):
+        edit_config(hf, quantization_config=config | {"quant_algo": algorithm})
+        found = complaints(hf)["sglang"]
+        assert "model.layers.0.self_attn.o_proj" in found
+        assert ("model.layers.0.self_attn.q_proj" in found) == named
+        assert not any("shared_expert_gate" in text for text in complaints(hf).values())
+
+
 def test_modelopt_quantises_the_heads_copy_of_the_output_layer(models, tmp_path):
     """In vLLM, which looks for it under a name without `shared_head`."""
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.decoder*"]}

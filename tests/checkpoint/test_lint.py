@@ -161,6 +161,24 @@ def test_sizes_that_ranks_divide(published, ranks, keys):
         assert "num_query_groups 2: tensor-parallel size 3 does not divide it, nor the other way round" in found
 
 
+def test_one_group_of_mamba_is_copied_to_all_ranks(tmp_path):
+    write_base(tmp_path / "hf", "M*", n_groups=1)
+    add_heads(tmp_path / "hf", "*")
+    assert "mamba_num_groups" not in texts(lint(tmp_path / "hf", ranks=2))
+    edit_config(tmp_path / "hf", quantization_config={"quant_method": "modelopt"})
+    says = "mamba_num_groups 1: a quantised model cannot be split over tensor-parallel size 2"
+    assert [says in texts(lint(tmp_path / "hf", server, 2)) for server in ("vllm", "sglang")] == [False, True]
+
+
+@pytest.mark.parametrize(("family", "split"), [("mimo", []), ("qwen3_5", ["vllm"]), ("nemotron_h", ["vllm", "sglang"])])
+def test_servers_that_split_the_input_projection(tmp_path, family, split):
+    write, add = FAMILIES[family]
+    write(tmp_path / "hf")
+    add(tmp_path / "hf")
+    found = {server: texts(lint(tmp_path / "hf", server, 5)).splitlines() for server in ("vllm", "sglang")}
+    assert [server for server, lines in found.items() if any(line.startswith("hidden") for line in lines)] == split
+
+
 def test_dtypes_and_files_are_warnings(hf):
     (hf / "tokenizer.json").unlink()
     edit_config(hf, dtype="bfloat16", mamba_ssm_cache_dtype=None)

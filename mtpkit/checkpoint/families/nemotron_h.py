@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import USUAL, Finding, Need, Serving, Subject
+from mtpkit.checkpoint.families.serving import SERVERS, USUAL, Finding, Need, Serving, Subject
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.values import Values
@@ -276,6 +276,7 @@ SERVING = Serving(
     fp32=(r"e_score_correction_bias$", r"A_log$"),
     needs=(Need("mamba_ssm_cache_dtype", "servers choose the dtype of Mamba's state", fatal=False, kind="mamba2"),),
     split_rows=(*USUAL.split_rows, r"\.eh_proj$"),
+    split_input=SERVERS,
     rules=(_heads_without_attention, _words),
 )
 """vLLM 0.33 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter: read in

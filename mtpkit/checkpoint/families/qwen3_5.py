@@ -88,6 +88,7 @@ QWEN3_5 = Family(
         norm_means=qwen3_next.NORM_MEANS,
         fp32=FP32,
         split_rows=qwen3_next.SPLIT_ROWS,
+        split_input=("vllm",),
         unquantized=UNQUANTIZED,
         needs=(qwen_serving.state_dtype("text_config."),),
         rules=RULES,

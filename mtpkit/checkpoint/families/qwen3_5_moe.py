@@ -25,6 +25,7 @@ QWEN3_5_MOE = Family(
         norm_means=qwen3_next.NORM_MEANS,
         fp32=qwen3_5.FP32,
         split_rows=qwen3_next.SPLIT_ROWS,
+        split_input=("vllm",),
         unquantized=qwen3_5.UNQUANTIZED,
         needs=(qwen_serving.state_dtype("text_config."),),
         rules=qwen3_5.RULES,

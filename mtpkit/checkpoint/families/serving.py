@@ -124,8 +124,9 @@ class Serving:
     """Pairs of a pattern for norm names and the usual mean of their weights; the first match applies."""
     fp32: tuple[str, ...] = ()
     """Names of tensors that lose essential precision when rounded to bf16."""
-    no_linears: tuple[str, ...] = (r"embed", r"\.gate$", r"conv1d", r"lm_head")
-    """Names of modules with matrices that no server quantises: embeddings, routers, convolutions, output layers."""
+    no_linears: tuple[str, ...] = (r"embed", r"[._]gate$", r"conv1d", r"lm_head")
+    """Names of modules with matrices that no server quantises: embeddings, routers, gates of shared experts,
+    convolutions, output layers."""
     unquantized: tuple["Unquantized", ...] = ()
     """Head modules that servers build without quantisation."""
     called: Mapping[Server, Called] = field(default_factory=dict)
@@ -141,6 +142,8 @@ class Serving:
     """Modules whose rows are split over tensor-parallel ranks."""
     split_columns: tuple[str, ...] = (r"\.(o|down|out)_proj$",)
     """Modules whose columns are split over tensor-parallel ranks."""
+    split_input: tuple[Server, ...] = ()
+    """Servers that split the rows of the heads' input projection over tensor-parallel ranks."""
     split_groups: tuple[str, ...] = (r"\.[kv]_proj$",)
     """Modules of `split_rows` that are split by query groups. With more ranks than groups, ranks hold copies."""
     feeds: Mapping[Server, Settings] = field(default_factory=dict)
