@@ -196,11 +196,18 @@ def hf_settings(directory: Path) -> dict[str, object]:
 
 def quantization_settings(directory: Path) -> object:
     """`quantization_config` of a Hugging Face directory, or ModelOpt's settings beside `config.json`; None without
-    either. Raises as `read_json` does."""
+    either. As in vLLM 0.33 and SGLang 0.5.23, the file beside it also counts where layers have different algorithms
+    and `config.json` does not say which. Raises as `read_json` does."""
     found = hf_settings(directory).get(CONFIG)
-    if found is None and (own := modelopt_settings(directory)) is not None:
+    if (found is None or _lacks_algorithms(found)) and (own := modelopt_settings(directory)) is not None:
         return {"quant_method": "modelopt", **own}
     return found
+
+
+def _lacks_algorithms(settings: object) -> bool:
+    if not isinstance(settings, Mapping) or str(settings.get("quant_algo")).upper() != "MIXED_PRECISION":
+        return False
+    return "quantized_layers" not in settings
 
 
 def modelopt_settings(directory: Path) -> dict[str, object] | None:

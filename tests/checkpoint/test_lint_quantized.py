@@ -241,6 +241,12 @@ def test_settings_beside_the_config(hf):
     assert fatal(hf) == {"vllm": "", "sglang": ""}
     (hf / "hf_quant_config.json").write_text(json.dumps({"quantization": settings | {"exclude_modules": ["zz"]}}))
     assert all("quantization_config's exclude_modules" in text for text in fatal(hf).values())
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    edit_config(hf, quantization_config=mixed)
+    layers = {f"{HEAD}mixer.o_proj": {"quant_algo": "FP8"}}
+    own = {"quant_algo": "MIXED_PRECISION", "exclude_modules": [], "quantized_layers": layers}
+    (hf / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    assert all(text.endswith(f"exclude_modules: add {HEAD}mixer.o_proj") for text in fatal(hf).values())
     (hf / "hf_quant_config.json").write_text("{")
     with pytest.raises(UserError, match=r"hf_quant_config\.json"):
         lint(hf)
