@@ -183,7 +183,6 @@ class Scheduler:
         for _ in range(min(free, due)):
             if not budget or preemptions != self.num_preemptions or not (admitted := self._admit(restores)):
                 break
-            admitted.newest_step = self._num_steps
             if admitted.num_computed and not (self.prefix and self.prefix.successors):
                 resumed.append(self._resumed(admitted))
                 budget -= 1

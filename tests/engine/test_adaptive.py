@@ -247,6 +247,17 @@ def test_a_tree_tells_of_the_chain_of_first_candidates():
     assert tree.expected_length(2) == pytest.approx(1 + 3 / 5 * (1 + 1 / 2), abs=0.05)
 
 
+def test_rates_that_no_step_tells_of_stay_and_one_step_does_not_undo_them():
+    """After any number of chains, what was assumed of trees weighs as much as a tree step of four rows."""
+    policy = AdaptiveSpeculation(WITH_TREE)
+    before = policy.expected_length(TREE)
+    for _ in range(2000):
+        policy.observe([1], [2])
+    assert policy.expected_length(TREE) == pytest.approx(before)
+    policy.observe_trees([[-1, -2]] * 4)
+    assert policy.expected_length(TREE) - 1 == pytest.approx((before - 1) / 2, rel=0.02)
+
+
 def test_no_probe_where_the_tree_is_best():
     assert set(play(AdaptiveSpeculation(WITH_TREE | {(1, TREE): 1.0}), 0.6, 0.4)) == {TREE}
 

@@ -1,6 +1,7 @@
 """Scheduling over a hash model: long random histories, and the cases that broke others."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -139,16 +140,18 @@ def test_preempted_requests_count_each_token_once_for_penalties(k):
 
 def test_statistics_begin_anew_after_a_reset():
     engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=3)
+    new = engine.stats()
+    assert (new.preemptions, new.generated_tokens, new.seconds) == (0, 0, 0)
+    new = replace(new, acceptance=AcceptanceStats.for_depths(3))  # what an engine counts is its own object
     for _ in range(2):
         for length in (3, 2, 4, 1):
             engine.add_request([1] * length, GREEDY)
         run(engine)
         stats = engine.stats()
         assert stats.preemptions and stats.generated_tokens == 48 and stats.seconds and stats.acceptance.steps
+        assert stats.prompt_tokens == 10 <= stats.prefilled_tokens
         engine.reset_stats()
-        stats = engine.stats()
-        assert (stats.preemptions, stats.generated_tokens, stats.seconds) == (0, 0, 0)
-        assert stats.acceptance == AcceptanceStats.for_depths(3)
+        assert engine.stats() == new
 
 
 def test_the_oldest_request_is_never_preempted():

@@ -152,10 +152,18 @@ def test_eight_requests_through_room_for_two(ahead):
         assert {later - earlier for earlier, later in itertools.pairwise(steps)} == {4}
 
 
-def test_with_blocks_for_few_the_last_in_turn_gives_way_to_the_others():
-    """A budget of one row, whose turn is the youngest request's, which finds no block: another one decodes."""
+@pytest.mark.parametrize("num_blocks, budget", [(7, 3), (8, 4)], ids=["one row", "two rows"])
+def test_with_blocks_for_few_the_last_in_turn_gives_way_to_the_others(num_blocks, budget):
+    """A budget of one row, whose turn is the youngest request's, which finds no block: another one decodes. A budget of
+    two, in which the one that has waited longest is the younger: it is not preempted once it has a row."""
     engine = fake_engine(
-        MODEL, "always", num_blocks=7, block_size=2, num_speculative_tokens=1, max_num_batched_tokens=3, max_num_seqs=4
+        MODEL,
+        "always",
+        num_blocks=num_blocks,
+        block_size=2,
+        num_speculative_tokens=1,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
     )
     for index in range(4):
         engine.add_request([index], lasting(12), str(index))
