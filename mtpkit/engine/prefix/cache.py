@@ -190,8 +190,6 @@ class PrefixCache:
         """The copies for a request whose block table has the blocks of `hit.shared` and then new blocks."""
         assert request.slot is not None
         self._entries.move_to_end(hit.checkpoint)
-        for block in hit.tail:
-            self.blocks.touch(block)
         copies = zip(hit.tail, request.block_table[len(hit.shared) :], strict=False)
         return Restore(hit.checkpoint, request.slot, hit.length, tuple(copies))
 

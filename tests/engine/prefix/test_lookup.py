@@ -115,12 +115,27 @@ def found(engine, prompt) -> int:
     return hit.length if hit else 0
 
 
-def test_of_an_idle_prompt_the_last_blocks_are_evicted_first():
+@pytest.mark.parametrize("waits", [False, True])
+def test_of_an_idle_prompt_the_last_blocks_are_evicted_first(waits):
+    """Also where a request that waits has just found them."""
     engine = cached_engine(8)
     request = left(engine, SHARED)
+    if waits:
+        assert found(engine, SHARED) == len(SHARED)
     blocks = engine.scheduler.blocks
     blocks.allocate(blocks.num_free - 2)
     assert blocks.num_evicted == 2 and len(engine.scheduler.prefix._present(request)) == 2
+
+
+def test_a_request_without_room_leaves_what_it_found_in_order():
+    """Its blocks were shared with it for a moment."""
+    engine = cached_engine(8)
+    request = left(engine, SHARED)
+    scheduler, waiting = engine.scheduler, engine.make_request([*SHARED, 5, 5], params(1))
+    waiting.prefill_end = len(waiting.token_ids)
+    assert not scheduler._reserve(waiting, 18, scheduler.prefix.match(waiting))
+    scheduler.blocks.allocate(scheduler.blocks.num_free - 2)
+    assert len(scheduler.prefix._present(request)) == 2
 
 
 @pytest.mark.parametrize("again", ["kept", "resumed"])
