@@ -250,6 +250,17 @@ def test_a_step_runs_before_the_results_of_the_last_are_known():
     engine.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_no_step_is_launched_for_a_request_that_is_sure_to_end(k):
+    """The steps under way bring its last token, whatever becomes of their drafts."""
+    engine = fake_engine(MODEL, drafts="never", num_speculative_tokens=k, async_scheduling=True)
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=7, ignore_eos=True))
+    launched, launch = [], engine.executor.launch
+    engine.executor.launch = lambda plan: launched.append(plan.num_decode_rows) or launch(plan)
+    run(engine)
+    assert sum(launched) == 6  # the first token is prefill's
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_max_tokens_cuts_accepted_drafts(max_tokens):
     engine = fake_engine(MODEL, drafts="always", num_speculative_tokens=5)
