@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mtpkit.engine.detokenizer import Detokenizer
 from mtpkit.engine.params import SamplingParams
@@ -173,6 +173,17 @@ class EngineStats:
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
+class BadDraft(NamedTuple):
+    """A draft whose logits are NaN or infinite. It matters once the drafts before it are accepted: until then, one of
+    them may be what the heads cannot read, and the base may reject it."""
+
+    depth: int
+    """From 1."""
+    position: int
+    num_output: int
+    """Output tokens when the draft was made."""
+
+
 @dataclass(eq=False)
 class Request:
     """All state of one request on the host. Only the scheduler changes it.
@@ -226,6 +237,8 @@ class Request:
     cuts: list[int] = field(default_factory=list)
     """Positions, ascending, at which chunks must end so that a checkpoint can be left there."""
     slot: int | None = None
+    bad_draft: "BadDraft | None" = None
+    """A draft of the newest committed step that the heads could not choose."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Message of the error that ended the request."""

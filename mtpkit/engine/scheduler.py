@@ -10,7 +10,7 @@ from mtpkit.engine.options import EngineConfig
 from mtpkit.engine.pacing import Pacing
 from mtpkit.engine.params import MOST_END_TOKENS
 from mtpkit.engine.prefix.cache import Hit, PrefixCache
-from mtpkit.engine.request import AcceptanceStats, FinishReason, PromptError, Request
+from mtpkit.engine.request import AcceptanceStats, BadDraft, FinishReason, PromptError, Request
 from mtpkit.engine.step import Plan, Restore, Row, Save, StepResult
 from mtpkit.engine.tree import DraftShape, depth_of
 from mtpkit.errors import MtpkitError, UserError
@@ -385,6 +385,7 @@ class Scheduler:
         self.slots.release([request.slot])
         del request.block_table[:]
         request.slot, request.in_flight, request.num_published = None, 0, 0
+        request.bad_draft = None
         self.running.remove(request)
 
     def _blocks_for(self, positions: int) -> int:
@@ -420,7 +421,7 @@ class Scheduler:
                             stats.record(accepted, count, row.fresh_drafts)
             self.num_generated += count
             if not request.finished:
-                self._fail_if_invalid(request, valid, bad_draft)
+                self._fail_if_invalid(request, accepted, valid, bad_draft)
             if self.prefix and request.finish_reason in ("stop", "length"):
                 self._keep_end(request, whole=count == 1 + accepted)
             self._settle(request)
@@ -448,26 +449,40 @@ class Scheduler:
         saves, self._saves = self._saves, []
         return saves
 
-    @staticmethod
-    def _fail_if_invalid(request: Request, valid: bool, bad_draft: int) -> None:
-        """End a request with an error if logits of the step were not finite; its valid tokens are already appended.
+    def _fail_if_invalid(self, request: Request, accepted: int, valid: bool, bad_draft: int) -> None:
+        """End a request with an error if logits that matter are not finite; its valid tokens are already appended.
+
+        What the heads compute after a draft has no effect unless the base accepts that draft.
 
         Args:
+            accepted: drafts of the step before that the base accepted.
             valid: whether all logits of the base that were used are finite.
             bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0: none.
         """
-        output = f"after {request.num_output} output tokens"
+        earlier = request.bad_draft
+        request.bad_draft = None
+        if bad_draft:
+            position = len(request.token_ids) + bad_draft - 1
+            request.bad_draft = BadDraft(bad_draft, position, request.num_output)
+
         if not valid:
             request.fail(
-                f"the logits for position {len(request.token_ids)}, {output}, are NaN or infinite: weights or "
-                "activations of the base are not finite; check the checkpoint, or try dtype float32"
+                f"the logits for position {len(request.token_ids)}, after {request.num_output} output tokens, are NaN "
+                "or infinite: weights or activations of the base are not finite; check the checkpoint, or try dtype "
+                "float32"
             )
-        elif bad_draft:
-            request.fail(
-                f"draft {bad_draft} for position {len(request.token_ids) + bad_draft - 1}, {output}, has "
-                "logits that are NaN or infinite: weights or activations of the MTP heads are not finite; check the "
-                "heads, or decode without them (K = 0)"
-            )
+        elif earlier and earlier.depth <= 1 + accepted:
+            self._fail_for_draft(request, earlier)
+        elif request.bad_draft and bad_draft == 1:  # no draft comes before it that the base could reject
+            self._fail_for_draft(request, request.bad_draft)
+
+    @staticmethod
+    def _fail_for_draft(request: Request, bad: BadDraft) -> None:
+        request.fail(
+            f"draft {bad.depth} for position {bad.position}, after {bad.num_output} output tokens, has logits that are "
+            "NaN or infinite: weights or activations of the MTP heads are not finite; check the heads, or decode "
+            "without them (K = 0)"
+        )
 
     def _emit(self, request: Request, token_ids: list[int]) -> int:
         """Append tokens until one ends the request; return the number of appended tokens."""

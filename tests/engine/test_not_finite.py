@@ -1,6 +1,7 @@
 """A request whose logits become NaN or infinite ends with an error that names it, and nobody else notices."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -160,8 +161,14 @@ def test_heads_that_break_end_the_request_after_its_own_tokens(depth, ahead):
     doomed = finished.pop("doomed").outputs[0]
     count = len(doomed.token_ids)
     assert doomed.finish_reason == "error" and 4 <= count < 20 and doomed.token_ids == want.pop("doomed")[:count]
-    where = f"request doomed: draft {depth} for position {2 + count + depth}, after {count} output tokens, has logits"
-    assert doomed.error.startswith(where) and "MTP heads" in doomed.error
+    told = re.match(
+        r"request doomed: draft (\d+) for position (\d+), after (\d+) output tokens, has logits", doomed.error
+    )
+    assert told and "MTP heads" in doomed.error
+    number, position, made = map(int, told.groups())
+    assert (number, position) == (depth, 2 + made + depth)
+    # The first draft counts at once, a later one as soon as all before it and the base's next choice are in the output.
+    assert count == made if depth == 1 else count >= made + depth
     assert {name: output.outputs[0].token_ids for name, output in finished.items()} == want
 
 
@@ -181,7 +188,7 @@ def test_heads_that_break_after_a_preemption_end_the_request_too(ahead):
     model, blocks = HashModel(), {"num_blocks": 16, "block_size": 2}
     want = {name: model.decode(prompt, params_of(name, 0.0)) for name, prompt in PROMPTS.items()}
     engine = fake_engine(model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, **blocks)
-    engine.executor.drafter = BadAfterPreemption(engine.executor.drafter, 2)
+    engine.executor.drafter = BadAfterPreemption(engine.executor.drafter, 1)
     finished = serve(engine, 0.0)
     engine.scheduler.check_integrity()
     preempted = {name for name, output in finished.items() if output.stats.preemptions}
@@ -190,7 +197,7 @@ def test_heads_that_break_after_a_preemption_end_the_request_too(ahead):
         count = len(output.outputs[0].token_ids)
         assert output.outputs[0].token_ids == want[name][:count]
         assert (output.outputs[0].finish_reason == "error", count < 20) == (name in preempted,) * 2
-        where = f"request {name}: draft 2 for position {len(PROMPTS[name]) + count + 1}, after {count} output tokens"
+        where = f"request {name}: draft 1 for position {len(PROMPTS[name]) + count}, after {count} output tokens"
         assert output.error is None or output.error.startswith(where)
 
 
@@ -226,8 +233,6 @@ def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, setting
     first = make_llm(tiny_model(heads), 0, **{**settings, "draft_sampling": False, "synthetic_acceptance": None})
     seen = {token for output in first.generate(PROMPT_IDS, sampling) for token in output.outputs[0].token_ids}
     for bad in sorted(range(20, VOCAB_SIZE), key=seen.__contains__):  # most drafts change no token: it is the first
-        if k:  # heads that read the token as a draft could not choose the next draft, which is an error of its own
-            settings["draft_vocab"] = [token for token in range(VOCAB_SIZE) if token != bad]
         plain = make_llm(tiny_model(heads), k, **settings)
         want = [output.outputs[0].token_ids for output in plain.generate(PROMPT_IDS, sampling)]
         if all(bad not in tokens for tokens in (*want, *PROMPT_IDS)):
@@ -252,8 +257,6 @@ def test_requests_break_at_the_token_that_breaks_them(k, settings, device):
     prompts = make_prompts((1, 4, 8, 9, 21, 3, 6))
     want = [decode(tiny_model(device=device), prompt, 40) for prompt in prompts]
     bad = max(range(VOCAB_SIZE), key=lambda token: sum(token in tokens[3:30] for tokens in want))
-    if k:
-        settings = {**settings, "draft_vocab": [token for token in range(VOCAB_SIZE) if token != bad]}
     llm = make_llm(broken_model(EMBEDDING, bad, device=device), k, max_num_seqs=4, **settings)
     broke = 0
     for prompt, tokens, output in zip(prompts, want, llm.generate(prompts, greedy(40)), strict=True):
@@ -307,6 +310,25 @@ def test_heads_that_are_not_finite_are_an_error_that_names_them(name, k, draft_s
     assert make_llm(model, 0).generate(PROMPT_IDS, params)[0].error is None
     one = SamplingParams(temperature=0, max_tokens=1)
     assert [o.error for o in llm.generate(PROMPT_IDS, one)] == [None] * len(PROMPT_IDS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("settings", [{}, {"draft_sampling": True}, {"speculative_token_tree": [2, 2, 1]}])
+def test_a_broken_later_head_matters_once_the_draft_before_it_is_accepted(settings, temperature, device):
+    """Until then requests have the tokens of an engine without heads."""
+    params = SamplingParams(temperature=temperature, max_tokens=12, seed=5, ignore_eos=True)
+    model = broken_model("mtp.layers.1.final_layernorm.weight", heads="distinct", device=device)
+    plain = make_llm(tiny_model("distinct", device=device), 0).generate(PROMPT_IDS, params)
+    outputs = make_llm(model, 3, **settings).generate(PROMPT_IDS, params)
+
+    for one, output in zip(plain, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        if temperature == 0 or not settings:
+            assert tokens == one.outputs[0].token_ids[: len(tokens)]
+        assert (output.error is None) == (len(tokens) == 12)
+        assert output.error is None or "draft 2 for position" in output.error
+        assert output.error is None or output.stats.accepted_per_depth[0] == 1
+    assert any(output.error is None or len(output.outputs[0].token_ids) > 2 for output in outputs)
 
 
 def test_a_stream_ends_the_broken_request_and_goes_on():
