@@ -69,9 +69,10 @@ def _path(entry: str, name: str) -> bool:
 
 
 @_any
-def _names_expert(entry: str, stack: str) -> bool:
-    """Any expert of a layer stands for all of them."""
-    return stack in entry
+def _names_expert(entry: str, name: str) -> bool:
+    """Whether an entry names something inside a stack of experts, which stands for the stack; servers ask this about
+    all names with `experts`, those of shared experts too."""
+    return "experts" in name and name in entry
 
 
 def _is_match(entry: str, name: str) -> bool:
@@ -165,6 +166,8 @@ class Reading:
     """Whether it leaves out a matrix of several modules, called with the name of the matrix."""
     part: Rule | None = None
     """Whether it leaves out one module of such a matrix; None: modules are not looked for."""
+    parts_first: bool = False
+    """Whether modules of a matrix must agree even where the list leaves out the matrix by its name."""
     needs_table: bool = False
     """Whether modules are looked for only if the server's model says what its matrices consist of."""
     skips_empty: bool = False
@@ -211,10 +214,17 @@ METHODS: Mapping[str, Method] = {
     "fp8": Method(
         ("ignored_layers", "modules_to_not_convert"),
         {
-            "vllm": Reading(_FP8_KEYS, _same, _names_expert, together=_same, part=_same, skips_empty=True),
+            "vllm": Reading(
+                _FP8_KEYS,
+                _either(_same, _names_expert),
+                _names_expert,
+                together=_same,
+                part=_same,
+                skips_empty=True,
+            ),
             "sglang": Reading(
                 _FP8_KEYS,
-                _path,
+                _either(_path, _names_expert),
                 _either(_path, _names_expert),
                 part=_path,
                 renames=True,
@@ -243,17 +253,19 @@ METHODS: Mapping[str, Method] = {
         {
             "vllm": Reading(
                 _keys("ignore", "exclude_modules"),
-                _glob_or_inside,
+                _either(_glob_or_inside, _names_expert),
                 _either(_glob_or_inside, _names_expert),
                 together=_glob_or_inside,
                 part=_same,
+                parts_first=True,
             ),
             "sglang": Reading(
                 _sglang_modelopt_keys,
-                _either(_path, _glob_of_parts),
+                _either(_path, _names_expert, _glob_of_parts),
                 _glob_of_parts,
                 together=_glob_of_parts,
                 part=_path,
+                parts_first=True,
                 renames=True,
             ),
         },
@@ -365,10 +377,7 @@ class IgnoreList:
 
     def lists(self, server: Server, entries: Sequence[str], module: Module) -> bool:
         """Whether entries make a server leave out a module."""
-        reading = self.method.servers[server]
-        entries = [form for entry in entries for form in reading.variants(entry)]
-        if reading.renames and server in self.facts.renamed:
-            entries = [entry.replace(*self.facts.renamed[server]) for entry in entries]
+        reading, entries = self.method.servers[server], self._compared(server, entries)
         if module.stack:
             return reading.experts(entries, module.stack)
         if module.matrix == module.name:
@@ -376,6 +385,21 @@ class IgnoreList:
         if reading.part is None or not self._looks_for_parts(server, module):
             return reading.alone(entries, module.matrix)
         return reading.together(entries, module.matrix) or reading.part(entries, module.name)
+
+    def _compared(self, server: Server, entries: Sequence[str]) -> list[str]:
+        """Entries in the forms in which a server compares them."""
+        reading = self.method.servers[server]
+        forms = [form for entry in entries for form in reading.variants(entry)]
+        if reading.renames and server in self.facts.renamed:
+            return [form.replace(*self.facts.renamed[server]) for form in forms]
+        return forms
+
+    def answer(self, server: Server, module: Module) -> bool:
+        """The answer that a server wants to be the same for all modules of a matrix."""
+        reading = self.method.servers[server]
+        if module.matrix != module.name and reading.parts_first and reading.part is not None:
+            return reading.part(self._compared(server, self._read_by(server)), module.name)
+        return self.leaves_out(server, module)
 
     def _looks_for_parts(self, server: Server, module: Module) -> bool:
         reading, last = self.method.servers[server], module.matrix.rpartition(".")[2]

@@ -59,7 +59,7 @@ def _heads_in(server: Server, subject: Subject, ignored: IgnoreList) -> Iterator
         yield f"quantised, though {CONFIG} says that they are not: {listed(odd)}"
     if odd := sorted(plain & quantized):
         yield f"quantised, but built without quantisation; store them in bf16: {listed(odd)}"
-    yield from _halves(told)
+    yield from _halves({name: ignored.answer(server, own[name]) for name in told})
     if missing := ignored.unlisted(server, [module for module in modules if module not in quantized]):
         what = f"modules of the heads are not quantised, but not listed in {CONFIG}'s {ignored.key}: add"
         names = dict.fromkeys(ignored.to_list(server, one) for one in missing if ignored.can_list(server, one))

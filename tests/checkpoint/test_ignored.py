@@ -20,6 +20,7 @@ ATTENTION = "mtp.layers.0.self_attn"
 PARTS = [f"{ATTENTION}.{part}_proj" for part in "qkv"]
 STACK = "mtp.layers.0.mlp.experts"
 EXPERTS = [f"{STACK}.{expert}.{part}_proj" for expert in "01" for part in ("gate", "up", "down")]
+SHARED = ["mtp.layers.0.mlp.shared_experts.down_proj"]
 OUT = f"{ATTENTION}.o_proj"
 LATENT = [f"{ATTENTION}.{part}" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
 
@@ -44,6 +45,7 @@ AWQ, GPTQ, COMPRESSED, FP8_KEY = "modules_to_not_convert", "dynamic", "ignore", 
         ("fp8", FP8_KEY, [f"{ATTENTION}.qkv_proj"], PARTS, VLLM),
         ("fp8", FP8_KEY, LATENT, LATENT, BOTH),
         ("fp8", FP8_KEY, [f"{ATTENTION}.fused_qkv_a_proj"], LATENT, VLLM),
+        ("fp8", FP8_KEY, [f"model.{SHARED[0]}"], SHARED, BOTH),
         ("compressed-tensors", COMPRESSED, PARTS, PARTS, BOTH),
         ("compressed-tensors", COMPRESSED, [f"{ATTENTION}.qkv_proj"], PARTS, BOTH),
         ("compressed-tensors", COMPRESSED, ["re:.*qkv_proj"], PARTS, VLLM),
@@ -200,6 +202,16 @@ def test_the_heads_input_projection_is_never_four_bit(models, tmp_path, family, 
     found = complaints(hf)
     assert (f"{plain}mtp.fc" in found["vllm"]) == (not wants)
     assert f"{plain}mtp.fc" in found["sglang"]
+
+
+def test_modelopt_wants_one_answer_for_the_modules_of_a_matrix(models, tmp_path):
+    """Although another entry leaves out the matrix: both servers compare the modules first."""
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["mtp*", "model.layers.0*"]}
+    hf = quantised(tmp_path / "hf", models["qwen3_5"], "model.language_model.layers.", config)
+    assert complaints(hf) == {"vllm": "", "sglang": ""}
+    edit_config(hf, quantization_config=config | {"ignore": [*config["ignore"], f"{ATTENTION}.q_proj"]})
+    found = [one.text for one in lint(hf) if one.fatal and len(one.servers) == 2]
+    assert [text for text in found if f"of {ATTENTION}.{{q_proj,k_proj,v_proj}}, which are one matrix" in text]
 
 
 def test_sglang_keeps_some_of_next_out_of_four_bits(models, tmp_path):
