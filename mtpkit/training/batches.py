@@ -14,7 +14,9 @@ from mtpkit.data.loader import LoaderState, PackedLoader
 from mtpkit.data.samples import Columns
 from mtpkit.data.sources import find_sources
 from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.errors import UserError, listed
 from mtpkit.training.config.settings import DataConfig, TrainConfig
+from mtpkit.training.depths import Selection
 
 AHEAD = 3
 """Number of micro-batches whose hidden states are being read, or are ready before they are used."""
@@ -26,6 +28,27 @@ def open_dataset(config: TrainConfig, paths: tuple[str, ...]) -> PackedDataset:
     columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
     vocab_size = load_config(config.model).vocab_size
     return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns, vocab_size, data.options)
+
+
+def require_drafts(dataset: PackedDataset) -> None:
+    """Refuse data in which a server would draft no token: heads learn nothing from it.
+
+    Reads sequences up to the first one with a draft.
+
+    Raises:
+        UserError: there is no such token.
+    """
+    sequences = (dataset.batch([row]) for row in range(len(dataset)))
+    if not any(Selection.of(sequence, num_depths=1).selected.any() for sequence in sequences):
+        raise nothing_drafted(dataset)
+
+
+def nothing_drafted(dataset: PackedDataset) -> UserError:
+    """The error of data in which a server would draft no token."""
+    return UserError(
+        f"data: {listed(dataset.sources)}: nothing is drafted, since no answer has more than one token; a server "
+        "drafts from the second token of an answer on"
+    )
 
 
 def shared_data(data: DataConfig) -> list[str]:

@@ -18,10 +18,11 @@ from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.errors import UserError, listed
+from mtpkit.errors import UserError
 from mtpkit.model.backends import BackendName, resolve_backend
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import Dtype, default_device, device_name, ensure_distributed, resolve_dtype
+from mtpkit.training.batches import nothing_drafted
 from mtpkit.training.bootstrap import Interval, acceptance_interval, show_interval
 from mtpkit.training.config.settings import HeadAttention, LossConfig, ParallelConfig
 from mtpkit.training.depths import DECODINGS, Decoding, DepthSums, measure_depths
@@ -239,10 +240,7 @@ def evaluate_directory(
     )
     found = evaluate_sources(model, dataset, num_depths, attention, LossConfig(), batch_size, max_sequences)
     if not found.overall.steps():
-        raise UserError(
-            f"data: {listed(found.sources)}: nothing is drafted, since no answer has more than one token; a server "
-            "drafts from the second token of an answer on"
-        )
+        raise nothing_drafted(dataset)
     if dist.get_rank():
         return None
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}

@@ -83,7 +83,7 @@ def _heads(plan: Plan) -> str:
 
 
 def _data(data: PackedDataset) -> str:
-    documents = sum(counts.num_documents for counts in data.counts)
+    documents = sum(counts.num_documents - counts.num_left_out for counts in data.counts)
     return (
         f"{counted(documents, 'document')}, {counted(data.num_tokens, 'token')} in "
         f"{counted(len(data), 'sequence')} of {data.sequence_length:,}"

@@ -13,7 +13,7 @@ from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.loader import PackedLoader
 from mtpkit.errors import listed
 from mtpkit.platform import default_device
-from mtpkit.training.batches import open_dataset, shared_data
+from mtpkit.training.batches import open_dataset, require_drafts, shared_data
 from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.heads import resolve
 from mtpkit.training.metrics import check_wandb
@@ -42,6 +42,9 @@ class Plan:
         self.train_data = open_dataset(asked, asked.data.train)
         self.loader = self.loader_of(self.train_data)  # refuses bad sizes before a cache is written
         self.eval_data = open_dataset(asked, asked.data.eval) if asked.data.eval else None
+        for data in (self.train_data, self.eval_data):
+            if data is not None:
+                require_drafts(data)
         if dist.get_rank() == 0:
             self._warn()
 

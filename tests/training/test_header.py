@@ -21,7 +21,7 @@ from mtpkit.training.config.settings import DataConfig, OptimizerConfig, Paralle
 from mtpkit.training.header import FORECAST_STEPS, Forecast, duration, held_bytes
 from mtpkit.training.heads import freeze_base, resolve_init
 from mtpkit.training.log import LOG
-from mtpkit.training.loop import train
+from mtpkit.training.loop import describe_run, train
 from mtpkit.training.optimizer import HeadOptimizer
 from tests.toy_config import DELTA
 from tests.training.toy import CONFIG, toy_model
@@ -120,6 +120,14 @@ def test_a_dry_run_prints_the_lines_with_which_the_run_begins(settings, tmp_path
         "not known for this device before its first steps; 3 steps to go",
     ):
         assert part in text
+
+
+def test_documents_without_anything_to_learn_are_not_counted(settings, tmp_path):
+    rows = [{"text": "the cat sat on the mat"}] * 3 + [{"text": ""}] * 2
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ["data.text_column=text", f"data.train=[{tmp_path / 'few.jsonl'}]", "data.eval=[]"]
+    (line,) = (line for line in describe_run(load_config(None, [*settings, *names])) if line.startswith("data "))
+    assert line.startswith("data     3 documents, ")
 
 
 def test_metrics_say_when_and_how_much_was_read(settings):

@@ -24,6 +24,7 @@ from mtpkit.cli.acceptance import app as acceptance_app
 from mtpkit.cli.train import app as train_app
 from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns
+from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from mtpkit.platform import ensure_distributed
 from mtpkit.training import batches, loop, plan
@@ -350,6 +351,17 @@ def test_less_data_than_a_sequence_is_padded(settings, tmp_path):
     (tmp_path / "little.txt").write_text("the cat sat on the mat\n")
     output = run(settings, f"data.train=[{tmp_path / 'little.txt'}]", "data.eval=[]", "steps=2")
     assert list(metrics(output)) == [1, 2]
+
+
+@pytest.mark.parametrize("place", ["train", "eval"])
+def test_data_of_which_a_server_drafts_nothing_is_refused(settings, toy_base, tmp_path, place):
+    """Answers of one token: the loss of such a run would be 0, and its acceptance length 1."""
+    row = {"prompt": "the", "response": "a", "prompt_token_ids": [5, 6], "completion_token_ids": [9]}
+    own = fingerprint(load_tokenizer(toy_base))
+    (tmp_path / "short.jsonl").write_text((json.dumps({**row, "tokenizer": own}) + "\n") * 50)
+    with pytest.raises(UserError, match="short: nothing is drafted, since no answer has more than one token"):
+        run(settings, f"data.{place}=[{tmp_path / 'short.jsonl'}]")
+    assert not (tmp_path / "run").exists()
 
 
 def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, tmp_path):
