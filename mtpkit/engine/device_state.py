@@ -47,7 +47,8 @@ class Ends:
             limit = len(one.prompt_token_ids) + one.max_tokens - 1
             rows.append([limit, *ends, *[_NO_END] * (MOST_END_TOKENS - len(ends))])
         values = to_device(rows, torch.int64, slots.device)
-        self.limits[slots], self.token_ids[slots], self.reached[slots] = values[:, 0], values[:, 1:], False
+        self.limits[slots], self.token_ids[slots] = values[:, 0], values[:, 1:]
+        self.reached.index_fill_(0, slots, False)
 
     def cut(self, batch: Batch, verdict: Verdict) -> Tensor:
         """[R] the number of accepted drafts that come before the end of each row's request; marks requests that end."""
@@ -180,13 +181,16 @@ class DeviceState:
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Write the sampling parameters of `requests`, before the last chunk of their prompts is computed. The step of
-        that chunk may make a chain of drafts where the next step verifies a tree, so the tree is reset here."""
+        that chunk may make a chain of drafts where the next step verifies a tree, so the tree is reset here.
+
+        Nothing here waits for the device. `tensor[slots] = 0` would: PyTorch copies the number and waits for the copy.
+        """
         if not requests:
             return
         ids = [[request.slot for request in requests], [request.seed for request in requests]]
         slots, seeds = to_device(ids, torch.int64, self.tokens.device)
         self.seeds[slots] = seeds
-        self.tokens[slots] = 0
+        self.tokens.index_fill_(0, slots, 0)
         if self.parents is not None:
             self.parents[slots] = torch.arange(-1, self.parents.shape[1] - 1, device=slots.device)
         size = self.vocabulary.size

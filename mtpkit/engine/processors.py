@@ -118,9 +118,11 @@ class Penalties(Processor):
         if not counted:
             return
         prompt, output = columns["in_prompt"], columns["output_counts"]
-        prompt[slots], output[slots] = False, 0
+        prompt.index_fill_(0, slots, False)
+        output.index_fill_(0, slots, 0)
         place = partial(_entries, counted, device=slots.device, vocabulary=vocabulary)
-        prompt[place([r.prompt_token_ids for r in counted])] = True
+        asked = place([r.prompt_token_ids for r in counted])
+        prompt.index_put_(asked, prompt.new_ones(len(asked[0])))
         known = place([r.token_ids[len(r.prompt_token_ids) : r.prefill_end] for r in counted])
         output.index_put_(known, output.new_ones(len(known[0])), accumulate=True)
 

@@ -23,6 +23,7 @@ WAITING = {
     "aten::is_nonzero",
 }
 INDEXING = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+STORING = INDEXING - {"aten::index.Tensor"}
 
 
 class Watch(TorchDispatchMode):
@@ -31,6 +32,8 @@ class Watch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found: list[str] = []
+        self.numbers: list[torch.Tensor] = []
+        """Single numbers of the host."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op._schema.name
@@ -38,13 +41,19 @@ class Watch(TorchDispatchMode):
             isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in args[1]
         )
         unsized = name == "aten::repeat_interleave" and not (kwargs or {}).get("output_size")
-        # `torch.tensor` of the host's values; a single number is what `tensor[..] = 0` makes, and is no copy.
-        sent = name == "aten::lift_fresh" and args[0].dim() > 0
+        # `torch.tensor` of the host's values. `tensor[..] = 0` makes a single number: a slice is
+        # filled with it, but for rows that a tensor names PyTorch copies it and waits.
+        number = name == "aten::lift_fresh" and args[0].dim() == 0
+        sent = name == "aten::lift_fresh" and not number
+        sent |= name in STORING and any(args[2] is one for one in self.numbers)
         if name in WAITING or masks or unsized or sent:
             frames = [frame for frame in traceback.extract_stack() if "/mtpkit/" in frame.filename]
             if not any("/mtpkit/kernels/" in frame.filename for frame in frames):
                 self.found.append(f"{name} in {frames[-1].filename.split('/mtpkit/')[-1]}:{frames[-1].lineno}")
-        return op(*args, **(kwargs or {}))
+        result = op(*args, **(kwargs or {}))
+        if number:
+            self.numbers.append(result)
+        return result
 
 
 def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings) -> list[str]:
@@ -103,10 +112,36 @@ def test_nor_does_one_with_a_prefix_cache(heads, k):
     assert not watched_decode_steps(tiny_model(heads), k, [greedy(12)] * 5, enable_prefix_caching=True)
 
 
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("cached", [False, True])
+def test_nor_does_the_admission_of_a_request(monkeypatch, k, cached):
+    """Except for the numbers of requests, which the host sends from pinned memory."""
+    tree = dict(speculative_eagle_topk=2) if k else {}
+    llm, watch, admitted = make_llm(tiny_model(), k, enable_prefix_caching=cached, **tree), Watch(), 0
+    admit = llm.engine.executor.state.admit
+
+    def admit_watched(requests):
+        nonlocal admitted
+        admitted += len(requests)
+        with watch:
+            admit(requests)
+
+    monkeypatch.setattr(type(llm.engine.executor.state), "admit", lambda self, requests: admit_watched(requests))
+    llm.generate(make_prompts(), [greedy(3), penalised(3), *[greedy(3)] * 3])
+    assert admitted == 5
+    assert not [found for found in watch.found if not found.startswith("aten::lift_fresh in platform.py")]
+
+
+def stored(tokens: torch.Tensor, number: int) -> torch.Tensor:
+    tokens[torch.zeros_like(tokens)] = number
+    return tokens
+
+
 FAULTS = {
     "a number": lambda tokens: tokens + 0 * int(tokens.sum()),
     "a mask": lambda tokens: tokens[tokens > -2],
     "values of the host": lambda tokens: tokens + torch.tensor([0] * len(tokens)),
+    "a number of the host": lambda tokens: stored(tokens.clone(), 0),
     "lengths": lambda tokens: tokens.repeat_interleave(torch.ones_like(tokens)),
 }
 
