@@ -33,6 +33,7 @@ _MIXED = "MIXED_PRECISION"
 """ModelOpt's `quant_algo` under which only the modules in `quantized_layers` are quantised."""
 _EXPERTS = re.compile(r".*\.experts(?=\.|$)")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Modules of latent attention: under ModelOpt, SGLang takes an entry that ends in one of them for all layers."""
 
 
 def stack_of(module: str) -> str:
@@ -204,6 +205,11 @@ class Method:
     """Servers that quantise a head's copy of the output layer unless it is listed."""
 
 
+def _as_glob(module: str) -> str:
+    """With a star at the end where the plain name would mean all layers."""
+    return f"{module}*" if module.rpartition(".")[2] in _LATENT else stack_of(module)
+
+
 def _as_regex(module: str) -> str:
     return f"{re.escape(stack_of(module))}(\\.|$)"
 
@@ -269,6 +275,7 @@ METHODS: Mapping[str, Method] = {
                 renames=True,
             ),
         },
+        _as_glob,
         output_in=("vllm",),
     ),
     "awq": Method(
@@ -438,7 +445,10 @@ class IgnoreList:
 
     def to_list(self, server: Server, module: Module) -> str:
         """The name under which a server looks for a module in the list."""
-        return module.name if module.stack or self._looks_for_parts(server, module) else module.matrix
+        if module.stack or module.matrix == module.name:
+            return module.name
+        globs = self.method.entry is _as_glob and module.name.rpartition(".")[2] in _LATENT
+        return module.name if self._looks_for_parts(server, module) and not globs else module.matrix
 
     def with_entries(self, config: Mapping[str, object], entries: Iterable[str]) -> dict[str, object]:
         """The config with further entries in its list. In an object the first entry that matches decides, so that new
@@ -494,7 +504,7 @@ def with_heads_listed(
         base = replace(ignored, facts=replace(facts, called={}))
         modules = base.modules("vllm", plain).values()
         config = base.with_entries(config, _safe(base, "vllm", modules, quantized))
-    for server in SERVERS:
+    for server in reversed(SERVERS):  # vLLM last, since it reads the files as long as there is no list
         ignored = IgnoreList.of(config, facts, letters)
         assert ignored is not None
         config = ignored.with_entries(config, _safe(ignored, server, ignored.unlisted(server, heads), quantized))

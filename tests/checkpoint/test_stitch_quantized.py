@@ -123,6 +123,21 @@ def test_bases_that_cannot_be_read(models, tmp_path, method):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(("family", "method"), [("glm4_moe", "awq"), ("deepseek_v3", "modelopt")])
+def test_names_that_two_servers_read_differently(models, tmp_path, family, method):
+    """A list for one server ends the other's reading of the files; the end of a name may stand for all layers."""
+
+    def store(tensors, names):
+        for name in names:
+            start, weight = name.removesuffix("weight"), tensors.pop(name)
+            tensors |= {start + end: part.contiguous().clone() for end, part in STORED[method](weight).items()}
+
+    config = {"quant_method": method, "quant_algo": "FP8"}
+    hf = quantised_base(tmp_path / "hf", models[family], family, config, store)
+    stitch(hf, models[family], tmp_path / "out")
+    assert complaints(tmp_path / "out") == {"vllm": [], "sglang": []}
+
+
 def test_the_list_beside_the_config(models, tmp_path):
     """ModelOpt's own file is written too, and keeps its other settings."""
     hf = quantised_base(tmp_path / "hf", models["nemotron_h"], "nemotron_h", None)
