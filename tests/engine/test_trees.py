@@ -40,6 +40,10 @@ class Trees:
         self.inner, self.tree, self.truth = inner, tree, truth
         self.known, self.made = KnownTokens(), {}
 
+    def choose(self, known: list[int], depth: int, count: int) -> int:
+        """Which of `count` siblings is made right; `count`: none."""
+        return (13 * len(known) + sum(known) * (depth + 1) + depth) % (1 + count)
+
     def draft(self, hidden, batch, verdict):
         drafts = self.inner.draft(hidden, batch, verdict)
         token_ids = drafts.token_ids.clone()
@@ -52,7 +56,7 @@ class Trees:
             at = 0
             for depth, token in enumerate(following[0] if following else []):
                 children = [child for child, parent in enumerate(parents) if parent == at]
-                choice = (13 * len(known) + sum(known) * (depth + 1) + depth) % (1 + len(children))
+                choice = self.choose(known, depth, len(children))
                 if choice >= len(children):
                     break
                 for child in children:  # what chance made right must not come first
@@ -96,6 +100,18 @@ def test_no_token_changes(base, tree, rollback):
     model = tiny_model("repeated", *BASES[base])
     settings = dict(state_rollback=rollback, async_scheduling=rollback == "replay", max_num_batched_tokens=19)
     check_lossless(guided(tree_llm(model, TREES[tree], **settings)))
+
+
+def test_drafts_after_the_end_of_an_output_are_not_counted():
+    """Where all drafts are right, each step but the last brings a token more than it has depths."""
+    model, prompt = tiny_model(), PROMPTS[3]
+    truth = [*prompt, *decode(model, prompt, 26)]
+    for max_tokens, accepted in ((2, [1, 0, 0]), (3, [1, 1, 0]), (5, [1, 1, 1]), (6, [2, 1, 1]), (8, [2, 2, 2])):
+        llm = tree_llm(model, FIXED, async_scheduling=False)
+        watched(llm, [truth]).choose = lambda known, depth, count: 0
+        generate(llm, [prompt], greedy(max_tokens))
+        assert llm.stats().acceptance.accepted_per_depth == accepted
+        assert llm.stats().acceptance.reached_per_depth == accepted
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
