@@ -55,6 +55,24 @@ def test_buckets_hold_their_rows():
     assert [bucket_size(n) for n in (1, 3, 5, 17, 64, 65, 128)] == [1, 3, 8, 24, 64, 80, 128]
 
 
+def test_no_step_finds_blocks_of_an_earlier_one(monkeypatch):
+    """Where a step of few blocks follows a step of many, the rest of its tables is the null block."""
+    replay_on_cpu(monkeypatch)
+    llm = make_llm(tiny_model(), 1, block_size=2, max_num_seqs=2)
+    graphs, widths = llm.engine.executor.graphs, []
+    fill = graphs._fill
+
+    def filled(shape, numbers, tables):
+        fill(shape, numbers, tables)
+        widths.append(tables.shape[1])
+        assert (graphs._tables[: shape.rows, widths[-1] :] == graphs.null_block).all()
+
+    monkeypatch.setattr(graphs, "_fill", filled)
+    for length in (3, 21, 5):
+        generate(llm, make_prompts([length]), greedy(4))
+    assert widths[-1] < 6 and any(10 < width < graphs._tables.shape[1] for width in widths)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     """The device of a model; on a CPU steps are run again where a GPU replays them."""

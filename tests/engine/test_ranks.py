@@ -5,8 +5,9 @@ Broken on purpose, they do not: see `SABOTAGE`.
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from megatron.core import parallel_state
 
 from mtpkit.engine import vocabulary as choices
+from mtpkit.engine.ranks.follow import Decision
+from mtpkit.engine.step import Plan, Row
 from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, collectives
@@ -203,3 +206,44 @@ def test_each_rank_has_half_of_the_memory(decoded, base):
         share = mine["held"] / held_bytes(one.engine)
         assert share == (1 if base in ("latent", "attention") else 0.5), "latents, and groups of fewer heads, are whole"
         assert mine["planned"] >= mine["held"]
+
+
+def decision(step=3, preemptions=2, depths=2, trees=False, chosen=40, rows=2, **changed) -> Decision:
+    """The announcement of a step of two rows, the first of which decodes; `changed`: of the second, a chunk."""
+    own = dict(arrival=7, seed=11, start=4, length=5, slot=1, block_table=[8, 9]) | changed
+    request = SimpleNamespace(arrival=1, seed=3, slot=0, block_table=[2])
+    other = SimpleNamespace(**{name: own[name] for name in ("arrival", "seed", "slot", "block_table")})
+    chunk = Row(other, own["start"], own["length"], samples=True)
+    plan = Plan((Row(request, 6, 1 + depths, samples=True), chunk)[:rows], 1, rows, depths, trees)
+    scheduler = SimpleNamespace(
+        num_speculative_tokens=depths,
+        trees=trees,
+        num_preemptions=preemptions,
+        pacing=SimpleNamespace(chosen=chosen),
+    )
+    return Decision.of(step, scheduler, [plan])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (dict(step=4), "step"),
+        (dict(depths=1), "num_speculative_tokens"),
+        (dict(trees=True), "trees"),
+        (dict(chosen=41), "prompt_tokens"),
+        (dict(chosen=None), "prompt_tokens"),
+        (dict(preemptions=3), "preemptions"),
+        (dict(rows=1), "chunks"),
+        (dict(length=6), "chunk_tokens"),
+        (dict(arrival=8), "digest"),
+        (dict(seed=12), "digest"),
+        (dict(start=3), "digest"),
+        (dict(slot=2), "digest"),
+        (dict(block_table=[8, 10]), "digest"),
+    ],
+)
+def test_ranks_notice_all_in_which_their_plans_differ(changed, said):
+    differences = decision().differences(decision(**changed))
+    assert any(one.startswith(f"{said} ") for one in differences)
+    assert not decision().differences(decision())
+    assert Decision.unpack(astuple(decision(**changed))) == decision(**changed)
