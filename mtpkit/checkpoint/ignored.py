@@ -167,8 +167,9 @@ class Reading:
     """Whether it leaves out a matrix of several modules, called with the name of the matrix."""
     part: Rule | None = None
     """Whether it leaves out one module of such a matrix; None: modules are not looked for."""
-    parts_first: bool = False
-    """Whether modules of a matrix must agree even where the list leaves out the matrix by its name."""
+    parts_unless: Rule | None = None
+    """If set, modules of a matrix must agree even where the list leaves out the matrix, unless this holds for the
+    matrix's name."""
     needs_table: bool = False
     """Whether modules are looked for only if the server's model says what its matrices consist of."""
     skips_empty: bool = False
@@ -263,7 +264,7 @@ METHODS: Mapping[str, Method] = {
                 _either(_glob_or_inside, _names_expert),
                 together=_glob_or_inside,
                 part=_same,
-                parts_first=True,
+                parts_unless=_same,
             ),
             "sglang": Reading(
                 _sglang_modelopt_keys,
@@ -271,7 +272,7 @@ METHODS: Mapping[str, Method] = {
                 _glob_of_parts,
                 together=_glob_of_parts,
                 part=_path,
-                parts_first=True,
+                parts_unless=_never,
                 renames=True,
             ),
         },
@@ -404,9 +405,10 @@ class IgnoreList:
     def answer(self, server: Server, module: Module) -> bool:
         """The answer that a server wants to be the same for all modules of a matrix."""
         reading = self.method.servers[server]
-        if module.matrix != module.name and reading.parts_first and reading.part is not None:
-            return reading.part(self._compared(server, self._read_by(server)), module.name)
-        return self.leaves_out(server, module)
+        if module.matrix == module.name or reading.parts_unless is None or reading.part is None:
+            return self.leaves_out(server, module)
+        entries = self._compared(server, self._read_by(server))
+        return reading.parts_unless(entries, module.matrix) or reading.part(entries, module.name)
 
     def _looks_for_parts(self, server: Server, module: Module) -> bool:
         reading, last = self.method.servers[server], module.matrix.rpartition(".")[2]

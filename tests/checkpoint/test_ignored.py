@@ -205,13 +205,17 @@ def test_the_heads_input_projection_is_never_four_bit(models, tmp_path, family, 
 
 
 def test_modelopt_wants_one_answer_for_the_modules_of_a_matrix(models, tmp_path):
-    """Although another entry leaves out the matrix: both servers compare the modules first."""
+    """Although another entry leaves out the matrix: both servers compare the modules first, vLLM unless its name is
+    listed."""
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["mtp*", "model.layers.0*"]}
     hf = quantised(tmp_path / "hf", models["qwen3_5"], "model.language_model.layers.", config)
     assert complaints(hf) == {"vllm": "", "sglang": ""}
     edit_config(hf, quantization_config=config | {"ignore": [*config["ignore"], f"{ATTENTION}.q_proj"]})
     found = [one.text for one in lint(hf) if one.fatal and len(one.servers) == 2]
     assert [text for text in found if f"of {ATTENTION}.{{q_proj,k_proj,v_proj}}, which are one matrix" in text]
+    listed = [*config["ignore"], f"{ATTENTION}.q_proj", f"{ATTENTION}.qkv_proj"]
+    edit_config(hf, quantization_config=config | {"ignore": listed})
+    assert [one.servers for one in lint(hf) if "which are one matrix" in one.text] == [("sglang",)]
 
 
 def test_sglang_keeps_some_of_next_out_of_four_bits(models, tmp_path):
