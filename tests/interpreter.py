@@ -1,6 +1,6 @@
 """Triton's interpreter without what it does anew for every operation of a kernel, most of the time that one takes.
 
-Faults of it are mended too, see `_keep_flags` and `_drop_nan`.
+A fault of it is mended too, see `_drop_nan`.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ def hasten() -> None:
     interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
     _hold_block_types()
     _hold_shapes()
-    _keep_flags()
     _drop_nan()
     # It would compute every sum of integers in 64 bits too, to compare, and pass on the outcome to nobody.
     builder = interpreter.interpreter_builder
@@ -92,22 +91,3 @@ def _hold_shapes() -> None:
             kind.shape_and_size = self.shape, self.numel
 
     core.tensor.__init__ = __init__
-
-
-def _keep_flags() -> None:
-    """Let a block made of one flag hold flags.
-
-    A comparison of two numbers has the numbers' type in the interpreter, so that `inside & (stop < depths)` holds
-    integers. Triton 3.9 refuses them as a mask; on a GPU they are flags.
-    """
-    spread = interpreter.InterpreterBuilder.create_splat
-
-    def create_splat(
-        self: interpreter.InterpreterBuilder, shape: core.block_type, one: interpreter.TensorHandle
-    ) -> interpreter.TensorHandle:
-        block = spread(self, shape, one)
-        if one.data.dtype == np.bool_:
-            block.data = block.data.astype(np.bool_)
-        return block
-
-    interpreter.InterpreterBuilder.create_splat = create_splat

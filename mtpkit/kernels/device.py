@@ -101,6 +101,16 @@ def at_most(a, bound):
 
 
 @triton.jit
+def only_if(mask, flag):
+    """The mask of a block where `flag`, one number of the whole program, is set; otherwise nothing of the block.
+
+    `mask & flag` alone is a block of integers in the interpreter of Triton 3.9, which refuses integers as the mask of a
+    load or store. The comparison leaves no trace in a compiled kernel.
+    """
+    return (mask & flag) != 0
+
+
+@triton.jit
 def wait_for_previous(EARLY):
     """With EARLY, wait until all earlier kernels have ended, then allow the next kernel to start. A program calls this
     function before it reads or writes memory that an earlier kernel may have touched."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.acceptance.tree import accept_tree
-from mtpkit.kernels.device import NO_TOKEN, strided, with_rows
+from mtpkit.kernels.device import NO_TOKEN, only_if, strided, with_rows
 from mtpkit.kernels.sampling.weights import chunk_size, first_above, pick_chunk
 
 __all__ = ["accept_matching", "accept_rejection", "accept_tree"]
@@ -60,7 +60,7 @@ def _weights(probs, row, stop, index, depths, vocab_size):
     inside = index < vocab_size
     far = stop.to(tl.int64)
     p = tl.load(target_probs + row * p_row + far * p_depth + index, mask=inside, other=0.0).to(tl.float32)
-    q = tl.load(draft_probs + row * q_row + far * q_depth + index, mask=inside & (stop < depths), other=0.0)
+    q = tl.load(draft_probs + row * q_row + far * q_depth + index, mask=only_if(inside, stop < depths), other=0.0)
     return p.to(tl.float64), tl.maximum(p - q.to(tl.float32), 0.0).to(tl.float64)
 
 

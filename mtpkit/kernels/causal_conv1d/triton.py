@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, Early, row_of_tile, strided, wait_for_previous
+from mtpkit.kernels.device import PROGRAMS, Early, only_if, row_of_tile, strided, wait_for_previous
 
 _TILE, _BLOCK = 16, 512
 """Tokens and channels per program of `causal_conv1d_varlen`."""
@@ -65,8 +65,9 @@ def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
     for _ in tl.static_range(WIDTH - 1):
         parent = tl.load(parents_ptr + at, mask=at >= 0, other=0)
         at = tl.where(at >= 0, parent, at - 1)
-        new = tl.load(x_ptrs + at * x_token, mask=inside & (at >= 0), other=0.0).to(tl.float32)
-        old = tl.load(window_ptrs + (at + (WIDTH - 1)) * CHANNELS, mask=inside & (at < 0), other=0.0).to(tl.float32)
+        new = tl.load(x_ptrs + at * x_token, mask=only_if(inside, at >= 0), other=0.0).to(tl.float32)
+        old_ptrs = window_ptrs + (at + (WIDTH - 1)) * CHANNELS
+        old = tl.load(old_ptrs, mask=only_if(inside, at < 0), other=0.0).to(tl.float32)
         inputs = (tl.where(at >= 0, new, old),) + inputs  # noqa: RUF005
     return inputs
 
@@ -170,10 +171,10 @@ def _load_input(x_ptrs, window, place, inside, continued, x_token, WIDTH):
         x_ptrs: pointers to the row's first token.
         window: pointers to the window's first input, and the stride of its inputs; or None.
     """
-    value = tl.load(x_ptrs + place * x_token, mask=inside & (place >= 0), other=0.0)
+    value = tl.load(x_ptrs + place * x_token, mask=only_if(inside, place >= 0), other=0.0)
     if window is not None:
         old_ptrs = window[0] + (place + (WIDTH - 1)) * window[1]
-        old = tl.load(old_ptrs, mask=inside & continued & (place < 0), other=0.0)
+        old = tl.load(old_ptrs, mask=only_if(inside & continued, place < 0), other=0.0)
         value = tl.where(place >= 0, value.to(old.dtype), old)
     return value
 
@@ -222,12 +223,12 @@ def _varlen_kernel(
         before = _load_input(x_ptrs, window, first + (i - WIDTH + 1), inside, continued, x_token, WIDTH)
         inputs = inputs + (before,)  # noqa: RUF005
     for t in tl.static_range(TILE):
-        value = tl.load(x_ptrs + (first + t) * x_token, mask=inside & (first + t < count), other=0.0)
+        value = tl.load(x_ptrs + (first + t) * x_token, mask=only_if(inside, first + t < count), other=0.0)
         inputs = inputs + (value,)  # noqa: RUF005
     taps, bias = _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED)
     for t in tl.static_range(TILE):
         y = _convolve(inputs, taps, bias, t, WIDTH)
-        tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside & (first + t < count))
+        tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=only_if(inside, first + t < count))
     if windows is not None and first == 0:
         _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH)
 
@@ -241,7 +242,7 @@ def _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH):
         inputs = inputs + (value,)  # noqa: RUF005
     tl.debug_barrier()  # a thread may write columns that another thread still reads
     window_ptrs, stride = window
-    keep = inside & ((count > 0) | (not continued))
+    keep = only_if(inside, (count > 0) | (not continued))
     for i in tl.static_range(WIDTH - 1):
         tl.store(window_ptrs + i * stride, inputs[i].to(window_ptrs.dtype.element_ty), mask=keep)
 

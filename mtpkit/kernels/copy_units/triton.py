@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import only_if
+
 _AT_ONCE = 16
 """Most pairs per launch; the kernel is compiled for each number of pairs."""
 
@@ -27,7 +29,7 @@ def _copy_kernel(
     """Copy BLOCK elements of one unit of one pair per program."""
     copy, place = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source, target = tl.load(sources_ptr + copy), tl.load(targets_ptr + copy)
-    mask = (place < WIDTH) & (source >= 0) & (target >= 0)
+    mask = only_if((place < WIDTH) & (source >= 0), target >= 0)
     for index in tl.static_range(COUNT):
         if tl.program_id(2) == index:
             values = tl.load(read[index] + source * READ_STRIDE + place, mask=mask)

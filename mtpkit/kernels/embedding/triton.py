@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import strided, with_rows
+from mtpkit.kernels.device import only_if, strided, with_rows
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def _rows_kernel(token_ids, table_rows, out, first, count, width, BLOCK: tl.cons
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     place = tl.load(token_ids + token) - first
     mask = column < width
-    held = mask & (place >= 0) & (place < count)
+    held = only_if(mask & (place >= 0), place < count)
     tl.store(out + token * width + column, tl.load(table + place * stride + column, mask=held, other=0.0), mask=mask)
 
 

@@ -23,6 +23,7 @@ from mtpkit.kernels.device import (
     NARROW,
     SMALLEST_DOT,
     at_least,
+    only_if,
     padded,
     row_of_tile,
     strided,
@@ -211,7 +212,7 @@ def _walk_kernel(
         if (context > 0) & (count == 0):
             return
         states_ptr += slot * stride + head * (WIDTH * STATE)
-        state = tl.load(states_ptr + place, mask=inside & (context > 0), other=0.0).to(tl.float32)
+        state = tl.load(states_ptr + place, mask=only_if(inside, context > 0), other=0.0).to(tl.float32)
     since_ptr += head.to(tl.int64) * tokens
     later = l[:, None] >= l[None, :]
     # Chunks end at positions that are multiples of SIZE: the first one is shorter if the context ends within a chunk.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, load, wait_for_previous
+from mtpkit.kernels.device import Early, load, only_if, wait_for_previous
 from mtpkit.kernels.moe.reference import Activation
 
 _BLOCK = 512
@@ -76,6 +76,7 @@ def _outer_kernel(
     WHOLE: tl.constexpr = WIDTH % BLOCK == 0
     wait_for_previous(EARLY)
     channel, k = tl.program_id(0), tl.arange(0, BLOCK)
+    every = tl.full([BLOCK], True, tl.int1)
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.range(0, TOP_K, loop_unroll_factor=2):
         expert = tl.load(ids_ptr + place).to(tl.int64)
@@ -83,7 +84,7 @@ def _outer_kernel(
         row = weight_ptr + (tl.minimum(expert, EXPERTS - 1) * tl.num_programs(0) + channel) * WIDTH
         mixing = tl.load(mixing_ptr + place, mask=here, other=0.0)
         for start in tl.static_range(0, WIDTH, BLOCK):
-            inside = here if WHOLE else here & (start + k < WIDTH)
+            inside = only_if(every if WHOLE else start + k < WIDTH, here)
             hidden = tl.load(hidden_ptr + place * WIDTH + start + k, mask=inside, other=0.0).to(tl.float32)
             total += tl.load(row + start + k, mask=inside, other=0.0).to(tl.float32) * hidden * mixing
     result = tl.sum(total, 0)

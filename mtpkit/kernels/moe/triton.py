@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, WIDE_TILE, Early, Tile, load, padded, wait_for_previous, with_rows
+from mtpkit.kernels.device import NARROW, WIDE_TILE, Early, Tile, load, only_if, padded, wait_for_previous, with_rows
 from mtpkit.kernels.moe.logits import router_logits
 from mtpkit.kernels.moe.one_token import one_token_mlp
 from mtpkit.kernels.moe.reference import Activation
@@ -176,7 +176,7 @@ def _combine_kernel(
     for k in tl.static_range(TOP_K):
         here = mask
         if ids_ptr is not None:
-            here = mask & (tl.load(ids_ptr + token * TOP_K + k) < EXPERTS)
+            here = only_if(mask, tl.load(ids_ptr + token * TOP_K + k) < EXPERTS)
         total += tl.load(parts_ptr + (token * TOP_K + k) * width + column, mask=here, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0).to(tl.float32)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.device import only_if
+
 _AT_ONCE = 16
 """Most tensors per launch; the kernel is compiled for each number of tensors."""
 
@@ -18,12 +20,12 @@ def _move(ptr, sources_ptr, targets_ptr, channel, ENTRIES, WIDTH):
     values = ()
     for i in tl.static_range(ENTRIES):
         source = tl.load(sources_ptr + i)
-        value = tl.load(ptr + source * WIDTH + channel, mask=inside & (source >= 0))
+        value = tl.load(ptr + source * WIDTH + channel, mask=only_if(inside, source >= 0))
         values = values + (value,)  # noqa: RUF005
     tl.debug_barrier()  # a thread may write entries that another thread still reads
     for i in tl.static_range(ENTRIES):
         source, target = tl.load(sources_ptr + i), tl.load(targets_ptr + i)
-        tl.store(ptr + target * WIDTH + channel, values[i], mask=inside & (source >= 0) & (source != target))
+        tl.store(ptr + target * WIDTH + channel, values[i], mask=only_if(inside & (source >= 0), source != target))
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from mtpkit.kernels.device import (
     NARROW,
     SMALLEST_DOT,
     at_least,
+    only_if,
     padded,
     row_of_tile,
     strided,
@@ -217,7 +218,7 @@ def _scan_kernel(
             return
         for k in tl.static_range(BLOCK_H):
             state_ptrs, inside = _state_places(states_in, slot, first + k, p, n, WIDTH, STATE)
-            held = tl.load(state_ptrs, mask=inside & (context > 0), other=0.0).to(tl.float32)
+            held = tl.load(state_ptrs, mask=only_if(inside, context > 0), other=0.0).to(tl.float32)
             state = state + (held,)  # noqa: RUF005
     else:
         for _ in tl.static_range(BLOCK_H):
