@@ -290,10 +290,13 @@ def test_heads_with_recurrent_state(heads, mtp_pattern, k, rollback):
 
 
 def test_steps_that_are_timed_end_no_request():
-    """Free slots of earlier requests are used for it."""
-    engine = make_llm(tiny_model(), 2, enable_prefix_caching=True, max_num_seqs=2).engine
-    engine.adapt([2], repeats=2)
-    assert engine.executor.state.ends is not None and not engine.executor.state.ends.reached.any()
+    """Free slots of earlier requests, which have ended, are used for it."""
+    llm = make_llm(tiny_model(), 2, enable_prefix_caching=True, max_num_seqs=2)
+    llm.generate([[1], [2, 3]], greedy(3))
+    ends = llm.engine.executor.state.ends
+    assert ends is not None and ends.reached.any()
+    llm.engine.adapt([2], repeats=2)
+    assert not ends.reached.any()
 
 
 def test_the_plan_counts_checkpoints():
