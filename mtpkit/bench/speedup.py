@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,13 @@ from mtpkit.engine.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.files import JsonObject
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.training.bootstrap import Interval, acceptance_interval, draw_weights, middle, show_interval
+from mtpkit.training.bootstrap import (
+    Interval,
+    acceptance_interval,
+    draw_weights,
+    interval_around,
+    show_interval,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -413,4 +420,6 @@ class _Contender:
         for one in (self, baseline):
             seconds = np.take_along_axis(weights @ np.array(one.seconds).T, drawn, axis=1)
             rates.append(weights @ one.tokens / np.median(seconds, axis=1))
-        return middle(rates[0] / rates[1])
+        logarithms = np.log(rates[0] / rates[1])  # a speedup is positive
+        low, high = interval_around(math.log(self.rate / baseline.rate), logarithms, len(self.prompts))
+        return math.exp(low), math.exp(high)

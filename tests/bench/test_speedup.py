@@ -194,9 +194,10 @@ def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypa
     monkeypatch.setattr(fake, "generate", uneven)
     _, drafted = measure_speedup("dir", PROMPTS, config).rows
     low, high = drafted.speedup_interval
-    assert drafted.speedup == pytest.approx(2) and (low, high) == pytest.approx((0.5, 2))
+    assert drafted.speedup == pytest.approx(2) and high == pytest.approx(2)
+    assert low == pytest.approx(0.274, abs=5e-4), "0.5 is the lowest; few prompts widen the interval"
     (message,) = caplog.messages
-    assert "the speedup is 2.00 (0.50-2.00), the acceptance length 1.50 (1.50-1.50); " in message
+    assert "the speedup is 2.00 (0.27-2.00), the acceptance length 1.50 (1.50-1.50); " in message
 
 
 def test_two_unlike_prompts_have_wide_intervals():

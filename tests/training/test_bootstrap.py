@@ -28,6 +28,14 @@ def test_holds_the_truth_in_95_of_100_samples():
     assert 180 <= sum(low <= 2.8 <= high for low, high in found) <= 198
 
 
+@pytest.mark.parametrize("prompts", [2, 3, 5])
+def test_holds_the_truth_as_often_with_few_prompts(prompts):
+    """The middle 95% of resamples alone would hold it in 97, 143 and 164 of these 200 samples."""
+    found = [acceptance_interval(*sample(prompts, seed)) for seed in range(200)]
+    assert 176 <= sum(low <= 2.8 <= high for low, high in found) <= 198
+    assert all(low >= 1 for low, _ in found)
+
+
 def test_the_order_of_prompts_does_not_matter_and_one_is_too_few():
     steps, accepted = sample(30, 0)
     assert acceptance_interval(steps[::-1], accepted[::-1]) == acceptance_interval(steps, accepted)
