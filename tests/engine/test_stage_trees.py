@@ -4,16 +4,19 @@ Broken on the first stage on purpose, they are not: see `SABOTAGE`.
 """
 
 import json
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mtpkit.engine import executor as executor_module
+from mtpkit.engine.executor import Executor
 from mtpkit.engine.ranks.returned import check_returned, columns_of, nbytes_of, unpack_returned
-from mtpkit.engine.step import Plan
+from mtpkit.engine.step import Plan, Row
 from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import MtpkitError
 from mtpkit.model import build, build_model
@@ -233,3 +236,21 @@ def test_results_that_no_step_has_are_refused():
         wrong[0, column] = value
         with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which must be from"):
             check_returned(wrong, columns)
+
+
+@pytest.mark.parametrize("slot", [0, None, 2], ids=["stays", "left", "came back elsewhere"])
+def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_owner(slot):
+    """Its accepted path is moved within these blocks. A step of other slots does not wait for a request that stays."""
+    request, stored = SimpleNamespace(slot=0), []
+    plan = Plan((Row(request, 4, 3, samples=True),), 1, 1, 2, trees=True)
+    executor = object.__new__(Executor)
+    executor._open, executor._most_open, executor.graphs = deque(), 4, None
+    executor._store_first = lambda: stored.append(executor._open.popleft())
+    executor._opened(plan, frozenset([0]), lambda message: message)
+    request.slot = slot
+    executor.state = SimpleNamespace(admit=lambda requests: None)
+    executor.checkpoints, executor.stage = None, SimpleNamespace(stages=2)
+    executor._launch_stage, executor.save = lambda plan, slots: None, lambda saves: None
+    other = Row(SimpleNamespace(slot=1), 0, 3, samples=True)
+    executor.launch(Plan((other,), 1, 1, 2, trees=True))
+    assert len(stored) == (slot != 0)
