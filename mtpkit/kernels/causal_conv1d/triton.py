@@ -66,8 +66,8 @@ def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
         parent = tl.load(parents_ptr + at, mask=at >= 0, other=0)
         at = tl.where(at >= 0, parent, at - 1)
         new = tl.load(x_ptrs + at * x_token, mask=only_if(inside, at >= 0), other=0.0).to(tl.float32)
-        old_ptrs = window_ptrs + (at + (WIDTH - 1)) * CHANNELS
-        old = tl.load(old_ptrs, mask=only_if(inside, at < 0), other=0.0).to(tl.float32)
+        past = only_if(inside, at < 0)
+        old = tl.load(window_ptrs + (at + (WIDTH - 1)) * CHANNELS, mask=past, other=0.0).to(tl.float32)
         inputs = (tl.where(at >= 0, new, old),) + inputs  # noqa: RUF005
     return inputs
 
