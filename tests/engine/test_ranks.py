@@ -15,10 +15,10 @@ import torch
 from megatron.core import parallel_state
 
 from mtpkit.engine import vocabulary as choices
-from mtpkit.engine.ranks.follow import Decision
+from mtpkit.engine.ranks.follow import Decision, SplitRanks
 from mtpkit.engine.step import Plan, Row
 from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
-from mtpkit.errors import UserError
+from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model, collectives
 from mtpkit.model.layers import linear, moe
 from tests.engine.rank_cases import MIXED, PROMPTS, VOCAB, Case, cases, config, decode, names, one_rank, split_model
@@ -247,3 +247,16 @@ def test_ranks_notice_all_in_which_their_plans_differ(changed, said):
     assert any(one.startswith(f"{said} ") for one in differences)
     assert not decision().differences(decision())
     assert Decision.unpack(astuple(decision(**changed))) == decision(**changed)
+
+
+def test_a_rank_plans_with_all_that_the_first_one_chose(monkeypatch):
+    """The drafts and the number of prompt tokens, which rank 0 takes from times that it measured itself."""
+    pacing = SimpleNamespace(told=None, chosen=None)
+    ranks = object.__new__(SplitRanks)
+    ranks.rank = 1
+    ranks._steps = 3
+    monkeypatch.setattr(ranks, "_tell", lambda values: list(astuple(decision(trees=True))), raising=False)
+    scheduler = SimpleNamespace(has_unfinished=True, pacing=pacing, num_preemptions=0, plan=list)
+    with pytest.raises(MtpkitError, match=r"rank 0 plans another step than rank 1: .*plans 1, not 0"):
+        ranks.plan(scheduler, lambda rows: 0)
+    assert (scheduler.num_speculative_tokens, scheduler.trees, pacing.told) == (2, True, 40)
