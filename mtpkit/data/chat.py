@@ -143,12 +143,14 @@ class Chat:
             complete: False: the last message was cut off, and no token that ends it is learnt.
 
         Raises:
-            SampleError: the template refuses the conversation, or an assistant's message is not found in the rendered
-                text.
+            SampleError: the template refuses the conversation, or does not render the calls of a message that is
+                learnt; or an assistant's message is not found in the rendered text.
             NothingToLearn: see `learnt_turns`.
         """
         learnt = learnt_turns(messages, loss)
         form, whole = self._accepted(messages, tools)
+        if hidden := sorted({*learnt} & {*self._hidden_calls(form, tools)}):
+            raise SampleError(f"the chat template does not render all calls of message {hidden[0] + 1}")
         template = self._tokenizer.get_chat_template(tools=tools)
         if not _GENERATION.search(template) or not self._tokenizer.is_fast or _has_nulls(form):
             turns = list(_Finder(self, form, tools, whole).turns(learnt))
@@ -239,9 +241,10 @@ class Chat:
     ) -> tuple[Messages, str]:
         """The first form of a conversation that the template renders in full, and its rendering.
 
-        If none is rendered in full, it is the first that the template does not refuse.
+        If none is rendered in full, it is the first with its contents, or else the first that is not refused.
         """
         refusal: SampleError | None = None
+        without_calls: tuple[Messages, str] | None = None
         partly: tuple[Messages, str] | None = None
         for form in _forms(messages):
             try:
@@ -249,31 +252,41 @@ class Chat:
             except SampleError as error:
                 refusal = refusal or error
                 continue
-            if self._shows(form, tools, text):
-                return form, text
+            if _shows_contents(form, text):
+                if self._shows_calls(form, tools, text):
+                    return form, text
+                without_calls = without_calls or (form, text)
             partly = partly or (form, text)
-        if partly is None:
+        found = without_calls or partly
+        if found is None:
             assert refusal is not None
             raise refusal
-        return partly
+        return found
 
-    def _shows(self, form: Messages, tools: list[JsonObject] | None, text: str) -> bool:
-        """Whether a rendering has contents, all calls, and arguments in another notation than Python's."""
-        contents = [content for message in form if (content := _plain_content(message).strip())]
-        if contents and not any(content in text for content in contents):
-            return False
+    def _shows_calls(self, form: Messages, tools: list[JsonObject] | None, text: str) -> bool:
+        """Whether a rendering has all calls, and arguments in another notation than Python's."""
         functions = [call["function"] for call in _calls(form) if isinstance(call.get("function"), dict)]
-        if not functions:
-            return True
         if any(isinstance(one.get("arguments"), dict) and _is_repr(one["arguments"], text) for one in functions):
             return False
-        names = iter(range(len(functions)))
+        return not self._hidden_calls(form, tools)
+
+    def _hidden_calls(self, form: Messages, tools: list[JsonObject] | None) -> list[int]:
+        """Indices of the messages with calls that the template does not render."""
+        places = [
+            index
+            for index, message in enumerate(form)
+            for call in message.get("tool_calls", [])
+            if isinstance(call.get("function"), dict)
+        ]
+        if not places:
+            return []
+        names = iter(range(len(places)))
         renamed = _with_calls(form, lambda function: {**function, "name": f"f-{next(names)}-{_MARKS[0]}"})
         try:
             probe = self.render(renamed, tools)
         except SampleError:  # a template may look for the name among the tools
-            return True
-        return all(f"f-{number}-{_MARKS[0]}" in probe for number in range(len(functions)))
+            return []
+        return [index for number, index in enumerate(places) if f"f-{number}-{_MARKS[0]}" not in probe]
 
     def _ended(
         self, whole: str, turns: list[Turn], form: Messages, last: int, complete: bool
@@ -521,6 +534,12 @@ def _has_nulls(messages: Messages) -> bool:
 def _plain_content(message: JsonObject) -> str:
     content = message["content"]
     return content[0]["text"] if isinstance(content, list) else content or ""
+
+
+def _shows_contents(form: Messages, text: str) -> bool:
+    """Whether a rendering has any of the contents, if there are some."""
+    contents = [content for message in form if (content := _plain_content(message).strip())]
+    return not contents or any(content in text for content in contents)
 
 
 def _is_repr(arguments: JsonObject, text: str) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AddedToken
 
-from mtpkit.data.chat import Chat, NothingToLearn
+from mtpkit.data.chat import Chat, NothingToLearn, SampleError
 from mtpkit.data.conversations import read_conversation
 from mtpkit.data.documents import tokenize
 from mtpkit.data.options import DataOptions
@@ -148,6 +148,17 @@ def test_calls_are_rendered_as_the_template_wants_them(tokenizer, family) -> Non
     assert second.strip() == f"mat{ENDS.get(family, '<|im_end|>')}"
     # The last turn is a call, and ends as it would before its result.
     assert learnt(tokenizer, turns[:2], TOOLS)[0] == first
+
+
+@pytest.mark.parametrize(("family", "content"), [("parts only", ""), ("deepseek", "the cat")], indirect=["family"])
+def test_calls_that_a_template_leaves_out_are_not_learnt_as_an_end(tokenizer, family, content) -> None:
+    """A template without calls, and one that renders them only beside no text: the rendered turn ends at once."""
+    messages = [*QUESTION, call(content=content), {"role": "tool", "content": "3"}, assistant("sat on the mat")]
+    with pytest.raises(SampleError, match="the chat template does not render all calls of message 2"):
+        Chat(tokenizer).encode(messages, TOOLS)
+    assert learnt(tokenizer, messages, TOOLS, loss="last_turn") == [f"sat on the mat{ENDS.get(family, '<|im_end|>')}"]
+    unlearnt = [messages[0], {**messages[1], "weight": 0}, *messages[2:]]
+    assert learnt(tokenizer, unlearnt, TOOLS) == learnt(tokenizer, messages, TOOLS, loss="last_turn")
 
 
 @pytest.mark.parametrize("family", ["deepseek"], indirect=True)
