@@ -421,7 +421,8 @@ class Scheduler:
                             stats.record(accepted, count, row.fresh_drafts)
             self.num_generated += count
             if not request.finished:
-                self._fail_if_invalid(request, accepted, valid, bad_draft)
+                ranks = None if result.ranks is None else result.ranks[index].tolist()
+                self._fail_if_invalid(request, accepted, ranks, valid, bad_draft)
             if self.prefix and request.finish_reason in ("stop", "length"):
                 self._keep_end(request, whole=count == 1 + accepted)
             self._settle(request)
@@ -449,13 +450,16 @@ class Scheduler:
         saves, self._saves = self._saves, []
         return saves
 
-    def _fail_if_invalid(self, request: Request, accepted: int, valid: bool, bad_draft: int) -> None:
+    def _fail_if_invalid(
+        self, request: Request, accepted: int, ranks: list[int] | None, valid: bool, bad_draft: int
+    ) -> None:
         """End a request with an error if logits that matter are not finite; its valid tokens are already appended.
 
         What the heads compute after a draft has no effect unless the base accepts that draft.
 
         Args:
             accepted: drafts of the step before that the base accepted.
+            ranks: if these were a tree, one per depth, see `Verdict.ranks`.
             valid: whether all logits of the base that were used are finite.
             bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0: none.
         """
@@ -471,10 +475,16 @@ class Scheduler:
                 "or infinite: weights or activations of the base are not finite; check the checkpoint, or try dtype "
                 "float32"
             )
-        elif earlier and earlier.depth <= 1 + accepted:
+        elif earlier and self._is_reached(earlier, accepted, ranks):
             self._fail_for_draft(request, earlier)
         elif request.bad_draft and bad_draft == 1:  # no draft comes before it that the base could reject
             self._fail_for_draft(request, request.bad_draft)
+
+    @staticmethod
+    def _is_reached(bad: BadDraft, accepted: int, ranks: list[int] | None) -> bool:
+        """Whether the base accepted the drafts before a bad one. In a tree the last of them must have children: the bad
+        ones may be those of a sibling that the base rejected."""
+        return bad.depth <= 1 + accepted and (ranks is None or ranks[bad.depth - 1] >= -1)
 
     @staticmethod
     def _fail_for_draft(request: Request, bad: BadDraft) -> None:

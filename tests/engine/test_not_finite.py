@@ -10,6 +10,7 @@ from mtpkit.engine import SamplingParams
 from mtpkit.engine.adaptive import AdaptiveSpeculation
 from mtpkit.engine.request import RequestError, require_whole
 from mtpkit.engine.step import Drafts
+from mtpkit.engine.tree import parse_tree
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, extend_hash, fake_engine, run
@@ -201,6 +202,37 @@ def test_heads_that_break_after_a_preemption_end_the_request_too(ahead):
         assert output.error is None or output.error.startswith(where)
 
 
+class NoSecondDepth:
+    """A drafter of trees whose heads find no draft of depth 2 after the first draft, the only one with children."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        drafts = self.inner.draft(hidden, batch, verdict)
+        for tensor in (drafts.token_ids[:, 2:], drafts.best[:, 1:]):
+            tensor[:] = NO_TOKEN
+        return drafts
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("rule", ["never", "always"])
+def test_drafts_below_a_sibling_that_the_base_rejects_have_no_effect(rule, ahead):
+    """The second draft of depth 1, which is right where the first one is not, has no children."""
+    model = HashModel()
+    tree = dict(tree=parse_tree([[0], [1], [0, 0]]), num_speculative_tokens=2)
+    engine = fake_engine(model, rule, async_scheduling=ahead, **tree)
+    engine.executor.drafter = NoSecondDepth(engine.executor.drafter)
+    for name, output in serve(engine, 0.0).items():
+        want = model.decode(PROMPTS[name], params_of(name, 0.0))
+        tokens = output.outputs[0].token_ids
+        assert output.stats.accepted_per_depth[0] == output.stats.steps
+        if rule == "never":
+            assert output.error is None and tokens == want
+        else:
+            assert "draft 2 for position" in output.error and tokens == want[: len(tokens)]
+
+
 def broken_model(name: str, index=slice(None), value: float = math.nan, heads: str = "repeated", device: str = "cpu"):
     """The tiny model with a weight that is not finite."""
     model = build_model(tiny_model(heads).mtpkit_config, device=device, seed=1)
@@ -329,6 +361,24 @@ def test_a_broken_later_head_matters_once_the_draft_before_it_is_accepted(settin
         assert output.error is None or "draft 2 for position" in output.error
         assert output.error is None or output.stats.accepted_per_depth[0] == 1
     assert any(output.error is None or len(output.outputs[0].token_ids) > 2 for output in outputs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"k": 3, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 20},
+        {"k": None, "speculative_token_tree": [8, 1]},
+    ],
+)
+def test_heads_need_not_read_every_draft_of_a_tree(settings, device):
+    """One token breaks them, so this draft has no children, which does not end a request that has other drafts."""
+    (prompt, *_) = PROMPT_IDS
+    want = decode(tiny_model(device=device), prompt, 8)
+    for bad in (1, 60):
+        assert bad not in (*prompt, *want)
+        llm = make_llm(broken_model(EMBEDDING, bad, device=device), **settings)
+        (output,) = llm.generate(prompt, greedy(8))
+        assert output.error is None and output.outputs[0].token_ids == want
 
 
 def test_a_stream_ends_the_broken_request_and_goes_on():

@@ -102,11 +102,13 @@ class Growth:
         return len(self._best) + 1
 
     def best(self) -> Tensor:
-        """[S, K] int64, one draft of each depth, or `NO_TOKEN` if a candidate of the depth has invalid logits."""
+        """[S, K] int64, one draft of each depth, or `NO_TOKEN` if no parent has children with valid logits. Some may
+        have none: the heads cannot read every draft, and the base may reject those."""
         return torch.stack(self._best, 1)
 
     def _note(self, tokens: Tensor) -> None:
-        self._best.append(tokens.amin((1, 2)))
+        """Keep the best draft of the children [S, f, b], whose first is `NO_TOKEN` where a parent has none."""
+        self._best.append(tokens[:, :, 0].amax(1))
 
     def _append(self, tokens: Tensor, above: Tensor) -> None:
         last = self.levels[-1] if self.levels else None
@@ -132,7 +134,7 @@ class StaticGrowth(Growth):
         depth = len(self._tokens)
         drafts = tokens.flatten(1)[:, self._shape.chosen[depth]]
         self._tokens.append(drafts)
-        self._best.append(drafts.amin(1))
+        self._note(tokens)
         if depth + 1 < self._shape.tree.depth:
             above = self._shape.above[depth]
             self._append(drafts[:, self._shape.frontier[depth]], above.expand(len(drafts), -1))
