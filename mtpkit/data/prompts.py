@@ -160,12 +160,13 @@ class _Reader:
 
     def _from_messages(self, name: str, conversation: Conversation) -> Iterator[Prompt]:
         messages = conversation.messages
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        # A greeting at the beginning answers nothing.
+        answers = [index for index, message in enumerate(messages) if index and message["role"] == "assistant"]
         # A question at the end of a conversation is to be answered too.
         if messages and messages[-1]["role"] != "assistant":
             answers.append(len(messages))
         if not answers:
-            raise NothingToLearn("no messages")
+            raise NothingToLearn("no question" if messages else "no messages")
         values = {**self.options.chat_template_kwargs, **conversation.template_kwargs}
         chat = Chat(self._tokenizer, values)
         for index in answers if self._turns == "all" else answers[-1:]:

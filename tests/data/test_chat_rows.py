@@ -269,6 +269,15 @@ def test_a_row_counts_once_however_many_turns_it_has(tmp_path, tokenizer) -> Non
             make()
 
 
+def test_a_greeting_is_no_answer_to_a_prompt(tmp_path, tokenizer) -> None:
+    """A conversation may begin with the assistant, as many of ShareGPT do."""
+    greeting = {"role": "assistant", "content": "hello"}
+    file = write(tmp_path / "a.jsonl", {"messages": [greeting, *TALK]}, {"messages": [greeting]})
+    (every, refused), (last, _) = (read_prompts([file], tokenizer, turns=turns) for turns in ("all", "last"))
+    assert [prompt.messages for prompt in every] == [[greeting, TALK[0]]] and every == last
+    assert refused == [f"{file}:2 (no question)"]
+
+
 def test_less_than_a_sequence_is_padded(tmp_path, tokenizer) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": TALK})
     counts = both(tokenizer, file, tmp_path, 512, DataOptions())
