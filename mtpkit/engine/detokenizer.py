@@ -35,13 +35,14 @@ class Detokenizer:
         self._unread.append(token_id)
         return bool(self._stop_strings) and self._read_on()
 
-    def flush(self) -> None:
-        """Show the bytes of an unfinished character; no token may be appended afterwards."""
+    def flush(self) -> bool:
+        """Show what was held back, such as the bytes of an unfinished character; no token may be appended afterwards.
+        Returns whether that completed a stop string."""
         self._read_on()
         rest = self._raw.flush()
         if self._clean_up:
             rest = self._clean_up.read(rest) + self._clean_up.flush()
-        self._extend(rest)
+        return self._extend(rest)
 
     def visible_text(self, finished: bool) -> str:
         """The part of the text that later tokens cannot change."""

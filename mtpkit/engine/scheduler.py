@@ -514,8 +514,8 @@ class Scheduler:
     def _settle(self, request: Request) -> None:
         """Release all that a finished request holds, or the blocks that the rewind of an unfinished one empties."""
         if request.finished:
-            if request.detokenizer:
-                request.detokenizer.flush()
+            if request.detokenizer and request.detokenizer.flush() and request.finish_reason == "length":
+                request.finish_reason = "stop"
             self._free(request)
             self._live_ids.remove(request.request_id)
             return

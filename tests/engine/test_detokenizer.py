@@ -282,6 +282,26 @@ def test_what_a_prompt_breaks_is_no_part_of_the_output(continued, expected):
         assert shown_in_steps(tokenizer, [97, 0x80, 0xC3], continued, range(9))[-1] == expected
 
 
+@pytest.mark.parametrize("kind", ["word_piece", "unigram", "byte_level"])
+def test_a_stop_string_in_what_the_last_token_held_back_is_the_reason(kind):
+    """The clean-up of spaces and unfinished characters hold text back, which ends with `max_tokens`."""
+    tokenizer = tokenizers.of_kind(kind)
+    model, found = HashModel(len(tokenizer)), 0
+    for prompt in ([number] for number in range(len(tokenizer))):
+        params = dict(temperature=0, max_tokens=3)
+        tokens = model.decode(prompt, SamplingParams(**params))
+        shown, whole = shown_in_steps(tokenizer, prompt, tokens, [3])
+        if shown == whole:
+            continue
+        stop = whole[len(shown) :]
+        engine = fake_engine(model, num_speculative_tokens=2, tokenizer=tokenizer)
+        engine.add_request(prompt, SamplingParams(**params, stop=stop), "a")
+        output = run(engine)["a"].outputs[0]
+        assert output.text == whole[: whole.index(stop)] and output.finish_reason == "stop"
+        found += len(output.token_ids) == 3
+    assert found
+
+
 class Counting:
     """Counts the tokens that are decoded."""
 
