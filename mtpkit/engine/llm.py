@@ -140,7 +140,7 @@ class LLM:
             prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these. A
                 dict may have a `name`, which messages use for the prompt, and `checkpoint_at`, see `Prompt`.
             sampling_params: one object for all prompts, or one per prompt.
-            use_tqdm: show progress on stderr; None: if that is a terminal.
+            use_tqdm: show progress on stderr; None: if that is a terminal, and on rank 0 alone.
 
         Returns:
             One finished output per prompt, in the order of the prompts. If a prompt of a list cannot be served, or the
@@ -156,6 +156,8 @@ class LLM:
         from tqdm import tqdm
 
         hidden = None if use_tqdm is None else not use_tqdm  # tqdm finds out itself if it is None
+        if use_tqdm is None and self.ranks.rank:
+            hidden = True
         with tqdm(total=len(requests), desc="prompts", disable=hidden) as progress:
             for output in self._run(requests, finished_only=True):
                 finished[output.request_id] = output

@@ -254,13 +254,20 @@ def test_a_saved_model_decodes_as_in_memory(tmp_path, tokenizer_dir):
 
 
 @pytest.mark.parametrize(
-    ("terminal", "options", "shown"),
-    [(True, {}, True), (False, {}, False), (True, {"use_tqdm": False}, False), (False, {"use_tqdm": True}, True)],
+    ("terminal", "rank", "options", "shown"),
+    [
+        (True, 0, {}, True),
+        (True, 1, {}, False),
+        (False, 0, {}, False),
+        (True, 0, {"use_tqdm": False}, False),
+        (False, 1, {"use_tqdm": True}, True),
+    ],
 )
-def test_a_terminal_shows_progress(terminal, options, shown, monkeypatch):
+def test_a_terminal_shows_progress(terminal, rank, options, shown, monkeypatch):
     stderr = io.StringIO()
     stderr.isatty = lambda: terminal
     llm = make_llm(tiny_model(), 0)
+    llm.ranks.rank = rank
     monkeypatch.setattr("sys.stderr", stderr)
     llm.generate([[1, 2], [3]], greedy(2), **options)
     assert ("prompts: 100%" in stderr.getvalue()) == shown
