@@ -226,6 +226,17 @@ def test_tensor_and_expert_parallel_imports_compute_the_same(with_head):
             ["rope_scaling and rope_parameters contradict each other: rope_type 'default' and 'yarn'"],
         ),
         (dict(rope_scaling=YARN, rope_parameters=YARN | {"factor": 2.0}), ["contradict each other: factor"]),
+        (
+            dict(
+                rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=400),
+                rope_parameters=UNBOUNDED,
+            ),
+            ["contradict each other: mscale_all_dim 0 and 1.0"],
+        ),
+        (
+            dict(rope_scaling=UNBOUNDED | {"beta_fast": 16}, rope_parameters=UNBOUNDED),
+            ["contradict each other: beta_fast 16 and 32"],
+        ),
         (dict(scoring_func="softmax"), ["scoring_func", "sigmoid"]),
         (dict(topk_method="greedy"), ["topk_method", "noaux_tc"]),
         (dict(rope_interleave=False), ["rope_interleave"]),

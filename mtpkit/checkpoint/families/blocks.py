@@ -173,14 +173,22 @@ def read_rope(file: Values) -> dict[str, object]:
         elif own:
             given = {key: value for key, value in own.items() if value is not None}
             found[name] = {"rope_type": given.pop("type", "default")} | given
-    if len(found) == 2:
-        older, newer = found.values()
-        if odd := [key for key in older if older[key] != newer.get(key, older[key])]:
-            clauses = [f"{key} {shown(older[key])} and {shown(newer[key])}" for key in odd]
-            file.problems.append(f"rope_scaling and rope_parameters contradict each other: {', '.join(clauses)}")
+    if len(found) == 2 and (clauses := list(_contradictions(*found.values()))):
+        file.problems.append(f"rope_scaling and rope_parameters contradict each other: {', '.join(clauses)}")
     top = {"rope_theta": file.get("rope_theta", 10000.0), "partial_rotary_factor": file.get("partial_rotary_factor")}
     merged = {key: value for own in found.values() for key, value in own.items()}
     return {"rope_type": "default"} | top | merged
+
+
+def _contradictions(older: Settings, newer: Settings) -> Iterator[str]:
+    """Yield a clause for each key with two values; a reader of YaRN in one object takes defaults for keys it lacks."""
+    both_yarn = older["rope_type"] == newer["rope_type"] == "yarn"
+    for key in {**older, **newer}:
+        usual = _USUAL.get(key)
+        values = older.get(key, usual), newer.get(key, usual)
+        compared = (key in older and key in newer) or (both_yarn and key in (*_YARN, *_USUAL, *_SCALES))
+        if compared and values[0] != values[1]:
+            yield f"{key} {shown(values[0])} and {shown(values[1])}"
 
 
 _YARN = {
@@ -192,6 +200,8 @@ _YARN = {
 """Key of `rope_parameters` or `rope_scaling` -> field."""
 _SCALES = ("attention_factor", "mscale", "mscale_all_dim")
 """Keys that determine `yarn_attention_factor`."""
+_USUAL = {"beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 0, "truncate": True}
+"""Values of the keys of YaRN that may be absent."""
 
 
 def _attention_factor(rope: Settings) -> object:
