@@ -381,6 +381,17 @@ def test_heads_need_not_read_every_draft_of_a_tree(settings, device):
         assert output.error is None and output.outputs[0].token_ids == want
 
 
+@pytest.mark.parametrize("tree", [[8, 2], [[0], [1], [2], [3], [0, 0], [1, 0], [2, 0], [3, 0]]])
+def test_a_broken_later_head_matters_in_drawn_trees_too(tree, device):
+    """No draft of its depth is tested, since their distribution is NaN."""
+    model = broken_model("mtp.layers.1.final_layernorm.weight", heads="distinct", device=device)
+    params = SamplingParams(temperature=3.0, max_tokens=40, seed=5, ignore_eos=True)
+    settings = dict(speculative_token_tree=tree, draft_sampling=True)
+    for output in make_llm(model, None, **settings).generate(PROMPT_IDS, params):
+        assert output.error and "draft 2 for position" in output.error
+        assert output.stats.accepted_per_depth[0] == 1
+
+
 def test_a_stream_ends_the_broken_request_and_goes_on():
     prompts = [[1, 2], [5, 9, 3]]
     seen = {token for prompt in prompts for token in (*prompt, *decode(tiny_model(), prompt, 20))}

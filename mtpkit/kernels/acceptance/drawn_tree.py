@@ -85,7 +85,8 @@ def accept_drawn_tree(
     p = target_probs[:, 0]
     for _ in range(depth):
         q = draft_probs[rows, draft_index[current]]
-        found, rank = torch.full_like(rows, -1), torch.full_like(rows, -2)
+        found = torch.full_like(rows, -1)
+        rank = torch.where(alive & (children[current, 0] >= 0), -1, -2)
         for place in range(children.shape[1]):
             child = children[current, place]
             tried = alive & (found < 0) & (child >= 0)
@@ -100,7 +101,6 @@ def accept_drawn_tree(
             accepted = tried & (accept_uniforms[rows, child] * q_child < p_child)
             found, rank = torch.where(accepted, child, found), torch.where(accepted, place, rank)
             rejected = tried & ~accepted
-            rank = torch.where(rejected, -1, rank)
             p = torch.where(rejected[:, None], _normalised(residual, p, mass), p)
             q = torch.where(rejected[:, None], _normalised(left, left, left_mass), q)
         alive = found >= 0
