@@ -1,6 +1,7 @@
 """The house keeps its order: imports go one way, and the scripts stay thin."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_type_hints
@@ -396,3 +397,13 @@ def test_scripts_are_thin() -> None:
         tree = ast.parse(path.read_text())
         assert len(path.read_text().splitlines()) <= SCRIPT_LINES, f"{path} does more than parse and call"
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)], path
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    links = [
+        (page.name, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    ]
+    assert len(links) > 20
+    assert [(name, link) for name, link in links if not (ROOT / "docs" / link).exists() and name != "README.md"] == []
+    assert [link for name, link in links if name == "README.md" and not (ROOT / link).exists()] == []
