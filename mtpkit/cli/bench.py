@@ -126,6 +126,7 @@ def decode(
 
     opened = _open(model, dtype, pattern, distinct, *sizes, balance)
     result = measure_decode(opened, config, token_ids, model, keep)
+    _say_what_ran(context)
     if kernels:
         kernel_shares(result).show_tables()
     result.show(as_json)
@@ -150,7 +151,9 @@ def prefill(
     require_one_process()
     model, (config,) = _fitting(context, model, default_device(), config)
     choose_drafts(get_config(model), [config.k], ())
-    _finish(measure_prefill(_open(model, dtype), config, model), output, as_json)
+    result = measure_prefill(_open(model, dtype), config, model)
+    _say_what_ran(context)
+    _finish(result, output, as_json)
 
 
 @app.command(cls=Command)
@@ -214,12 +217,15 @@ def load(
         model, (config,) = _fitting(context, model, default_device(), config)
     config = replace(config, ks=choose_drafts(get_config(model, pattern), config.ks, LOAD_DRAFTS))
     opened = _open(model, dtype, pattern)
+    result: Result[Any]
     if stall:
-        measure_stall(opened, config, stalled, model, _keep(output)).show(as_json)
+        result = measure_stall(opened, config, stalled, model, _keep(output))
     elif conversing.turns:
-        measure_turns(opened, config, conversing, model, _keep(output)).show(as_json)
+        result = measure_turns(opened, config, conversing, model, _keep(output))
     else:
-        measure_load(opened, config, model, _keep(output)).show(as_json)
+        result = measure_load(opened, config, model, _keep(output))
+    _say_what_ran(context)
+    result.show(as_json)
 
 
 @app.command(cls=Command)
@@ -246,6 +252,7 @@ def train(
     require_gpu(model, default_device())
     result = measure_training(get_base(model), config, model, _keep(output))
     if has_results():
+        _say_what_ran(context)
         result.show(as_json)
 
 
@@ -278,8 +285,10 @@ def kernels(
     if check_only:
         for line in check_kernels(get_config(model), config, device):
             print(line)
-    else:
-        measure_kernels(get_config(model), config, device, model, _keep(output)).show(as_json)
+        return
+    result = measure_kernels(get_config(model), config, device, model, _keep(output))
+    _say_what_ran(context)
+    result.show(as_json)
 
 
 @app.command(cls=Command)
@@ -329,10 +338,11 @@ def roofline(
 
 
 def _fitting(context: typer.Context, model: str | None, device: "torch.device", *configs: Any) -> tuple[str, list[Any]]:
-    """The model and the settings that fit a device.
+    """The model and the settings that fit a device: without a GPU, settings that were not given become small ones.
 
-    Without a GPU, settings that were not given become small ones, and a line on standard error says which.
+    `_say_what_ran` tells of them when the run has ended, since an error is to be the only line.
     """
+    context.obj = ""
     if device.type == "cuda":
         return model or NVIDIA_8B, [*configs]
 
@@ -350,8 +360,14 @@ def _fitting(context: typer.Context, model: str | None, device: "torch.device", 
         for name, value in small.items():
             texts = map(str, value) if isinstance(value, tuple) else [str(value)]
             said.append(f"--{keys[name].replace('_', '-')} {' '.join(texts)}")
-    print(f"mtpkit: no GPU, a small run: {' '.join(said)}; give options for another one", file=sys.stderr)
+    context.obj = f"mtpkit: no GPU, so this was a small run: {' '.join(said)}; options make it larger"
     return chosen, fitted
+
+
+def _say_what_ran(context: typer.Context) -> None:
+    """Say on standard error which small numbers stood in for settings that were not given, if any did."""
+    if context.obj:
+        print(context.obj, file=sys.stderr)
 
 
 def _open(

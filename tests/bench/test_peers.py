@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 import torch
 import typer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from typer.testing import CliRunner
 
 import mtpkit
@@ -289,13 +294,21 @@ def test_a_window_ends_before_a_request_may(script):
 
 
 def test_a_training_step_moves_the_heads_alone(script, monkeypatch):
-    """On a CPU, with mtpkit's layers in place of Transformer Engine's."""
+    """On a CPU, with mtpkit's layers in place of Transformer Engine's, inside megatron-core's own heads."""
     train = script("megatron_train")
     shape = NEMOTRON_H_TINY.replace(mtp_pattern="*-")
 
     def local_layers(config):
         config.mtpkit = shape
-        return stack_spec(get_backend("local"), shape)
+        backend = get_backend("local")
+        spec = stack_spec(backend, shape)
+        norm = backend.norm
+        head = MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=backend.column_linear, mtp_model_layer=None, layer_norm=norm
+        )
+        layer = ModuleSpec(MultiTokenPredictionLayer, submodules=head)
+        spec.submodules.mtp_block_spec.submodules.layer_specs = [layer]
+        return spec
 
     monkeypatch.setattr(train, "stack_spec", local_layers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -10,14 +10,6 @@ from mtpkit.bench.sizes import LARGE_SHAPES
 from mtpkit.cli.bench import app
 
 
-class Stopped(Exception):
-    """Raised in place of a benchmark's work."""
-
-
-def _stop(*_, **__) -> None:
-    raise Stopped
-
-
 def last_line(capsys) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -244,7 +236,7 @@ def test_a_large_shape_needs_a_gpu(command, call, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shapes, "build_model", lambda *_, **__: pytest.fail("the shape was built"))
     assert call(app, *command.split()) == 2
-    error = capsys.readouterr().err.splitlines(keepends=True)[-1]
+    error = capsys.readouterr().err
     model = "nemotron-3-nano" if "nano" in command else "nemotron-h-8b"
     assert error == (
         f"mtpkit: error: {model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU\n"
@@ -258,23 +250,31 @@ def test_without_a_gpu_a_run_starts_small_and_says_so(call, capsys, monkeypatch)
     settings = json.loads(printed.out.splitlines()[-1])["settings"]
     small = {"model": "nemotron-h-tiny", "batch_sizes": [1, 4], "prompt_len": 64, "max_tokens": 9, "repeats": 1}
     assert small.items() <= settings.items() and settings["ks"] == [1]
-    assert printed.err.splitlines()[0] == (
-        "mtpkit: no GPU, a small run: --model nemotron-h-tiny --batch-size 1 4 --prompt-length 64 --repeats 1; give "
-        "options for another one"
-    )
+    assert (
+        "mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --batch-size 1 4 --prompt-length 64 "
+        "--repeats 1; options make it larger"
+    ) in printed.err.splitlines()
+
+
+class Done:
+    """Stands in for a result."""
+
+    def show(self, as_json: bool) -> None:
+        print("shown")
 
 
 @pytest.mark.parametrize("command", ["prefill", "load", "load --stall", "load --turns 3", "train", "kernels"])
-def test_every_benchmark_starts_small_on_a_cpu(command, call, capsys, monkeypatch):
-    """Each asks for the small model and for at least one small number, also under a former name of an option."""
+def test_every_benchmark_is_small_on_a_cpu(command, call, capsys, monkeypatch):
+    """Each takes the small model and at least one small number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for stop in ("mtpkit.bench.shapes.get_config", "mtpkit.bench.shapes.get_base"):
-        monkeypatch.setattr(stop, _stop)
+    for name in ("prefill", "load", "stall", "turns", "train", "kernels"):
+        function = "measure_training" if name == "train" else f"measure_{name}"
+        monkeypatch.setattr(f"mtpkit.bench.{name}.{function}", lambda *_, **__: Done())
     device = ["--device", "cpu"] if command == "kernels" else []
-    with pytest.raises(Stopped):
-        call(app, *command.split(), *device)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("mtpkit: no GPU, a small run: --model nemotron-h-tiny --")
+    assert call(app, *command.split(), *device) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --")
+    assert printed.err.count("\n") == 1 and printed.out == "shown\n"
 
 
 def test_saved_requests_are_those_of_a_gpu(call, capsys, tmp_path, monkeypatch):

@@ -5,14 +5,17 @@ would have to send, are told apart from those inside the plain twins of kernels,
 """
 
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mtpkit
 from mtpkit.engine import SamplingParams, verifier
 from tests.engine.tiny import greedy, make_llm, make_prompts, penalised, tiny_model
 
+PACKAGE = str(Path(mtpkit.__file__).parent)
 WAITING = {
     "aten::_local_scalar_dense",
     "aten::item",
@@ -47,9 +50,9 @@ class Watch(TorchDispatchMode):
         sent = name == "aten::lift_fresh" and not number
         sent |= name in STORING and any(args[2] is one for one in self.numbers)
         if name in WAITING or masks or unsized or sent:
-            frames = [frame for frame in traceback.extract_stack() if "/mtpkit/" in frame.filename]
-            if not any("/mtpkit/kernels/" in frame.filename for frame in frames):
-                self.found.append(f"{name} in {frames[-1].filename.split('/mtpkit/')[-1]}:{frames[-1].lineno}")
+            frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
+            if not any(frame.filename.startswith(f"{PACKAGE}/kernels/") for frame in frames):
+                self.found.append(f"{name} in {frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno}")
         result = op(*args, **(kwargs or {}))
         if number:
             self.numbers.append(result)
