@@ -52,7 +52,7 @@ class Watch(TorchDispatchMode):
         if name in WAITING or masks or unsized or sent:
             frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
             if not any(frame.filename.startswith(f"{PACKAGE}/kernels/") for frame in frames):
-                self.found.append(f"{name} in {frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno}")
+                self.found.append(f"{name} in {frames[-1].filename.removeprefix(PACKAGE + '/')}:{frames[-1].lineno}")
         result = op(*args, **(kwargs or {}))
         if number:
             self.numbers.append(result)
