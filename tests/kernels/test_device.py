@@ -5,7 +5,7 @@ import triton.language as tl
 
 from mtpkit.kernels import device, moe
 from mtpkit.kernels.activation import swiglu
-from mtpkit.kernels.device import Early, as_rows, row_of_tile, with_rows
+from mtpkit.kernels.device import Early, as_rows, only_if, row_of_tile, with_rows
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import rms_norm
 from tests.shared import covering
@@ -134,12 +134,12 @@ def test_every_tile_of_every_row_has_one_number(rows, items, zero):
 @triton.jit
 def _store_all_or_none(out, count, limit, WIDTH: tl.constexpr):
     place = tl.arange(0, WIDTH)
-    tl.store(out + place, 1.0, mask=(place < count) & (count < limit))
+    tl.store(out + place, 1.0, mask=only_if(place < count, count < limit))
 
 
 @pytest.mark.parametrize("limit", [5, 6])
 def test_one_flag_joins_a_mask(limit, device):
-    """Triton 3.9's interpreter took it for integers, see tests/interpreter.py."""
+    """Triton 3.9's interpreter takes `mask & flag` for integers, see `only_if`."""
     out = torch.zeros(8, device=device)
     _store_all_or_none[(1,)](out, 5, limit, WIDTH=8)
     assert out.tolist() == [float(limit > 5)] * 5 + [0.0] * 3
