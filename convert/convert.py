@@ -1,4 +1,5 @@
-"""Convert checkpoints: python convert/convert.py {import,export,stitch,lint,verify} SOURCE DESTINATION ..."""
+"""Convert checkpoints: python convert/convert.py {import,export,stitch,lint,verify} SOURCE
+DESTINATION ..."""
 
 from mtpkit.cli import run
 from mtpkit.cli.convert import app

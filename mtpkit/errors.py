@@ -12,7 +12,8 @@ _SHOWN = 60
 
 
 on_failure: list[Callable[[str], object]] = []
-"""Functions that are called with the message of an error that ends this process, before the process ends."""
+"""Functions that are called with the message of an error that ends this process, before the process
+ends."""
 
 
 class MtpkitError(Exception):
@@ -36,7 +37,8 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
 
     Args:
         most: most items to show.
-        width: most characters to show; the first item is always shown, but cut off if it is longer than 2 * width.
+        width: most characters to show; the first item is always shown, but cut off if it is longer
+            than 2 * width.
 
     >>> listed(range(5), most=3)
     '0, 1, 2 and 2 more'
@@ -45,13 +47,22 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
     lengths = accumulate(len(text) + len(separator) for text in texts)
     count = min(most, max(1, sum(length <= width for length in lengths)))
     more = f" and {len(texts) - count} more" if len(texts) > count else ""
-    return separator.join([text if len(text) <= 2 * width else text[:width] + "..." for text in texts[:count]]) + more
+    return (
+        separator.join(
+            [text if len(text) <= 2 * width else text[:width] + "..." for text in texts[:count]]
+        )
+        + more
+    )
 
 
 def shown(value: object) -> str:
     """A value for a message, on one line: its repr, or its type if the repr is long."""
     try:
-        text = reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else repr(value)
+        text = (
+            reprlib.repr(value)
+            if isinstance(value, list | tuple | dict | set | str)
+            else repr(value)
+        )
     except ValueError:  # an integer with more digits than Python converts to text
         return "a huge number"
     return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__name__}"

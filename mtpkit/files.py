@@ -1,4 +1,5 @@
-"""Read text and JSON files, with errors that name the file; write files and directories whole or not at all."""
+"""Read text and JSON files, with errors that name the file; write files and directories whole or
+not at all."""
 
 import glob
 import json
@@ -22,16 +23,20 @@ JsonObject = dict[str, Any]
 
 
 def require_file(path: Path | str) -> Path:
-    """Check that a path is a file that opens without blocking, as a shell's `<(...)` and /dev/stdin do; return it.
+    """Check that a path is a file that opens without blocking, as a shell's `<(...)` and /dev/stdin
+    do; return it.
 
     Raises:
-        UserError: it does not exist, or is a directory, a link to itself, or a pipe that may have no writer.
+        UserError: it does not exist, or is a directory, a link to itself, or a pipe that may have
+            no writer.
     """
     path = Path(path)
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if stat.S_ISDIR(mode):
         raise UserError(f"{path} cannot be read: it is a directory, not a file")
     real = Path(os.path.realpath(path))  # does not exist for pipes that a shell opened
@@ -41,7 +46,8 @@ def require_file(path: Path | str) -> Path:
 
 
 def is_there(path: Path | str) -> bool:
-    """Whether a path exists, broken links included, so that callers try to read a broken link and fail, not skip it."""
+    """Whether a path exists, broken links included, so that callers try to read a broken link and
+    fail, not skip it."""
     return os.path.lexists(path)
 
 
@@ -56,14 +62,17 @@ def read_text(path: Path | str) -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8") from error
+        raise UserError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8"
+        ) from error
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
     """Parse JSON; `where` names file and line for the error.
 
     Raises:
-        UserError: the text is not JSON, is nested too deeply, or has a number with too many digits or a repeated key.
+        UserError: the text is not JSON, is nested too deeply, or has a number with too many digits
+            or a repeated key.
     """
     try:
         return json.loads(text, object_pairs_hook=_distinct)
@@ -96,7 +105,8 @@ def read_json(path: Path | str) -> JsonObject:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system, however deeply torch and megatron-core wrapped it, into a `StorageError`."""
+    """Turn a failure of the file system, however deeply torch and megatron-core wrapped it, into a
+    `StorageError`."""
     try:
         yield
     except MtpkitError:
@@ -109,7 +119,8 @@ def storage_errors(path: Path) -> Iterator[None]:
             raise
         causes = list(_causes(error))
         for cause in causes:
-            # An error from reading the source while writing the destination; or Ctrl-C, which torch wraps too.
+            # An error from reading the source while writing the destination; or Ctrl-C, which torch
+            # wraps too.
             if isinstance(cause, MtpkitError | KeyboardInterrupt):
                 raise cause from error
         failed: BaseException | None = next((c for c in causes if isinstance(c, OSError)), None)
@@ -119,13 +130,17 @@ def storage_errors(path: Path) -> Iterator[None]:
             raise
         reason = getattr(failed, "strerror", None) or str(failed).split("\n")[0]
         free = f"{shutil.disk_usage(_existing(path)).free / 2**20:.0f} MiB free there"
-        raise StorageError(f"{path}: cannot write: {reason} ({free}); nothing was left behind") from error
+        raise StorageError(
+            f"{path}: cannot write: {reason} ({free}); nothing was left behind"
+        ) from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it wraps; errors of ranks come before the exception that wraps them."""
+    """Yield an exception and those that it wraps; errors of ranks come before the exception that
+    wraps them."""
     while error is not None:
-        for wrapped in getattr(error, "failures", {}).values():  # torch's CheckpointException: rank -> (error, trace)
+        # torch's CheckpointException: rank -> (error, trace)
+        for wrapped in getattr(error, "failures", {}).values():
             yield from _causes(wrapped[0])
         yield error
         error = error.__cause__ or (error.__context__ if isinstance(error, RuntimeError) else None)
@@ -144,28 +159,37 @@ def refuse_broken_links(path: Path) -> None:
     """
     for part in (path.absolute(), *path.absolute().parents):
         if part.is_symlink() and not part.exists():
-            raise UserError(f"output {path}: {part} is a symbolic link that leads nowhere; name another output")
+            raise UserError(
+                f"output {path}: {part} is a symbolic link that leads nowhere; name another output"
+            )
 
 
 def check_writable(path: Path, file: bool = False, replace: bool = True) -> None:
-    """Refuse an output directory, or file, that could not be written when the work is done; leave nothing behind.
+    """Refuse an output directory, or file, that could not be written when the work is done; leave
+    nothing behind.
 
     Args:
         file: the output is a file, in a directory that exists.
         replace: an existing file may be replaced.
 
     Raises:
-        UserError: a file stands where a directory should be, or the other way round; or a link leads nowhere.
+        UserError: a file stands where a directory should be, or the other way round; or a link
+            leads nowhere.
         StorageError: nothing can be written there.
     """
     refuse_broken_links(path)
     if path.is_dir() if file else path.is_file():
-        raise UserError(f"output {path} is a {'directory; name a file' if file else 'file; name a directory'}")
+        raise UserError(
+            f"output {path} is a {'directory; name a file' if file else 'file; name a directory'}"
+        )
     if file and (not path.absolute().parent.is_dir() or (path.exists() and not path.is_file())):
         raise UserError(f"output {path} must be a file in a directory that exists")
     if not replace and path.exists():
         raise UserError(f"output {path} is there already; name another file, or add --force")
-    with storage_errors(path), tempfile.TemporaryFile(dir=path.absolute().parent if file else _existing(path)):
+    with (
+        storage_errors(path),
+        tempfile.TemporaryFile(dir=path.absolute().parent if file else _existing(path)),
+    ):
         pass
 
 
@@ -178,8 +202,8 @@ def check_destination(path: Path, force: bool, what: str, marks: Sequence[str]) 
         marks: names of files, any one of which shows that the directory holds `what`.
 
     Raises:
-        UserError: `path` is a file or lies below one, holds something else, or holds `what` without `force`; or it
-            leads through a link to nowhere.
+        UserError: `path` is a file or lies below one, holds something else, or holds `what` without
+            `force`; or it leads through a link to nowhere.
     """
     refuse_broken_links(path)
     if path.name in ("", ".."):
@@ -191,19 +215,24 @@ def check_destination(path: Path, force: bool, what: str, marks: Sequence[str]) 
     if not any((path / mark).exists() for mark in marks):
         raise UserError(f"output {path} holds files other than {what}; name another directory")
     if not force:
-        raise UserError(f"output {path} holds {what} already; name another directory, or add --force")
+        raise UserError(
+            f"output {path} holds {what} already; name another directory, or add --force"
+        )
 
 
 @contextmanager
 def staged_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory beside `path` that takes its place when the block ends, and vanishes if the block fails.
+    """A temporary directory beside `path` that takes its place when the block ends, and vanishes if
+    the block fails.
 
-    If the block fails, parent directories that were created for it vanish too. The content at `path`, or where a link
-    at `path` leads, is replaced; `check_destination` refuses to replace other content. Temporary directories for
-    `path` that killed processes of this machine left are removed.
+    If the block fails, parent directories that were created for it vanish too. The content at
+    `path`, or where a link at `path` leads, is replaced; `check_destination` refuses to replace
+    other content. Temporary directories for `path` that killed processes of this machine left are
+    removed.
 
     Raises:
-        StorageError: writing failed, for instance on a full disk; the content at `path` is unchanged.
+        StorageError: writing failed, for instance on a full disk; the content at `path` is
+            unchanged.
         UserError: `path` is a link that leads nowhere.
     """
     refuse_broken_links(path)
@@ -231,7 +260,8 @@ def staged_directory(path: Path) -> Iterator[Path]:
 
 
 def replace_directory(staging: Path, path: Path) -> None:
-    """Rename `staging` to `path`; a previous directory of that name is deleted only after the new one is in place."""
+    """Rename `staging` to `path`; a previous directory of that name is deleted only after the new
+    one is in place."""
     previous = path.parent / f".{path.name}.replaced-{os.getpid()}"
     if path.exists():
         path.rename(previous)
@@ -242,7 +272,8 @@ def replace_directory(staging: Path, path: Path) -> None:
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends, and vanishes if the block fails.
+    """A temporary file beside `path` that takes its place when the block ends, and vanishes if the
+    block fails.
 
     Raises:
         StorageError: writing failed; the file at `path` is unchanged.

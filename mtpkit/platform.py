@@ -1,4 +1,5 @@
-"""Devices, process groups, and all patches of megatron-core, most of which let it run without a GPU."""
+"""Devices, process groups, and all patches of megatron-core, most of which let it run without a
+GPU."""
 
 import ctypes
 import functools
@@ -27,7 +28,9 @@ warnings.filterwarnings("ignore", message="Apex is not installed")
 # torch warns of one of its own calls when megatron-core loads a checkpoint.
 warnings.filterwarnings("ignore", message="The argument order of load has been changed")
 # torch warns when a single process loads a checkpoint.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming"
+)
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 Dtype = Literal["float32", "bfloat16"]
@@ -35,7 +38,8 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def _compile_when_called(function: Callable | None = None, **options: Any) -> Callable:
-    """Stand-in for `torch.compile` that imports the compiler, which takes seconds, when `function` is first called."""
+    """Stand-in for `torch.compile` that imports the compiler, which takes seconds, when `function`
+    is first called."""
     if function is None:
         return functools.partial(_compile_when_called, **options)
     compiled = functools.cache(lambda: torch.compile(function, **options))
@@ -53,10 +57,12 @@ def _never_compile(function: Callable | None = None, **_: Any) -> Callable:
 
 
 def _import_megatron(compile_function: Callable) -> None:
-    """Import megatron-core with its small functions decorated by `compile_function` instead of `torch.compile`.
+    """Import megatron-core with its small functions decorated by `compile_function` instead of
+    `torch.compile`.
 
-    On a CPU, compiling them takes 20 s and a C++ compiler. megatron-core's own switch comes too late, after the import
-    of most of its modules, so `torch.compile` is replaced during the import; later modules get the same function.
+    On a CPU, compiling them takes 20 s and a C++ compiler. megatron-core's own switch comes too
+    late, after the import of most of its modules, so `torch.compile` is replaced during the import;
+    later modules get the same function.
     """
     original = torch.compile
     torch.compile = compile_function
@@ -70,9 +76,12 @@ def _import_megatron(compile_function: Callable) -> None:
 def _choose_cudnn() -> None:
     """Point Transformer Engine to torch's cuDNN before megatron-core imports it.
 
-    Transformer Engine would prefer the system's cuDNN, and parts of two versions do not work together.
+    Transformer Engine would prefer the system's cuDNN, and parts of two versions do not work
+    together.
     """
-    if {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys() or importlib.util.find_spec("transformer_engine") is None:
+    if {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys() or importlib.util.find_spec(
+        "transformer_engine"
+    ) is None:
         return
     try:
         found = importlib.util.find_spec("nvidia.cudnn")
@@ -88,7 +97,11 @@ _import_megatron(_compile_when_called if torch.cuda.is_available() else _never_c
 
 def default_device() -> torch.device:
     """The current GPU, or the CPU if there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -101,14 +114,16 @@ def resolve_dtype(dtype: Dtype | Literal["auto"], device: torch.device) -> Dtype
 @overload
 def resolve_dtype(dtype: str, device: torch.device) -> str: ...
 def resolve_dtype(dtype: str, device: torch.device) -> str:
-    """Resolve `auto` to the dtype of a model's weights: bfloat16 on a GPU, float32 on a CPU; keep any other dtype."""
+    """Resolve `auto` to the dtype of a model's weights: bfloat16 on a GPU, float32 on a CPU; keep
+    any other dtype."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
 class CpuInsteadOfCuda(TorchFunctionMode):
-    """A context in which `device="cuda"` means the CPU, to build megatron-core modules without a GPU.
+    """A context in which `device="cuda"` means the CPU, to build megatron-core modules without a
+    GPU.
 
     It redirects factory calls, and `tensor.cuda()` returns the tensor itself.
     """
@@ -156,10 +171,11 @@ def prepare_megatron() -> None:
 
 
 def accumulate_weight_gradients(accumulate: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-    """Have megatron-core's linears add weight gradients to `main_grad` by accumulate(inputs, grad_output, main_grad).
+    """Have megatron-core's linears add weight gradients to `main_grad` by accumulate(inputs,
+    grad_output, main_grad).
 
-    The linears call an extension of apex for this. It is replaced even where it is installed, so that sums are the same
-    everywhere.
+    The linears call an extension of apex for this. It is replaced even where it is installed, so
+    that sums are the same everywhere.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -167,9 +183,11 @@ def accumulate_weight_gradients(accumulate: Callable[[Tensor, Tensor, Tensor], N
 
 
 def save_checkpoints_in_threads() -> None:
-    """Let megatron-core's checkpoint writers, threads of this process, report through a queue of this process.
+    """Let megatron-core's checkpoint writers, threads of this process, report through a queue of
+    this process.
 
-    megatron-core's own queue would start a helper process, which survives if this process is killed.
+    megatron-core's own queue would start a helper process, which survives if this process is
+    killed.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -177,7 +195,8 @@ def save_checkpoints_in_threads() -> None:
 
 
 def init_processes() -> None:
-    """Initialise torch.distributed, once: under torchrun from its environment, otherwise for one process.
+    """Initialise torch.distributed, once: under torchrun from its environment, otherwise for one
+    process.
 
     Raises:
         UserError: this machine has more processes than GPUs.
@@ -220,20 +239,22 @@ def ensure_distributed(
 ) -> None:
     """Initialise torch.distributed and megatron-core's process groups, once.
 
-    Under torchrun, use its environment; otherwise make a group of one process without opening a port.
+    Under torchrun, use its environment; otherwise make a group of one process without opening a
+    port.
 
     Args:
         expert_tensor_parallel: ranks that each expert is split over; None: `tensor_parallel`.
 
     Raises:
-        UserError: the parallel sizes do not divide the number of processes, groups of other sizes exist already, or
-            this machine has more processes than GPUs.
+        UserError: the parallel sizes do not divide the number of processes, groups of other sizes
+            exist already, or this machine has more processes than GPUs.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     prepare_megatron()
-    # Sequence-parallel embeddings fork megatron-core's CUDA random states for a dropout that is never applied here.
+    # Sequence-parallel embeddings fork megatron-core's CUDA random states for a dropout that is
+    # never applied here.
     initialize_rng_tracker(inference_rng_tracker=True)
     init_processes()
     split_over = tensor_parallel if expert_tensor_parallel is None else expert_tensor_parallel
@@ -242,9 +263,10 @@ def ensure_distributed(
         model_parallel = pipeline_parallel * max(tensor_parallel, split_over * expert_parallel)
     if dist.get_world_size() % model_parallel:
         raise UserError(
-            f"the number of processes, {dist.get_world_size()}, is no multiple of {model_parallel} (tensor-parallel "
-            f"{tensor_parallel} x pipeline-parallel {pipeline_parallel} x expert-parallel {expert_parallel}): change "
-            "--nproc-per-node of torchrun, or the parallel sizes"
+            f"the number of processes, {dist.get_world_size()}, is no multiple of {model_parallel}"
+            f" (tensor-parallel {tensor_parallel} x pipeline-parallel {pipeline_parallel} x"
+            f" expert-parallel {expert_parallel}): change --nproc-per-node of torchrun, or the"
+            " parallel sizes"
         )
     if parallel_state.model_parallel_is_initialized():
         sizes = (
@@ -256,8 +278,8 @@ def ensure_distributed(
         asked = (tensor_parallel, pipeline_parallel, expert_parallel, split_over)
         if sizes != asked:
             raise UserError(
-                f"process groups exist with (tensor, pipeline, expert, expert-tensor) parallel sizes {sizes}, asked "
-                f"for {asked}; use one set of sizes per process"
+                "process groups exist with (tensor, pipeline, expert, expert-tensor) parallel"
+                f" sizes {sizes}, asked for {asked}; use one set of sizes per process"
             )
         return
     parallel_state.initialize_model_parallel(
@@ -269,14 +291,16 @@ def ensure_distributed(
 
 
 before_closing: list[Callable[[], object]] = []
-"""Functions that `close_distributed` calls once, the newest first, while all process groups still exist."""
+"""Functions that `close_distributed` calls once, the newest first, while all process groups still
+exist."""
 
 
 def close_distributed() -> None:
     """Destroy all process groups and wait for their threads; do nothing if there are none.
 
-    Only for a process that ends without a failure; after a failure, the other processes may never answer. Without this
-    call, a gloo thread that frees a tensor during interpreter shutdown aborts the process.
+    Only for a process that ends without a failure; after a failure, the other processes may never
+    answer. Without this call, a gloo thread that frees a tensor during interpreter shutdown aborts
+    the process.
     """
     while before_closing:
         before_closing.pop()()
@@ -285,16 +309,19 @@ def close_distributed() -> None:
 
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        gc.collect()  # models hold groups, and freeing the last reference to a group waits for its threads
+        # models hold groups, and freeing the last reference to a group waits for its threads
+        gc.collect()
 
 
 def _own_gpu() -> int:
     """The GPU of this process, by its rank on this machine."""
-    place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    place = int(os.environ.get("LOCAL_RANK", 0))
+    gpus = torch.cuda.device_count()
     if place >= gpus:
         processes = os.environ.get("LOCAL_WORLD_SIZE", place + 1)
         raise UserError(
-            f"{processes} processes need a GPU each, this machine has {gpus}; start with --nproc-per-node={gpus}"
+            f"{processes} processes need a GPU each, this machine has {gpus}; start with"
+            f" --nproc-per-node={gpus}"
         )
     return place
 
@@ -309,18 +336,24 @@ def gpu_uuid(device: int) -> str:
 
 
 def shares_memory(device: int, peer: int) -> bool:
-    """Whether kernels on a GPU can read memory of `peer` and set flags there, as over NVLink; True for the same GPU."""
-    return device == peer or (torch.cuda.can_device_access_peer(device, peer) and _has_peer_atomics(device, peer))
+    """Whether kernels on a GPU can read memory of `peer` and set flags there, as over NVLink; True
+    for the same GPU."""
+    return device == peer or (
+        torch.cuda.can_device_access_peer(device, peer) and _has_peer_atomics(device, peer)
+    )
 
 
 def _has_peer_atomics(device: int, peer: int) -> bool:
-    """Whether atomic operations of a GPU work in the memory of `peer`, which torch does not report."""
+    """Whether atomic operations of a GPU work in the memory of `peer`, which torch does not
+    report."""
     found = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    return driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, device, peer) == 0 and bool(found.value)
+    return driver.cuDeviceGetP2PAttribute(
+        ctypes.byref(found), _NATIVE_ATOMICS, device, peer
+    ) == 0 and bool(found.value)
 
 
 def on_first_rank[T](action: Callable[[], T]) -> T:

@@ -1,4 +1,5 @@
-"""Set-up that all tests share: one thread, no network, uninitialised memory full of NaN, and a tiny tokenizer."""
+"""Set-up that all tests share: one thread, no network, uninitialised memory full of NaN, and a tiny
+tokenizer."""
 
 import atexit
 import gc
@@ -9,8 +10,8 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The GPU is for `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that has one, and run
-# Triton's kernels in its interpreter. Workers inherit what the command line said.
+# The GPU is for `pytest -m gpu` alone: the other tests are about the CPU, also on a machine that
+# has one, and run Triton's kernels in its interpreter. Workers inherit what the command line said.
 if os.environ.setdefault("MTPKIT_TEST_GPU", str(int("-m gpu" in " ".join(sys.argv)))) == "0":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -74,7 +75,9 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     tokenizer = ByteLevelBPETokenizer()
     text = ["the cat sat on the mat\n", "def add(left, right):\n    return left + right\n"] * 8
-    tokenizer.train_from_iterator(text, vocab_size=300, min_frequency=2, special_tokens=["<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        text, vocab_size=300, min_frequency=2, special_tokens=["<eos>"], show_progress=False
+    )
     directory = tmp_path_factory.mktemp("tokenizer")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<eos>")
     fast.save_pretrained(directory)

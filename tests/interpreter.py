@@ -1,4 +1,5 @@
-"""Triton's interpreter without what it does anew for every operation of a kernel, most of the time that one takes.
+"""Triton's interpreter without what it does anew for every operation of a kernel, most of the time
+that one takes.
 
 A fault of it is mended too, see `_drop_nan`.
 """
@@ -18,15 +19,16 @@ def hasten() -> None:
     _hold_block_types()
     _hold_shapes()
     _drop_nan()
-    # It would compute every sum of integers in 64 bits too, to compare, and pass on the outcome to nobody.
+    # It would compute every sum of integers in 64 bits too, to compare, and pass on the outcome to
+    # nobody.
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "sums that overflow would be reported"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _drop_nan() -> None:
-    """Let `tl.maximum` and `tl.minimum` return the other number where one is NaN, as a GPU does unless it is told to
-    propagate NaN."""
+    """Let `tl.maximum` and `tl.minimum` return the other number where one is NaN, as a GPU does
+    unless it is told to propagate NaN."""
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
     builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
@@ -35,13 +37,15 @@ def _drop_nan() -> None:
 def _once_a_module(patch: Callable[[Callable], object]) -> Callable[[Callable], object]:
     """Replace the language's operations by the interpreter's for good.
 
-    It does so at each launch and each call of a function within a kernel, going through all names of the language.
+    It does so at each launch and each call of a function within a kernel, going through all names
+    of the language.
     """
     patched: dict[int, dict] = {}
 
     def patch_once(function: Callable) -> object:
         if id(function.__globals__) not in patched:
-            patched[id(function.__globals__)] = function.__globals__  # held, so that no other gets its id
+            # held, so that no other gets its id
+            patched[id(function.__globals__)] = function.__globals__
             patch(function)
         return interpreter._LangPatchScope()  # that restores nothing
 
@@ -61,8 +65,10 @@ def _once_a_type(find: Callable[[core.dtype], np.dtype]) -> Callable[[core.dtype
 
 
 def _hold_block_types() -> None:
-    """Let the type of a block hold those that are made from it: with other elements, and the interpreter's own."""
-    change, lower = core.block_type.with_element_ty, core.block_type.to_ir
+    """Let the type of a block hold those that are made from it: with other elements, and the
+    interpreter's own."""
+    change = core.block_type.with_element_ty
+    lower = core.block_type.to_ir
 
     def with_element_ty(self: core.block_type, element: core.dtype) -> core.block_type:
         held = self.__dict__.setdefault("with_elements", {})
@@ -75,7 +81,8 @@ def _hold_block_types() -> None:
             self.lowered = lower(self, builder)
         return self.lowered
 
-    core.block_type.with_element_ty, core.block_type.to_ir = with_element_ty, to_ir
+    core.block_type.with_element_ty = with_element_ty
+    core.block_type.to_ir = to_ir
 
 
 def _hold_shapes() -> None:
@@ -84,7 +91,9 @@ def _hold_shapes() -> None:
 
     def __init__(self: core.tensor, handle: object, kind: core.dtype) -> None:
         if held := kind.__dict__.get("shape_and_size"):
-            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            self.handle = handle
+            self.type = kind
+            self.dtype = kind.scalar
             self.shape, self.numel = held
         else:
             make(self, handle, kind)

@@ -1,4 +1,5 @@
-"""Modules that training and decoding import as they go, for the process that those of tests are forked from."""
+"""Modules that training and decoding import as they go, for the process that those of tests are
+forked from."""
 
 import gc
 

@@ -18,34 +18,45 @@ from mtpkit.platform import close_distributed
 
 
 def fork(function: Callable[..., object], *args: object) -> ForkServerProcess:
-    """Start a function of args in a process that has the imports behind it, which take seconds of a new one."""
+    """Start a function of args in a process that has the imports behind it, which take seconds of a
+    new one."""
     preload(function.__module__)
     process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
     process.start()
     return process
 
 
-def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2, device: str = "cpu") -> None:
-    """Call a function of (rank, *args) in so many new processes, in the environment that torchrun would give them.
+def run_ranks(
+    function: Callable[..., object], *args: object, ranks: int = 2, device: str = "cpu"
+) -> None:
+    """Call a function of (rank, *args) in so many new processes, in the environment that torchrun
+    would give them.
 
-    They are forked from one that has imported what the first caller needs: each would take 10 s for it. Where there is
-    a GPU the imports look for it, after which CUDA cannot be used in a fork. Their environment is that of the first.
+    They are forked from one that has imported what the first caller needs: each would take 10 s for
+    it. Where there is a GPU the imports look for it, after which CUDA cannot be used in a fork.
+    Their environment is that of the first.
     """
     method = "forkserver" if device == "cpu" else "spawn"
     if device == "cpu":
         preload(function.__module__)
-    mp.start_processes(in_rank, (ranks, free_port(), function, args), nprocs=ranks, start_method=method)
+    mp.start_processes(
+        in_rank, (ranks, free_port(), function, args), nprocs=ranks, start_method=method
+    )
 
 
-def fork_ranks(function: Callable[..., object], *args: object, ranks: int = 2) -> list[ForkServerProcess]:
-    """Start a function of args in so many processes at once, in the environment that torchrun would give them."""
+def fork_ranks(
+    function: Callable[..., object], *args: object, ranks: int = 2
+) -> list[ForkServerProcess]:
+    """Start a function of args in so many processes at once, in the environment that torchrun would
+    give them."""
     preload(function.__module__)
     port = free_port()
     return [fork(as_rank, rank, ranks, port, function, *args) for rank in range(ranks)]
 
 
 def preload(module: str) -> None:
-    """Start the process that others are forked from, unless there is one, and import a module there."""
+    """Start the process that others are forked from, unless there is one, and import a module
+    there."""
     mp.get_context("forkserver").set_forkserver_preload(["tests.preload", module])
     forkserver.ensure_running()
 
@@ -56,9 +67,12 @@ def in_rank(rank: int, ranks: int, port: int, function: Callable[..., object], a
     close_distributed()
 
 
-def as_rank(rank: int, ranks: int, port: int, function: Callable[..., object], *args: object) -> None:
-    """Call a function of args in the environment of a rank. If there are fewer GPUs than ranks, several ranks share one
-    as if they were on several hosts: NCCL then connects them by sockets, and does not refuse."""
+def as_rank(
+    rank: int, ranks: int, port: int, function: Callable[..., object], *args: object
+) -> None:
+    """Call a function of args in the environment of a rank. If there are fewer GPUs than ranks,
+    several ranks share one as if they were on several hosts: NCCL then connects them by sockets,
+    and does not refuse."""
     gpus = torch.cuda.device_count() or ranks
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus), "WORLD_SIZE": str(ranks)}
     if ranks > gpus:
@@ -74,7 +88,8 @@ def as_rank(rank: int, ranks: int, port: int, function: Callable[..., object], *
 
 
 def share_device(device: str) -> None:
-    """Join the others by gloo, on the CPU or on the GPU that `as_rank` has given, which ranks may share."""
+    """Join the others by gloo, on the CPU or on the GPU that `as_rank` has given, which ranks may
+    share."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")

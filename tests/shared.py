@@ -18,7 +18,8 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # common to all workers
-    path, done = folder / name, folder / f"{name}.done"
+    path = folder / name
+    done = folder / f"{name}.done"
     with FileLock(folder / f"{name}.lock"):
         if not done.exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -29,11 +30,14 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 def covering(*axes: Iterable, meet: int = 2) -> list[tuple]:
-    """Few of all combinations of a value of each axis: every `meet` values of different axes are together in one.
+    """Few of all combinations of a value of each axis: every `meet` values of different axes are
+    together in one.
 
-    Settings that a test varies break each other two or three at a time; all of them together cost a multiple.
+    Settings that a test varies break each other two or three at a time; all of them together cost a
+    multiple.
 
-    Example: covering("ab", "cd", "ef") == [("a", "c", "e"), ("a", "d", "f"), ("b", "c", "f"), ("b", "d", "e")]
+    Example: covering("ab", "cd", "ef") == [("a", "c", "e"), ("a", "d", "f"), ("b", "c", "f"), ("b",
+    "d", "e")]
     """
     axes = [list(axis) for axis in axes]
     places = list(itertools.product(*(range(len(axis)) for axis in axes)))
@@ -53,16 +57,19 @@ def covering(*axes: Iterable, meet: int = 2) -> list[tuple]:
 
 
 def told_length(message: object) -> int:
-    """Characters of a message on one line, in which files of tests have names without directories."""
+    """Characters of a message on one line, in which files of tests have names without
+    directories."""
     files = rf"{re.escape(tempfile.gettempdir())}/\S*/"
     return len(re.sub(files, "", " ".join(str(message).split())))
 
 
 def look_at_new_objects() -> None:
-    """Have engines that this process builds collect garbage among new objects alone, all but one in 20.
+    """Have engines that this process builds collect garbage among new objects alone, all but one in
+    20.
 
-    `LLM` unfreezes all objects before it looks for garbage, which takes 0.3 s with all that torch imports, and tests
-    build hundreds of engines.
+    `LLM` unfreezes all objects before it looks for garbage, which takes 0.3 s with all that torch
+    imports, and tests build hundreds of engines.
     """
-    unfreeze, calls = gc.unfreeze, itertools.count(1)
+    unfreeze = gc.unfreeze
+    calls = itertools.count(1)
     gc.unfreeze = lambda: unfreeze() if next(calls) % 20 == 0 else None

@@ -37,7 +37,12 @@ EXTRAS = names([one for extra in OPTIONAL.keys() - {"test", "dev"} for one in OP
 def imports(source: str) -> Iterator[tuple[str, bool]]:
     """(distribution, whether it is imported with the module) of every third-party import."""
     tree = ast.parse(source)
-    inside = {id(node) for scope in ast.walk(tree) if isinstance(scope, ast.FunctionDef) for node in ast.walk(scope)}
+    inside = {
+        id(node)
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.FunctionDef)
+        for node in ast.walk(scope)
+    }
     for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
@@ -75,4 +80,8 @@ def test_extras_are_imported_where_they_are_used() -> None:
     """So that the package works without them."""
     for path in (ROOT / "mtpkit").rglob("*.py"):
         if str(path.relative_to(ROOT)) not in LOADED_ON_DEMAND:
-            assert not [name for name, early in imports(path.read_text()) if early and name in EXTRAS - RUNTIME], path
+            assert not [
+                name
+                for name, early in imports(path.read_text())
+                if early and name in EXTRAS - RUNTIME
+            ], path

@@ -80,6 +80,10 @@ def test_long_lists_are_cut() -> None:
 
 def test_many_problems_fit_a_line() -> None:
     with pytest.raises(UserError) as caught:
-        raise_problems("model config", [f"field_{n} {'x' * 30} is not a whole number" for n in range(50)])
-    assert str(caught.value).startswith("model config: field_0 ") and str(caught.value).endswith(" more")
+        raise_problems(
+            "model config", [f"field_{n} {'x' * 30} is not a whole number" for n in range(50)]
+        )
+    assert str(caught.value).startswith("model config: field_0 ") and str(caught.value).endswith(
+        " more"
+    )
     assert len(str(caught.value)) < 400

@@ -39,7 +39,9 @@ def imported_modules(source: str) -> Iterator[tuple[int, str]]:
 
 def violations(layer: str, source: str) -> list[str]:
     """Imports in a module of `layer` that the order forbids, as `line: name`."""
-    return [f"{line}: {name}" for line, name in imported_modules(source) if not _allowed(layer, name)]
+    return [
+        f"{line}: {name}" for line, name in imported_modules(source) if not _allowed(layer, name)
+    ]
 
 
 def _allowed(layer: str, name: str) -> bool:
@@ -59,7 +61,9 @@ def package_modules() -> list[Path]:
 
 
 def scripts() -> list[Path]:
-    return sorted(path for folder in ("train", "infer", "convert") for path in (ROOT / folder).glob("*.py"))
+    return sorted(
+        path for folder in ("train", "infer", "convert") for path in (ROOT / folder).glob("*.py")
+    )
 
 
 def test_imports_go_one_way() -> None:
@@ -68,7 +72,10 @@ def test_imports_go_one_way() -> None:
         layer = path.relative_to(ROOT / "mtpkit").parts[0].removesuffix(".py")
         if layer != "__init__":
             assert layer in RANK, f"{path} is in no layer of the design"
-            found += [f"{path.relative_to(ROOT)}:{violation}" for violation in violations(layer, path.read_text())]
+            found += [
+                f"{path.relative_to(ROOT)}:{violation}"
+                for violation in violations(layer, path.read_text())
+            ]
     assert not found, "\n".join(found)
 
 
@@ -115,7 +122,9 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
     graph = {}
     for importer, source in sources.items():
-        graph[importer] = {module(name) for _, name in imported_modules(source)} & sources.keys() - {importer}
+        graph[importer] = {
+            module(name) for _, name in imported_modules(source)
+        } & sources.keys() - {importer}
     return graph
 
 
@@ -140,7 +149,12 @@ def test_no_modules_import_each_other() -> None:
 
 def test_a_circle_is_found() -> None:
     late = "def late():\n    from mtpkit.a.b import name"
-    sources = {"mtpkit.a.b": "from mtpkit.c import x", "mtpkit.c": "import mtpkit.d", "mtpkit.d": late, "mtpkit.e": ""}
+    sources = {
+        "mtpkit.a.b": "from mtpkit.c import x",
+        "mtpkit.c": "import mtpkit.d",
+        "mtpkit.d": late,
+        "mtpkit.e": "",
+    }
     assert circles(import_graph(sources)) == ["mtpkit.a.b", "mtpkit.c", "mtpkit.d"]
     sources["mtpkit.d"] = "from mtpkit.e import y"
     assert not circles(import_graph(sources))
@@ -152,8 +166,9 @@ ENGINE_KERNELS = (
     *("step_rows.decode_rows", "step_rows.kv_slots", "step_rows.store_rows"),
     "copy_units",
 )
-"""What the engine takes of `mtpkit.kernels`: constants and the machine, drafts and their acceptance, rows of a step,
-and copies to the prefix cache. `mtpkit.model.state` and the layers know the kernels of states."""
+"""What the engine takes of `mtpkit.kernels`: constants and the machine, drafts and their
+acceptance, rows of a step, and copies to the prefix cache. `mtpkit.model.state` and the layers know
+the kernels of states."""
 
 
 def state_imports(source: str) -> list[str]:
@@ -161,7 +176,11 @@ def state_imports(source: str) -> list[str]:
     needed = tuple(f"mtpkit.kernels.{kernel}." for kernel in ENGINE_KERNELS)
     never = ("mtpkit.kernels.", "mtpkit.model.layers.")
     names = [(line, f"{name}.") for line, name in imported_modules(source)]
-    return [f"{line}: {name[:-1]}" for line, name in names if name.startswith(never) and not name.startswith(needed)]
+    return [
+        f"{line}: {name[:-1]}"
+        for line, name in names
+        if name.startswith(never) and not name.startswith(needed)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -182,8 +201,17 @@ def state_imports(source: str) -> list[str]:
         ("def late():\n    import mtpkit.kernels.attention.decode", True),
         ("from mtpkit.model.layers.mamba import MambaMixer", True),
         ("from mtpkit.model import layers", True),
-        ("from mtpkit.kernels.sampling import uniform\nfrom mtpkit.model.state import States", False),
-        ("from mtpkit.kernels import NO_TOKEN, acceptance\nfrom mtpkit.kernels.step_rows import kv_slots", False),
+        (
+            "from mtpkit.kernels.sampling import uniform\nfrom mtpkit.model.state import States",
+            False,
+        ),
+        (
+            (
+                "from mtpkit.kernels import NO_TOKEN, acceptance\nfrom mtpkit.kernels.step_rows"
+                " import kv_slots"
+            ),
+            False,
+        ),
     ],
 )
 def test_imports_of_states_are_seen(source: str, seen: bool) -> None:
@@ -218,12 +246,18 @@ def in_package(path: Path) -> str:
 
 LETTERS = frozenset(KINDS)
 GENERAL_LAYERS = {"base.py", "embedding.py", "linear.py", "norm.py", "te.py"}
-"""Files of `model/layers` whose classes are of no kind: parts of layers, and what backends build them from."""
+"""Files of `model/layers` whose classes are of no kind: parts of layers, and what backends build
+them from."""
 
 
 def classes_of(paths: Iterable[Path]) -> set[str]:
     """Names of the public classes that files define, but named tuples."""
-    nodes = [node for path in paths for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    nodes = [
+        node
+        for path in paths
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
     tuples = [node for node in nodes if "NamedTuple" in map(ast.unparse, node.bases)]
     return {node.name for node in nodes if node not in tuples and not node.name.startswith("_")}
 
@@ -233,7 +267,9 @@ KIND_ROOMS = ("config/", "model/kinds/", "model/layers/", "bench/kernel_cases/ki
 LAYER_FILES = sorted((ROOT / "mtpkit" / "model" / "layers").glob("*.py"))
 MIXERS = classes_of(path for path in LAYER_FILES if path.name not in GENERAL_LAYERS)
 MIXERS -= classes_of(path for path in LAYER_FILES if path.name in GENERAL_LAYERS)
-MIXERS -= classes_of(path for path in package_modules() if not in_package(path).startswith(KIND_ROOMS))
+MIXERS -= classes_of(
+    path for path in package_modules() if not in_package(path).startswith(KIND_ROOMS)
+)
 """Classes of layers of one kind whose names nothing outside has."""
 SECTION_CLASSES = {section.__name__ for section in SECTIONS.values()}
 SECTION_NAMES = {
@@ -243,14 +279,23 @@ SECTION_NAMES = {
 }
 """Properties of `ModelConfig` that are sections."""
 SECTION_READERS = {
-    "checkpoint/families/": "a family says which layers its models have, and what its files call their sizes",
+    "checkpoint/families/": (
+        "a family says which layers its models have, and what its files call their sizes"
+    ),
     "checkpoint/lint_quantized.py": "vLLM shares the groups of attention among ranks",
-    "model/hybrid.py": "megatron-core's config has sizes of attention and feed-forward layers in every model",
+    "model/hybrid.py": (
+        "megatron-core's config has sizes of attention and feed-forward layers in every model"
+    ),
     "bench/plain.py": "a plain decoder, which has layers of its own",
     "bench/train.py": "`attention` is an option of the benchmark",
 }
-"""Files and folders outside that may name sections, but no letters and no classes of mixers, and why."""
-LETTER_READERS = {"checkpoint/families/blocks.py": "the number of layers before the first mixture of experts is a key"}
+"""Files and folders outside that may name sections, but no letters and no classes of mixers, and
+why."""
+LETTER_READERS = {
+    "checkpoint/families/blocks.py": (
+        "the number of layers before the first mixture of experts is a key"
+    )
+}
 """Files outside that may name letters, and why."""
 
 ABOUT_KINDS = ("pattern", "letter", "layer", "KINDS", "SECTIONS")
@@ -261,18 +306,29 @@ def _are_letters(node: ast.AST) -> bool:
     """Whether a node is a text of letters of kinds, or several of them."""
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
         return bool(node.elts) and all(map(_are_letters, node.elts))
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and set() < {*node.value} <= LETTERS
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and set() < {*node.value} <= LETTERS
+    )
 
 
 def _named(node: ast.AST) -> list[str]:
     """Names that a node reads or imports."""
     if isinstance(node, ast.ImportFrom):
         return [alias.name for alias in node.names]
-    return [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []
+    return (
+        [node.id]
+        if isinstance(node, ast.Name)
+        else [node.attr]
+        if isinstance(node, ast.Attribute)
+        else []
+    )
 
 
 def kinds_named(source: str) -> Iterator[str]:
-    """Yield `line: what` where a source tests, counts or looks up letters of a pattern, or names a mixer's class."""
+    """Yield `line: what` where a source tests, counts or looks up letters of a pattern, or names a
+    mixer's class."""
     for node in ast.walk(ast.parse(source)):
         tested: list[ast.AST] = []
         alone = False
@@ -286,17 +342,24 @@ def kinds_named(source: str) -> Iterator[str]:
             case ast.Match():
                 patterns = [part for case in node.cases for part in ast.walk(case.pattern)]
                 tested = [part.value for part in patterns if isinstance(part, ast.MatchValue)]
-            case ast.Dict(keys=[first, *rest]) if first is not None and all(map(_are_letters, filter(None, rest))):
-                tested, alone = [first], True
+            case ast.Dict(keys=[first, *rest]) if first is not None and all(
+                map(_are_letters, filter(None, rest))
+            ):
+                tested = [first]
+                alone = True
             case ast.Tuple() | ast.List() | ast.Set() if len(node.elts) > 1:
-                tested, alone = [node], True
-        named = any(map(_are_letters, tested)) and (alone or any(word in ast.unparse(node) for word in ABOUT_KINDS))
+                tested = [node]
+                alone = True
+        named = any(map(_are_letters, tested)) and (
+            alone or any(word in ast.unparse(node) for word in ABOUT_KINDS)
+        )
         if named or MIXERS & {*_named(node)}:
             yield f"{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 
 def sections_named(source: str) -> Iterator[str]:
-    """Yield `line: what` where a source names the section of a kind, as a class or as a part of a model's config."""
+    """Yield `line: what` where a source names the section of a kind, as a class or as a part of a
+    model's config."""
     for node in ast.walk(ast.parse(source)):
         part = (
             isinstance(node, ast.Attribute)
@@ -368,12 +431,15 @@ def test_a_section_that_is_named_is_seen(source: str) -> None:
 
 
 def test_layer_kinds_are_named_in_their_rooms_alone() -> None:
-    found, read = dict[str, list[str]](), set[str]()
+    found = dict[str, list[str]]()
+    read = set[str]()
     for path in package_modules():
-        name, source = in_package(path), path.read_text()
+        name = in_package(path)
+        source = path.read_text()
         if name.startswith(KIND_ROOMS):
             continue
-        places, sections = list(kinds_named(source)), list(sections_named(source))
+        places = list(kinds_named(source))
+        sections = list(sections_named(source))
         for readers, named in ((SECTION_READERS, sections), (LETTER_READERS, places)):
             allowed = [place for place in readers if name.startswith(place)]
             if named and allowed:
@@ -381,29 +447,43 @@ def test_layer_kinds_are_named_in_their_rooms_alone() -> None:
             elif named:
                 found.setdefault(name, []).extend(named)
     assert not found
-    assert read == SECTION_READERS.keys() | LETTER_READERS.keys(), "take out those that read nothing"
+    assert read == SECTION_READERS.keys() | LETTER_READERS.keys(), (
+        "take out those that read nothing"
+    )
 
 
 def test_errors_list_things_by_listed() -> None:
     """Which cuts what would not fit a line."""
     assert joined_in_errors("raise UserError(f\"{', '.join(names)} are missing\")") == [1]
     assert not joined_in_errors("raise UserError(f\"{listed(names)}: {' '.join(text.split())}\")")
-    found = {path: lines for path in package_modules() if (lines := joined_in_errors(path.read_text()))}
+    found = {
+        path: lines for path in package_modules() if (lines := joined_in_errors(path.read_text()))
+    }
     assert not found, "list them by mtpkit.errors.listed"
 
 
 def test_scripts_are_thin() -> None:
     for path in scripts():
         tree = ast.parse(path.read_text())
-        assert len(path.read_text().splitlines()) <= SCRIPT_LINES, f"{path} does more than parse and call"
+        assert len(path.read_text().splitlines()) <= SCRIPT_LINES, (
+            f"{path} does more than parse and call"
+        )
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)], path
 
 
 def test_links_between_pages_lead_somewhere():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     links = [
-        (page.name, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        (page.name, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     ]
     assert len(links) > 20
-    assert [(name, link) for name, link in links if not (ROOT / "docs" / link).exists() and name != "README.md"] == []
-    assert [link for name, link in links if name == "README.md" and not (ROOT / link).exists()] == []
+    assert [
+        (name, link)
+        for name, link in links
+        if not (ROOT / "docs" / link).exists() and name != "README.md"
+    ] == []
+    assert [
+        link for name, link in links if name == "README.md" and not (ROOT / link).exists()
+    ] == []

@@ -28,7 +28,9 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 def fresh_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process that no launcher started."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
 
 
 AS_ON_A_GPU = """
@@ -78,14 +80,22 @@ def test_transformer_engine_is_shown_the_cudnn_of_torch(tmp_path, monkeypatch, p
 
     def find(name):
         if name in packages.split():
-            return SimpleNamespace(submodule_search_locations=[f"{tmp_path}/{name.replace('.', '/')}"])
+            return SimpleNamespace(
+                submodule_search_locations=[f"{tmp_path}/{name.replace('.', '/')}"]
+            )
         if "." in name:
             raise ModuleNotFoundError(name)  # of the parent
         return None
 
     monkeypatch.setattr("importlib.util.find_spec", find)
     _choose_cudnn()
-    want = "chosen" if given == "CUDNN_HOME" else "" if given else FAKES[packages].format(path=tmp_path)
+    want = (
+        "chosen"
+        if given == "CUDNN_HOME"
+        else ""
+        if given
+        else FAKES[packages].format(path=tmp_path)
+    )
     assert os.environ.get("CUDNN_HOME", "") == want
 
 
@@ -107,10 +117,16 @@ def test_one_process_needs_no_launcher_and_may_ask_again():
 
     ensure_distributed()
     ensure_distributed()
-    assert torch.distributed.get_world_size() == parallel_state.get_tensor_model_parallel_world_size() == 1
+    assert (
+        torch.distributed.get_world_size()
+        == parallel_state.get_tensor_model_parallel_world_size()
+        == 1
+    )
 
 
-@pytest.mark.parametrize("sizes", [dict(tensor_parallel=2), dict(pipeline_parallel=3), dict(expert_parallel=2)])
+@pytest.mark.parametrize(
+    "sizes", [dict(tensor_parallel=2), dict(pipeline_parallel=3), dict(expert_parallel=2)]
+)
 def test_sizes_that_do_not_fit(sizes):
     ensure_distributed()
     with pytest.raises(UserError, match="parallel") as error:
@@ -120,11 +136,18 @@ def test_sizes_that_do_not_fit(sizes):
 
 @without_gpu
 def test_a_fresh_process_is_quiet_and_checks_sizes_before_groups_exist():
-    """As a command would: the import of the model, sizes that do not fit, and then those that do."""
-    code = "import mtpkit.model, mtpkit.platform as p\ntry: p.ensure_distributed(expert_parallel=2)\n"
-    done = fresh_python(f"{code}except Exception as error: print(repr(error))\np.ensure_distributed()")
+    """As a command would: the import of the model, sizes that do not fit, and then those that
+    do."""
+    code = (
+        "import mtpkit.model, mtpkit.platform as p\ntry: p.ensure_distributed(expert_parallel=2)\n"
+    )
+    done = fresh_python(
+        f"{code}except Exception as error: print(repr(error))\np.ensure_distributed()"
+    )
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout.startswith("UserError('the number of processes, 1, is no multiple of"), done.stdout
+    assert done.stdout.startswith("UserError('the number of processes, 1, is no multiple of"), (
+        done.stdout
+    )
 
 
 @without_gpu
@@ -132,10 +155,18 @@ def test_megatron_compiles_nothing():
     """Compiling takes tens of seconds a process, and a C++ compiler."""
     import mtpkit.model  # noqa: F401  (imports megatron-core's layers)
 
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
-    owners = modules + [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    functions = {value for owner in owners for value in vars(owner).values() if inspect.isfunction(value)}
-    compiled = {f"{f.__module__}.{f.__qualname__}" for f in functions if hasattr(f, "get_compiler_config")}
+    modules = [
+        module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")
+    ]
+    owners = modules + [
+        value for module in modules for value in vars(module).values() if isinstance(value, type)
+    ]
+    functions = {
+        value for owner in owners for value in vars(owner).values() if inspect.isfunction(value)
+    }
+    compiled = {
+        f"{f.__module__}.{f.__qualname__}" for f in functions if hasattr(f, "get_compiler_config")
+    }
     assert not compiled
     assert hasattr(torch.compile(lambda x: x), "get_compiler_config"), "others may still compile"
 
@@ -147,11 +178,15 @@ def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="3 processes need a GPU each, this machine has 2; start with --nproc"):
+    with pytest.raises(
+        UserError, match="3 processes need a GPU each, this machine has 2; start with --nproc"
+    ):
         ensure_distributed()
 
 
-@pytest.mark.parametrize("failure", [UserError("no such base"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "failure", [UserError("no such base"), OSError(28, "No space left on device")]
+)
 def test_what_the_first_rank_meets_is_raised_as_it_is(failure):
     ensure_distributed()
 
@@ -172,8 +207,9 @@ from mtpkit.platform import ensure_distributed
 def command():
     from megatron.core import parallel_state
     ensure_distributed()
+    group = parallel_state.get_data_parallel_group()
     for _ in range(2000):
-        dist.all_reduce(torch.ones(10), group=parallel_state.get_data_parallel_group(), async_op=True)
+        dist.all_reduce(torch.ones(10), group=group, async_op=True)
 
 run(command)
 """
@@ -181,10 +217,14 @@ run(command)
 
 @without_gpu
 def test_a_command_ends_while_messages_are_on_the_way():
-    """A thread of gloo that has the last reference to a tensor frees it, which the interpreter must outlive."""
+    """A thread of gloo that has the last reference to a tensor frees it, which the interpreter must
+    outlive."""
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", ENDS], env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank})
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS],
+            env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank},
+        )
         for rank in "01"
     ]
     assert [rank.wait() for rank in ranks] == [0, 0]

@@ -15,22 +15,40 @@ ROOT = Path(mtpkit.__file__).parent.parent
 def module_sources() -> dict[str, str]:
     """The source of every module by its dotted name."""
     paths = sorted((ROOT / "mtpkit").rglob("*.py"))
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in paths}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in paths
+    }
 
 
 def functions(source: str, compiled: bool) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Functions and methods that Triton compiles, or all others."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [one for one in found if any("triton.jit" in ast.unparse(d) for d in one.decorator_list) == compiled]
+    found = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return [
+        one
+        for one in found
+        if any("triton.jit" in ast.unparse(d) for d in one.decorator_list) == compiled
+    ]
 
 
 def untyped(source: str) -> list[str]:
-    """`line: name` of functions that lack a type; `self` and `cls` need none, nor the result of `__init__`."""
+    """`line: name` of functions that lack a type; `self` and `cls` need none, nor the result of
+    `__init__`."""
     lacking = []
     for one in functions(source, compiled=False):
         given = one.args
-        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
-        typed = all(argument.annotation or argument.arg in ("self", "cls") for argument in arguments)
+        arguments = [
+            *given.posonlyargs,
+            *given.args,
+            *given.kwonlyargs,
+            *filter(None, (given.vararg, given.kwarg)),
+        ]
+        typed = all(
+            argument.annotation or argument.arg in ("self", "cls") for argument in arguments
+        )
         if not typed or (one.returns is None and one.name != "__init__"):
             lacking.append(f"{one.lineno}: {one.name}")
     return lacking
@@ -56,15 +74,22 @@ def test_missing_types_are_seen(source: str, lacks: bool) -> None:
 
 
 def test_all_functions_but_kernels_have_types() -> None:
-    assert not {name: lacking for name, source in module_sources().items() if (lacking := untyped(source))}
+    assert not {
+        name: lacking for name, source in module_sources().items() if (lacking := untyped(source))
+    }
 
 
 def test_modules_without_kernels_are_not_exempt_from_types() -> None:
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
     exempt = [
-        name for one in overrides if "no-untyped-def" in one.get("disable_error_code", ()) for name in one["module"]
+        name
+        for one in overrides
+        if "no-untyped-def" in one.get("disable_error_code", ())
+        for name in one["module"]
     ]
-    kernels = {name for name, source in module_sources().items() if functions(source, compiled=True)}
+    kernels = {
+        name for name, source in module_sources().items() if functions(source, compiled=True)
+    }
     assert sorted(exempt) == sorted(
         {"mtpkit.kernels.*.triton" if fnmatch(name, "*.triton") else name for name in kernels}
     )

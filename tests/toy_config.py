@@ -2,12 +2,15 @@
 
 from mtpkit.config import ModelConfig
 
-DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6)
+DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6
+)
 """Sizes of gated delta nets, which `toy_config` gives to models with such layers."""
 
 
 def toy_config(**changes) -> ModelConfig:
-    """Mamba2, attention and MLP layers of width 32 with three repeated heads; MoE sizes are there, without a layer."""
+    """Mamba2, attention and MLP layers of width 32 with three repeated heads; MoE sizes are there,
+    without a layer."""
     letters = changes.get("pattern", "") + changes.get("mtp_pattern", "")
     changes = DELTA | changes if "G" in letters else changes
     return ModelConfig.of(

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from pydantic import Field
@@ -29,20 +32,23 @@ LETTER = "A"
 class AverageConfig(Section):
     """Settings of moving averages."""
 
-    letter, title = LETTER, "moving average"
+    letter = LETTER
+    title = "moving average"
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """Share of the average that each token leaves, at the start."""
 
 
 class Mixer(SplitOverRanks, MegatronModule):
-    """m_t = a m_{t-1} + (1 - a) x_t in each channel, with x the norm of the input. Ranks have their own channels."""
+    """m_t = a m_{t-1} + (1 - a) x_t in each channel, with x the norm of the input. Ranks have their
+    own channels."""
 
     layer_name: str
 
     def __init__(self, config: Any, norm: type, row_linear: type, ranks: Any) -> None:
         super().__init__(config)
-        self.tp_group, width = ranks, config.hidden_size
+        self.tp_group = ranks
+        width = config.hidden_size
         self.norm = norm(config=config, hidden_size=width, eps=config.layernorm_epsilon)
         self.decay = split_parameter(torch.zeros(width // ranks.size()))
         self.out_proj = row_linear(
@@ -86,7 +92,8 @@ class Mixer(SplitOverRanks, MegatronModule):
         return kept * mean + (1 - kept) * x
 
     def _scan(self, x: Tensor, documents: Tensor | None) -> Tensor:
-        mean, means = torch.zeros_like(x[0]), []
+        mean = torch.zeros_like(x[0])
+        means = []
         for place, now in enumerate(x):
             if documents is not None and place:
                 mean = mean * (documents[:, place] == documents[:, place - 1])[:, None]
@@ -96,7 +103,12 @@ class Mixer(SplitOverRanks, MegatronModule):
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
         (state,) = step.states[self.layer_name]
-        rows = zip(step.query_start.tolist(), step.query_start[1:].tolist(), step.state_slots.tolist(), strict=False)
+        rows = zip(
+            step.query_start.tolist(),
+            step.query_start[1:].tolist(),
+            step.state_slots.tolist(),
+            strict=False,
+        )
         means = torch.empty_like(x)
         chunks_first = sorted(enumerate(rows), key=lambda row: row[0] < step.num_decode_rows)
         for row, (start, end, slot) in chunks_first:
@@ -115,9 +127,14 @@ class Mixer(SplitOverRanks, MegatronModule):
                 means[start:end] = self._replay(x[start:end], state, step, row, slot, before)
         return means
 
-    def _replay(self, x: Tensor, state: Replay, step: StepInput, row: int, slot: int, before: int) -> Tensor:
-        count, ring, length = step.committed.counts[state.ring][row], state.inputs("x"), state.ring.length
-        mean, means = state.folded[slot].clone(), torch.empty_like(x)
+    def _replay(
+        self, x: Tensor, state: Replay, step: StepInput, row: int, slot: int, before: int
+    ) -> Tensor:
+        count = step.committed.counts[state.ring][row]
+        ring = state.inputs("x")
+        length = state.ring.length
+        mean = state.folded[slot].clone()
+        means = torch.empty_like(x)
         for position in range(before - int(count), before):
             mean = self._next(mean, ring[slot, position % length])
         if count and not ring_base(count, step.decode_width, length):
@@ -141,13 +158,21 @@ class AverageLayer(MegatronModule):
     """A moving average and its residual connection."""
 
     def __init__(
-        self, config: Any, layer_number: int, pg_collection: Any, norm: type, row_linear: type, **_: Any
+        self,
+        config: Any,
+        layer_number: int,
+        pg_collection: Any,
+        norm: type,
+        row_linear: type,
+        **_: Any,
     ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
         self.mixer = Mixer(config, norm, row_linear, pg_collection.tp)
 
-    def forward(self, hidden_states: Tensor, *_: Any, inference_context: Any = None, **__: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *_: Any, inference_context: Any = None, **__: Any
+    ) -> Tensor:
         """hidden_states [s, b, h] to the same shape."""
         return hidden_states + self.mixer(hidden_states, inference_context or SequenceInput())
 
@@ -155,16 +180,24 @@ class AverageLayer(MegatronModule):
 class Average(LayerKind):
     """A moving average of each channel."""
 
-    name, section, mixer = "average", AverageConfig, "mixer"
+    name = "average"
+    section = AverageConfig
+    mixer = "mixer"
     slot = Slot("G", "gdn_layer")
     writes_residual = ("out_proj",)
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
-        return ModuleSpec(module=AverageLayer, params={"norm": backend.norm, "row_linear": backend.row_linear})
+        return ModuleSpec(
+            module=AverageLayer, params={"norm": backend.norm, "row_linear": backend.row_linear}
+        )
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
         width = config.hidden_size
-        return {"mixer.decay": (width,), "mixer.norm.weight": (width,), "mixer.out_proj.weight": (width, width)}
+        return {
+            "mixer.decay": (width,),
+            "mixer.norm.weight": (width,),
+            "mixer.out_proj.weight": (width, width),
+        }
 
     def activations(self, config: ModelConfig) -> int:
         return 3 * config.hidden_size
@@ -178,7 +211,9 @@ class Average(LayerKind):
         """One vector."""
         return Memory(state=config.hidden_size, state_flops=3 * config.hidden_size)
 
-    def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
+    def initial(
+        self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw
+    ) -> Tensor | None:
         """The decay as the config has it."""
         if not name.endswith(".decay"):
             return None

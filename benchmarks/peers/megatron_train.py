@@ -1,11 +1,12 @@
-"""Time megatron-core's own training step on the work of `mtpkit bench train`: frozen base, MTP heads, cross-entropy.
+"""Time megatron-core's own training step on the work of `mtpkit bench train`: frozen base, MTP
+heads, cross-entropy.
 
-Needs a GPU, megatron-core (0.19.2 made the figures of docs/performance.md) with Transformer Engine, mamba-ssm and
-causal-conv1d, and a config directory from write_config.py whose head has the pattern to train. The model is
-megatron-core's `HybridModel` with megatron-core's own `hybrid_stack_spec`; only the heads have gradients. Weights and
-tokens are random. mtpkit is not needed. The script cannot run on a CPU, because Transformer Engine needs a GPU: there
-its step was tried with mtpkit's layers in place of Transformer Engine's. This version of the script has not been run on
-a GPU yet.
+Needs a GPU, megatron-core (0.19.2 made the figures of docs/performance.md) with Transformer Engine,
+mamba-ssm and causal-conv1d, and a config directory from write_config.py whose head has the pattern
+to train. The model is megatron-core's `HybridModel` with megatron-core's own `hybrid_stack_spec`;
+only the heads have gradients. Weights and tokens are random. mtpkit is not needed. The script
+cannot run on a CPU, because Transformer Engine needs a GPU: there its step was tried with mtpkit's
+layers in place of Transformer Engine's. This version of the script has not been run on a GPU yet.
 """
 
 import json
@@ -38,18 +39,26 @@ class Row:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Config directory from write_config.py --pattern '*-'.")],
+    model: Annotated[
+        Path, typer.Option(help="Config directory from write_config.py --pattern '*-'.")
+    ],
     sequence_length: Annotated[
-        list[int] | None, typer.Option(min=2, help="Tokens of a sequence; repeat for several. By default 4096.")
+        list[int] | None,
+        typer.Option(min=2, help="Tokens of a sequence; repeat for several. By default 4096."),
     ] = None,
-    num_depths: Annotated[int, typer.Option(min=1, help="K, times that the repeated head is applied.")] = 3,
+    num_depths: Annotated[
+        int, typer.Option(min=1, help="K, times that the repeated head is applied.")
+    ] = 3,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
     warm_up: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 3,
 ) -> None:
     """Train on random tokens, and print one JSON object as the last line."""
     if not (model / "config.json").is_file():
-        fail(f"{model} has no config.json; write one: python benchmarks/peers/write_config.py {model} --pattern '*-'")
+        fail(
+            f"{model} has no config.json; write one: python benchmarks/peers/write_config.py"
+            f" {model} --pattern '*-'"
+        )
     megatron = require("megatron.core", "megatron-core==0.19.2")
     if torch.cuda.is_available():
         require("transformer_engine", "transformer-engine[core_cu13,pytorch]==2.20.2")
@@ -62,7 +71,12 @@ def main(
     start_process()
     trainer = Trainer(shape, num_depths, max(lengths))
     rows = [trainer.measure(length, micro_batch_size, steps, warm_up) for length in lengths]
-    settings = {"model": str(model), "num_depths": num_depths, "micro_batch_size": micro_batch_size, "steps": steps}
+    settings = {
+        "model": str(model),
+        "num_depths": num_depths,
+        "micro_batch_size": micro_batch_size,
+        "steps": steps,
+    }
     print_rows("megatron_train", megatron, rows, settings)
 
 
@@ -84,19 +98,24 @@ def start_process() -> None:
 
 
 def stack_spec(config: Any) -> Any:
-    """Spec of megatron-core's own layers, which use Transformer Engine, mamba-ssm and causal-conv1d."""
+    """Spec of megatron-core's own layers, which use Transformer Engine, mamba-ssm and
+    causal-conv1d."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     return hybrid_stack_spec
 
 
 def transformer_config(shape: dict[str, Any], num_depths: int, dtype: torch.dtype) -> Any:
-    """Translate a config.json into megatron-core's config; other settings have megatron-core's defaults."""
+    """Translate a config.json into megatron-core's config; other settings have megatron-core's
+    defaults."""
     from megatron.core.activations import squared_relu
     from megatron.core.transformer import TransformerConfig
 
     if shape.get("mlp_hidden_act", "relu2") != "relu2" or "n_routed_experts" in shape:
-        fail("only shapes with squared ReLU and without experts are supported: others were not compared")
+        fail(
+            "only shapes with squared ReLU and without experts are supported: others were not"
+            " compared"
+        )
     return TransformerConfig(
         num_layers=len(shape["hybrid_override_pattern"]),
         hidden_size=shape["hidden_size"],
@@ -150,7 +169,9 @@ class Trainer:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith("mtp."))
         self.vocab_size = shape["vocab_size"]
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=False
+        )
         self.model = DistributedDataParallel(config, settings, model)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -174,7 +195,9 @@ class Trainer:
         generator = torch.Generator().manual_seed(0)
         seconds = []
         for _ in range(warm_up + steps):
-            tokens = torch.randint(self.vocab_size, (sequences, length + 1), generator=generator).to(self.device)
+            tokens = torch.randint(
+                self.vocab_size, (sequences, length + 1), generator=generator
+            ).to(self.device)
             began = time.perf_counter()
             self.step(tokens)
             if cuda:
@@ -188,15 +211,21 @@ class Trainer:
         """Run one forward pass, backward pass and update on `tokens` [sequences, length + 1]."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        inputs = tokens[:, :-1].contiguous()
+        labels = tokens[:, 1:].contiguous()
         positions = torch.arange(inputs.shape[1], device=self.device).expand_as(inputs)
-        losses = self.model(inputs, positions, None, labels=labels, loss_mask=torch.ones_like(labels).float())
+        losses = self.model(
+            inputs, positions, None, labels=labels, loss_mask=torch.ones_like(labels).float()
+        )
         loss = losses.float().mean()  # the heads' losses are attached to the hidden states
         loss.backward()
         self.model.finish_grad_sync()
         updated, _, _ = self.optimizer.step()
         if not updated or not loss.isfinite():
-            fail(f"the loss is {float(loss)}, or the optimizer skipped its step: the times mean nothing")
+            fail(
+                f"the loss is {float(loss)}, or the optimizer skipped its step: the times mean"
+                " nothing"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Functions that the scripts of this folder share: the file of requests, errors, percentiles and printed results."""
+"""Functions that the scripts of this folder share: the file of requests, errors, percentiles and
+printed results."""
 
 import importlib
 import json
@@ -37,26 +38,42 @@ def read_requests(path: Path) -> list[Request]:
     try:
         return [Request(**one) for one in json.loads(path.read_text())["requests"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fail(f"{path} is no file of requests ({error}); write one: mtpkit bench load --save-requests {path}")
+        fail(
+            f"{path} is no file of requests ({error}); write one: mtpkit bench load --save-requests"
+            f" {path}"
+        )
 
 
 def require(package: str, wanted: str) -> ModuleType:
-    """Import a peer, which is no dependency of mtpkit; `wanted` names the package and version to install."""
+    """Import a peer, which is no dependency of mtpkit; `wanted` names the package and version to
+    install."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        fail(f"{package} cannot be imported ({error}): install {wanted} here, see benchmarks/peers/README.md")
+        fail(
+            f"{package} cannot be imported ({error}): install {wanted} here, see"
+            " benchmarks/peers/README.md"
+        )
 
 
 def vllm_arguments(
-    model: Path, k: int, acceptance: float, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+    model: Path,
+    k: int,
+    acceptance: float,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
 ) -> dict[str, Any]:
-    """Arguments for vLLM's engines: dummy weights in the shape of a config directory, fp32 state, synthetic acceptance.
+    """Arguments for vLLM's engines: dummy weights in the shape of a config directory, fp32 state,
+    synthetic acceptance.
 
     vLLM's acceptance rates are unconditional: `acceptance` to the power of the depth.
     """
     if not (model / "config.json").is_file():
-        fail(f"{model} has no config.json; write one: python benchmarks/peers/write_config.py {model}")
+        fail(
+            f"{model} has no config.json; write one: python benchmarks/peers/write_config.py"
+            f" {model}"
+        )
     arguments = dict(
         model=str(model),
         load_format="dummy",
@@ -80,7 +97,8 @@ def vllm_arguments(
 
 
 def percentiles_ms(seconds: Sequence[float]) -> list[float] | None:
-    """The 50th and the 99th percentile in milliseconds, with linear interpolation; None if `seconds` is empty."""
+    """The 50th and the 99th percentile in milliseconds, with linear interpolation; None if
+    `seconds` is empty."""
     ordered = sorted(seconds)
 
     def at(share: float) -> float:
@@ -92,7 +110,9 @@ def percentiles_ms(seconds: Sequence[float]) -> list[float] | None:
     return [at(0.5), at(0.99)] if ordered else None
 
 
-def print_rows(benchmark: str, peer: ModuleType, rows: Sequence[Any], settings: dict[str, Any]) -> None:
+def print_rows(
+    benchmark: str, peer: ModuleType, rows: Sequence[Any], settings: dict[str, Any]
+) -> None:
     """Print one line per row for people, and one JSON object as the last line."""
     import torch
 

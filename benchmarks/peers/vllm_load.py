@@ -1,10 +1,12 @@
-"""Measure vLLM under the load of `mtpkit bench load`: the same requests, from the file of `--save-requests`.
+"""Measure vLLM under the load of `mtpkit bench load`: the same requests, from the file of
+`--save-requests`.
 
-Needs vLLM (0.24.0 made the figures of docs/performance.md), a GPU, and a config directory from write_config.py.
-Requests queued at once go through `vllm.LLM.generate`, as the published figures were measured; requests that arrive one
-by one go through `AsyncLLM`, each as a stream. Weights are random, acceptance is synthetic, prefix caching is off.
-mtpkit is not needed. The names of the arguments were taken from vLLM 0.24.0's sources; this version of the script has
-not been run with vLLM yet.
+Needs vLLM (0.24.0 made the figures of docs/performance.md), a GPU, and a config directory from
+write_config.py. Requests queued at once go through `vllm.LLM.generate`, as the published figures
+were measured; requests that arrive one by one go through `AsyncLLM`, each as a stream. Weights are
+random, acceptance is synthetic, prefix caching is off. mtpkit is not needed. The names of the
+arguments were taken from vLLM 0.24.0's sources; this version of the script has not been run with
+vLLM yet.
 """
 
 import asyncio
@@ -35,7 +37,8 @@ class Row:
     """Median time of the later runs; the first run's time if it is the only one."""
     tokens_per_s: float
     ttft_ms: list[float] | None
-    """p50 and p99 over the later runs; None for requests queued at once, whose outputs come at the end."""
+    """p50 and p99 over the later runs; None for requests queued at once, whose outputs come at the
+    end."""
     itl_ms: list[float] | None
     tpot_ms: float | None
     run_seconds: list[float]
@@ -43,7 +46,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """Times of one run: for each request its arrival, the time of each output, and its number of tokens by then."""
+    """Times of one run: for each request its arrival, the time of each output, and its number of
+    tokens by then."""
 
     seconds: float
     arrivals: list[float]
@@ -56,11 +60,16 @@ def main(
     requests: Annotated[Path, typer.Option(help="File from mtpkit bench load --save-requests.")],
     num_speculative_tokens: Annotated[int, typer.Option(min=0, help="K, drafts per step.")] = 0,
     request_rate: Annotated[
-        list[float] | None, typer.Option(help="Requests per second; repeat for several. By default all at once.")
+        list[float] | None,
+        typer.Option(help="Requests per second; repeat for several. By default all at once."),
     ] = None,
-    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Synthetic acceptance of each depth.")] = 0.85,
+    acceptance: Annotated[
+        float, typer.Option(min=0, max=1, help="Synthetic acceptance of each depth.")
+    ] = 0.85,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 128,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a step.")] = 8192,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a step.")
+    ] = 8192,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of the engine after its start.")] = 3,
 ) -> None:
     """Serve the requests, and print one JSON object as the last line."""
@@ -71,7 +80,9 @@ def main(
         fail(f"--request-rate is {rates}, must be positive")
     load = read_requests(requests)
     longest = max(len(one.prompt_token_ids) + one.max_tokens for one in load)
-    arguments = vllm_arguments(model, num_speculative_tokens, acceptance, longest, max_num_seqs, max_num_batched_tokens)
+    arguments = vllm_arguments(
+        model, num_speculative_tokens, acceptance, longest, max_num_seqs, max_num_batched_tokens
+    )
     vllm = require("vllm", "vllm==0.24.0")
     began = time.perf_counter()
     if rates:
@@ -81,15 +92,25 @@ def main(
         start = time.perf_counter() - began
         runs = [_generate(vllm, llm, load) for _ in range(repeats)]
         rows = [summarize("inf", num_speculative_tokens, start, load, runs)]
-    print_rows("vllm_load", vllm, rows, {"requests": str(requests), "acceptance": acceptance, **arguments})
+    print_rows(
+        "vllm_load", vllm, rows, {"requests": str(requests), "acceptance": acceptance, **arguments}
+    )
 
 
-def summarize(rate: float | str, k: int, start: float, load: Sequence[Request], runs: Sequence[Run]) -> Row:
+def summarize(
+    rate: float | str, k: int, start: float, load: Sequence[Request], runs: Sequence[Run]
+) -> Row:
     """Combine the runs at one rate into a row."""
     later = runs[1:] or runs
     seconds = statistics.median(run.seconds for run in later)
-    streams = [one for run in later for one in zip(run.arrivals, run.times, run.lengths, strict=True)]
-    per_token = [(times[-1] - times[0]) / (lengths[-1] - 1) for _, times, lengths in streams if lengths[-1] > 1]
+    streams = [
+        one for run in later for one in zip(run.arrivals, run.times, run.lengths, strict=True)
+    ]
+    per_token = [
+        (times[-1] - times[0]) / (lengths[-1] - 1)
+        for _, times, lengths in streams
+        if lengths[-1] > 1
+    ]
     return Row(
         request_rate=rate,
         k=k,
@@ -107,7 +128,10 @@ def summarize(rate: float | str, k: int, start: float, load: Sequence[Request], 
 def _generate(vllm: Any, llm: Any, load: Sequence[Request]) -> Run:
     """Do one run with all requests queued at once."""
     params = [
-        vllm.SamplingParams(temperature=0, max_tokens=one.max_tokens, ignore_eos=True, detokenize=False) for one in load
+        vllm.SamplingParams(
+            temperature=0, max_tokens=one.max_tokens, ignore_eos=True, detokenize=False
+        )
+        for one in load
     ]
     prompts = [{"prompt_token_ids": one.prompt_token_ids} for one in load]
     began = time.perf_counter()
@@ -152,7 +176,8 @@ async def _run(engine: Any, load: Sequence[Request], rate: float, name: str) -> 
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        times, lengths = list[float](), list[int]()
+        times = list[float]()
+        lengths = list[int]()
         prompt = {"prompt_token_ids": one.prompt_token_ids}
         async for output in engine.generate(prompt, params, request_id=f"{name} {number}"):
             if fresh := len(output.outputs[0].token_ids):
@@ -162,11 +187,13 @@ async def _run(engine: Any, load: Sequence[Request], rate: float, name: str) -> 
 
     tasks = []
     async with asyncio.TaskGroup() as group:  # the first request that fails ends the run
-        for number, one in enumerate(load):  # one after the other: a host that stalls does not change their order
+        # one after the other: a host that stalls does not change their order
+        for number, one in enumerate(load):
             await asyncio.sleep(max(0.0, began + one.arrival / rate - time.perf_counter()))
             tasks.append(group.create_task(stream(number, one)))
     streams = [task.result() for task in tasks]
-    times, lengths = [one[0] for one in streams], [one[1] for one in streams]
+    times = [one[0] for one in streams]
+    lengths = [one[1] for one in streams]
     check_lengths(load, [one[-1] if one else 0 for one in lengths])
     return Run(max(one[-1] for one in times), [one.arrival / rate for one in load], times, lengths)
 

@@ -1,6 +1,8 @@
-"""Write the config.json, in the Hugging Face layout, of a model shape of `mtpkit bench` for the other scripts to read.
+"""Write the config.json, in the Hugging Face layout, of a model shape of `mtpkit bench` for the
+other scripts to read.
 
-Needs mtpkit. No weights are written: vLLM draws its own (`load_format="dummy"`), and so does megatron_train.py.
+Needs mtpkit. No weights are written: vLLM draws its own (`load_format="dummy"`), and so does
+megatron_train.py.
 """
 
 import json
@@ -23,7 +25,9 @@ def main(
     if model not in SHAPES:
         raise typer.BadParameter(f"{model} is none of {', '.join(SHAPES)}", param_hint="--model")
     changes: dict[str, str | int] = {"max_position_embeddings": max_model_len}
-    config = SHAPES[model].replace(**changes, **({} if pattern is None else {"mtp_pattern": pattern}))
+    config = SHAPES[model].replace(
+        **changes, **({} if pattern is None else {"mtp_pattern": pattern})
+    )
     written = find_family(config, "nemotron_h").config_to_hf(config) | {"torch_dtype": "bfloat16"}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")

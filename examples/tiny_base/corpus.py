@@ -1,10 +1,11 @@
-"""Make a corpus from text that every machine has: the sources of the running Python's standard library.
+"""Make a corpus from text that every machine has: the sources of the running Python's standard
+library.
 
     python examples/tiny_base/corpus.py OUT_DIR [--packages] [--limit N]
 
-writes OUT_DIR/train.jsonl and OUT_DIR/heldout.jsonl, one module per line: {"path": ..., "text": ...}, and prompts cut
-from held-out modules, OUT_DIR/prompts.jsonl: {"prompt": ...}. With --packages the training part also holds sources of
-installed packages; the tiny base was trained with them.
+writes OUT_DIR/train.jsonl and OUT_DIR/heldout.jsonl, one module per line: {"path": ..., "text":
+...}, and prompts cut from held-out modules, OUT_DIR/prompts.jsonl: {"prompt": ...}. With --packages
+the training part also holds sources of installed packages; the tiny base was trained with them.
 """
 
 import argparse
@@ -35,7 +36,8 @@ HELD_OUT = [
     "tomllib",
     "zipapp",
 ]
-"""Modules that are kept out of training, with their tests; prompts and held-out loss come from them."""
+"""Modules that are kept out of training, with their tests; prompts and held-out loss come from
+them."""
 
 PACKAGES = [
     "datasets",
@@ -79,8 +81,10 @@ def write(out: Path, packages: bool = False, limit: int | None = None) -> dict[s
     `limit` is the number of training modules to keep, spread evenly over the library.
     """
     paths = sysconfig.get_paths()
-    stdlib, site = Path(paths["stdlib"]), Path(paths["purelib"])
-    train, held_out = [], []
+    stdlib = Path(paths["stdlib"])
+    site = Path(paths["purelib"])
+    train = []
+    held_out = []
     for root in [stdlib, *(site / name for name in PACKAGES if packages)]:
         for path, text in modules(root):
             if not is_held_out(path):
@@ -89,7 +93,11 @@ def write(out: Path, packages: bool = False, limit: int | None = None) -> dict[s
                 held_out.append({"path": str(path), "text": text})
     if limit is not None and limit < len(train):
         train = [train[index * len(train) // limit] for index in range(limit)]
-    files = {"train": train, "heldout": held_out, "prompts": [{"prompt": prompt} for prompt in prompts(held_out)]}
+    files = {
+        "train": train,
+        "heldout": held_out,
+        "prompts": [{"prompt": prompt} for prompt in prompts(held_out)],
+    }
     out.mkdir(parents=True, exist_ok=True)
     for name, samples in files.items():
         with (out / f"{name}.jsonl").open("w") as lines:
@@ -109,9 +117,13 @@ def prompts(held_out: list[dict[str, str]], count: int = 32, characters: int = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--packages", action="store_true", help="add the sources of installed packages")
+    parser.add_argument(
+        "--packages", action="store_true", help="add the sources of installed packages"
+    )
     parser.add_argument("--limit", type=int, help="keep this many training modules")
     arguments = parser.parse_args()
     print(write(arguments.out, arguments.packages, arguments.limit))

@@ -27,7 +27,9 @@ def main(corpus: Path, out: Path) -> None:
     )
     with (corpus / "train.jsonl").open() as lines:
         tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END
+    )
     wrapped.save_pretrained(out)
 
 

@@ -4,7 +4,8 @@
     python examples/tiny_base/make_tokenizer.py CORPUS_DIR MODEL_DIR
     python examples/tiny_base/train_base.py --corpus CORPUS_DIR --model MODEL_DIR [--steps N]
 
-The result is a Nemotron-H model in the Hugging Face layout without MTP heads. Its held-out loss is printed last.
+The result is a Nemotron-H model in the Hugging Face layout without MTP heads. Its held-out loss is
+printed last.
 """
 
 import argparse
@@ -46,7 +47,8 @@ CONFIG = ModelConfig.of(
 
 
 def tokenize(path: Path, tokenizer) -> np.ndarray:
-    """Tokens of all documents of a jsonl file as one array; each document ends with the end-of-sequence token."""
+    """Tokens of all documents of a jsonl file as one array; each document ends with the
+    end-of-sequence token."""
     with path.open() as lines:
         texts = [json.loads(line)["text"] for line in lines]
     parts = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
@@ -54,7 +56,8 @@ def tokenize(path: Path, tokenizer) -> np.ndarray:
 
 
 def batch_of(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Windows [b, length + 1] of the tokens that begin at `starts`, and the document index of each token."""
+    """Windows [b, length + 1] of the tokens that begin at `starts`, and the document index of each
+    token."""
     ids = tokens[starts[:, None] + torch.arange(length + 1, device=tokens.device)]
     documents = (ids == 0).cumsum(1) - (ids == 0).int()
     return ids, documents
@@ -65,7 +68,9 @@ def loss_of(model, ids: Tensor, documents: Tensor) -> Tensor:
     hidden = base_forward(model, ids[:, :-1], SequenceInput(documents=documents[:, :-1]))
     logits = compute_logits(model, hidden.transpose(0, 1)).float()
     same = documents[:, 1:] == documents[:, :-1]
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
     return (losses * same.flatten()).sum() / same.sum()
 
 
@@ -73,7 +78,11 @@ def loss_of(model, ids: Tensor, documents: Tensor) -> Tensor:
 def evaluate(model, tokens: Tensor, length: int, batch: int = 32) -> float:
     """Held-out loss over consecutive windows."""
     starts = torch.arange(0, len(tokens) - length - 1, length, device=tokens.device)
-    return float(np.mean([loss_of(model, *batch_of(tokens, part, length)).item() for part in starts.split(batch)]))
+    return float(
+        np.mean(
+            [loss_of(model, *batch_of(tokens, part, length)).item() for part in starts.split(batch)]
+        )
+    )
 
 
 def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
@@ -81,16 +90,24 @@ def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available())
+    optimizer = torch.optim.AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available()
+    )
     tokens = data["train"]
     generator = torch.Generator(tokens.device).manual_seed(args.seed)
     started = time.time()
     for step in range(args.steps):
         progress = max(0.0, (step - args.warmup) / max(1, args.steps - args.warmup))
-        rate = args.lr * min(1.0, (step + 1) / args.warmup) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+        rate = (
+            args.lr
+            * min(1.0, (step + 1) / args.warmup)
+            * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
-        starts = torch.randint(len(tokens) - args.length - 1, (args.batch,), device=tokens.device, generator=generator)
+        starts = torch.randint(
+            len(tokens) - args.length - 1, (args.batch,), device=tokens.device, generator=generator
+        )
         loss = loss_of(model, *batch_of(tokens, starts, args.length))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -99,15 +116,23 @@ def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
         if step % args.log_every == 0 or step == args.steps - 1:
             held_out = evaluate(model, data["heldout"], args.length)
             rate = (step + 1) * args.batch * args.length / (time.time() - started)
-            print(f"step {step} loss {loss.item():.4f} heldout {held_out:.4f} tokens/s {rate:.0f}", flush=True)
+            print(
+                f"step {step} loss {loss.item():.4f} heldout {held_out:.4f} tokens/s {rate:.0f}",
+                flush=True,
+            )
 
 
 def main() -> None:
     """Parse the arguments, train, and save the model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument(
-        "--model", type=Path, required=True, help="directory that holds the tokenizer and gets the weights"
+        "--model",
+        type=Path,
+        required=True,
+        help="directory that holds the tokenizer and gets the weights",
     )
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64)
@@ -121,17 +146,33 @@ def main() -> None:
     device = default_device()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if len(tokenizer) != CONFIG.vocab_size:
-        sys.exit(f"{args.model}: tokenizer has {len(tokenizer)} tokens, the model {CONFIG.vocab_size}")
+        sys.exit(
+            f"{args.model}: tokenizer has {len(tokenizer)} tokens, the model {CONFIG.vocab_size}"
+        )
     data = {
-        name: torch.from_numpy(tokenize(args.corpus / f"{name}.jsonl", tokenizer).astype(np.int64)).to(device)
+        name: (
+            torch.from_numpy(
+                tokenize(args.corpus / f"{name}.jsonl", tokenizer).astype(np.int64)
+            ).to(device)
+        )
         for name in ("train", "heldout")
     }
     model = build_model(CONFIG, device=device, seed=args.seed).train()
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data['train']):,} training tokens")
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data['train']):,}"
+        " training tokens"
+    )
     train(model, data, args)
     rounded = model.to(torch.bfloat16).eval()
     save_hf_model(rounded, args.model)
-    print(json.dumps({"heldout_loss": evaluate(rounded.float(), data["heldout"], args.length), "steps": args.steps}))
+    print(
+        json.dumps(
+            {
+                "heldout_loss": evaluate(rounded.float(), data["heldout"], args.length),
+                "steps": args.steps,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,2 @@
-"""Measurements of the whole: speed runs of decoding, prefill, training and kernels, each a module of that name."""
+"""Measurements of the whole: speed runs of decoding, prefill, training and kernels, each a module
+of that name."""

@@ -1,4 +1,5 @@
-"""Speed and memory of converting a synthetic checkpoint, compared with a copy of its files in the same run."""
+"""Speed and memory of converting a synthetic checkpoint, compared with a copy of its files in the
+same run."""
 
 import hashlib
 import os
@@ -53,15 +54,18 @@ class ConvertRow:
     """Bytes of the checkpoint per second, whether they were written or linked."""
     copy_share: Annotated[float, Column("of the copy rate", ".0%")]
     """Share of the rate at which the system copies the files of the checkpoint to the same disk."""
-    peak_memory: Annotated[int, Column("peak GB in memory", lambda row: f"{row.peak_memory / 1e9:.2f}")]
+    peak_memory: Annotated[
+        int, Column("peak GB in memory", lambda row: f"{row.peak_memory / 1e9:.2f}")
+    ]
     """Most resident bytes of the process, mapped files included."""
 
 
 def measure_conversion(config: ConvertBenchConfig, directory: Path) -> Result[ConvertRow]:
-    """Make a checkpoint with heads in a new folder, copy, import, stitch and export it, and remove everything.
+    """Make a checkpoint with heads in a new folder, copy, import, stitch and export it, and remove
+    everything.
 
-    Files are not in the system's cache when a stage begins, and are on the disk when it ends. Tensors of the export
-    are compared with the original's.
+    Files are not in the system's cache when a stage begins, and are on the disk when it ends.
+    Tensors of the export are compared with the original's.
 
     Args:
         directory: place on the disk to measure.
@@ -72,10 +76,15 @@ def measure_conversion(config: ConvertBenchConfig, directory: Path) -> Result[Co
     """
     wanted = int(config.gigabytes * 1e9)
     if not directory.is_dir():
-        raise UserError(f"{directory} is no directory: make it, or name another place on the disk by --directory")
+        raise UserError(
+            f"{directory} is no directory: make it, or name another place on the disk by"
+            " --directory"
+        )
     free = shutil.disk_usage(directory).free
     if free < 2 * _SPARE * wanted:
-        raise UserError(f"{directory} has {free / 1e9:.1f} GB free, too little for twice {config.gigabytes} GB")
+        raise UserError(
+            f"{directory} has {free / 1e9:.1f} GB free, too little for twice {config.gigabytes} GB"
+        )
     machine = measure_machine(torch.device("cpu"))
     with tempfile.TemporaryDirectory(dir=directory, prefix="mtpkit-bench-") as name:
         rows = list(_stages(Path(name), wanted))
@@ -84,7 +93,9 @@ def measure_conversion(config: ConvertBenchConfig, directory: Path) -> Result[Co
 
 
 def _stages(root: Path, wanted: int) -> Iterator[ConvertRow]:
-    source, copied, megatron, back, stitched = (root / name for name in ("hf", "copy", "megatron", "back", "stitched"))
+    source, copied, megatron, back, stitched = (
+        root / name for name in ("hf", "copy", "megatron", "back", "stitched")
+    )
     model = _choose_layers(wanted)
     family = find_family(model)
     random = _Random(model, family)
@@ -102,7 +113,11 @@ def _stages(root: Path, wanted: int) -> Iterator[ConvertRow]:
             action()
             fsync_tree(target)
         copy_rate = copy_rate or total / usage.seconds
-        written = sum(path.stat().st_size for path in target.rglob("*") if path.is_file() and path.stat().st_nlink == 1)
+        written = sum(
+            path.stat().st_size
+            for path in target.rglob("*")
+            if path.is_file() and path.stat().st_nlink == 1
+        )
         rate = total / usage.seconds
         return ConvertRow(name, total, written, usage.seconds, rate, rate / copy_rate, usage.peak)
 
@@ -123,29 +138,37 @@ def _choose_layers(wanted: int) -> ModelConfig:
     shape = NEMOTRON_3_TINY.replace(mtp_pattern="*E", mtp_num_depths=2) if wanted < _SMALL else nano
 
     def nbytes(units: int) -> int:
-        return 2 * sum(torch.Size(size).numel() for size in parameters(shape.replace(pattern=_UNIT * units)).values())
+        return 2 * sum(
+            torch.Size(size).numel()
+            for size in parameters(shape.replace(pattern=_UNIT * units)).values()
+        )
 
     one = nbytes(1)
     return shape.replace(pattern=_UNIT * max(1, 1 + round((wanted - one) / (nbytes(2) - one))))
 
 
 class _Random:
-    """Tensors of a model in the Hugging Face layout, in bf16, cut from one pool of random numbers."""
+    """Tensors of a model in the Hugging Face layout, in bf16, cut from one pool of random
+    numbers."""
 
     def __init__(self, model: ModelConfig, family: Family) -> None:
         self._pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).bfloat16()
         shapes = family.table(model).hf_shapes()
-        self.tensors = {name: TensorInfo(tuple(shape), torch.bfloat16) for name, shape in shapes.items()}
+        self.tensors = {
+            name: TensorInfo(tuple(shape), torch.bfloat16) for name, shape in shapes.items()
+        }
         self._starts = {name: 9973 * number % _POOL for number, name in enumerate(shapes)}
 
     def read(self, name: str) -> Tensor:
-        shape, start = self.tensors[name].shape, self._starts[name]
+        shape = self.tensors[name].shape
+        start = self._starts[name]
         result = torch.empty(shape, dtype=torch.bfloat16)
         left = result.view(-1)
         while left.numel():
             part = self._pool[start : start + left.numel()]
             left[: part.numel()] = part
-            left, start = left[part.numel() :], 0
+            left = left[part.numel() :]
+            start = 0
         return result
 
     def require_finite(self) -> None:
@@ -157,7 +180,10 @@ def _digests(directory: Path) -> dict[str, bytes]:
     reader = HFReader(directory)
     names = sorted(reader.tensors)
     chosen = names[:: max(1, len(names) // _COMPARED)]
-    return {name: hashlib.sha256(reader.read(name).view(torch.uint8).numpy().tobytes()).digest() for name in chosen}
+    return {
+        name: hashlib.sha256(reader.read(name).view(torch.uint8).numpy().tobytes()).digest()
+        for name in chosen
+    }
 
 
 def _forget(root: Path) -> None:
@@ -182,7 +208,8 @@ class _Usage:
 @contextmanager
 def _watch() -> Iterator[_Usage]:
     """Measure the code inside: its seconds, and the most resident memory, sampled every 10 ms."""
-    usage, process = _Usage(), psutil.Process()
+    usage = _Usage()
+    process = psutil.Process()
 
     def look() -> None:
         while True:

@@ -1,4 +1,5 @@
-"""The speed of decoding once all prompts are computed, and how close it is to the machine's own rates."""
+"""The speed of decoding once all prompts are computed, and how close it is to the machine's own
+rates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,16 +30,18 @@ class DecodeRow:
     step_ms: Annotated[float, Column("ms per step", ".3f")]
     """Wall time per step in that window."""
     acceptance_length: Annotated[
-        float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
+        float,
+        Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-"),
     ]
     """1 + mean accepted drafts per step and request."""
     conditional_acceptance: list[float]
     same_tokens: Annotated[float | None, Column("same tokens", ".0%")]
-    """Share of outputs that equal those of K = 0, token for token: 1 in fp32; near ties lower it in bf16. None for
-    K = 0, if K = 0 is not measured, and with synthetic acceptance, whose tokens mean nothing."""
+    """Share of outputs that equal those of K = 0, token for token: 1 in fp32; near ties lower it in
+    bf16. None for K = 0, if K = 0 is not measured, and with synthetic acceptance, whose tokens mean
+    nothing."""
     limit_tokens_per_s: Annotated[float, Column("at copy bandwidth", ".0f")]
-    """From `Roofline`, with the measured acceptance and the copy bandwidth and matrix rate of the same run.
-    For "auto": the largest of any K, at the requested acceptance, if there is one."""
+    """From `Roofline`, with the measured acceptance and the copy bandwidth and matrix rate of the
+    same run. For "auto": the largest of any K, at the requested acceptance, if there is one."""
     limit_share: Annotated[float, Column("share of it", ".0%")]
     host_gap_share: Annotated[float | None, Column("host gaps", ".1%")] = None
     """See `Trace.host_gap_share`; None if nothing was traced."""
@@ -57,11 +60,11 @@ def measure_decode(
 ) -> Result[DecodeRow]:
     """Decode at every batch size and K, with one engine after another around the same weights.
 
-    Each engine decodes once before it is timed, which compiles kernels and captures graphs. Every output must have the
-    requested length, and tokens that the base chose must be those of a plain forward pass, except near ties (one
-    request of each batch is compared). Synthetic acceptance must match the requested rates. With real acceptance,
-    outputs in fp32 must equal those of K = 0, if that is among `ks`. Kernels are traced after all timing, see
-    `trace_kernels`.
+    Each engine decodes once before it is timed, which compiles kernels and captures graphs. Every
+    output must have the requested length, and tokens that the base chose must be those of a plain
+    forward pass, except near ties (one request of each batch is compared). Synthetic acceptance
+    must match the requested rates. With real acceptance, outputs in fp32 must equal those of K = 0,
+    if that is among `ks`. Kernels are traced after all timing, see `trace_kernels`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -70,24 +73,52 @@ def measure_decode(
         keep: see `Result.measure`.
 
     Raises:
-        UserError: the model lacks the heads, the requests do not fit, or random prompts would be too many tokens.
+        UserError: the model lacks the heads, the requests do not fit, or random prompts would be
+            too many tokens.
         MtpkitError: one of these checks fails.
     """
-    model_config, weight = model.mtpkit_config, next(model.parameters())
+    model_config = model.mtpkit_config
+    weight = next(model.parameters())
     config = replace(config, ks=choose_drafts(model_config, config.asked_ks, USUAL_DRAFTS))
     if isinstance(config.draft_vocab, int):
         check_draft_vocab_size(config.draft_vocab, model_config)
     if prompts is None:
-        raise_problems("decode benchmark", too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats))
+        raise_problems(
+            "decode benchmark",
+            too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats),
+        )
     machine = measure_machine(weight.device)
-    synthetic, repeated, pattern = config.acceptance is not None, model_config.mtp.repeated, model_config.mtp.pattern
-    how = f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}" if synthetic else "real acceptance"
-    head = f", {'' if repeated else 'distinct '}head{'' if repeated else 's'} {pattern}" if pattern else ""
-    sizes = ("tensor-parallel rank", config.tensor_parallel_size), ("pipeline stage", config.pipeline_parallel_size)
+    synthetic = config.acceptance is not None
+    repeated = model_config.mtp.repeated
+    pattern = model_config.mtp.pattern
+    how = (
+        f"synthetic acceptance {' '.join(map(str, config.acceptance or ()))}"
+        if synthetic
+        else "real acceptance"
+    )
+    head = (
+        f", {'' if repeated else 'distinct '}head{'' if repeated else 's'} {pattern}"
+        if pattern
+        else ""
+    )
+    sizes = (
+        ("tensor-parallel rank", config.tensor_parallel_size),
+        ("pipeline stage", config.pipeline_parallel_size),
+    )
     split = "".join(f", {counted(size, noun)}" for noun, size in sizes if size > 1)
-    title = f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}{split}"
-    about = {"model": name, "mtp_pattern": pattern, "mtp_use_repeated_layer": repeated, "synthetic": synthetic}
-    result = Result("decode", title, DecodeRow, [], machine, {**asdict(config), **about}, details=("kernels",))
+    title = (
+        f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')},"
+        f" {machine.device}{split}"
+    )
+    about = {
+        "model": name,
+        "mtp_pattern": pattern,
+        "mtp_use_repeated_layer": repeated,
+        "synthetic": synthetic,
+    }
+    result = Result(
+        "decode", title, DecodeRow, [], machine, {**asdict(config), **about}, details=("kernels",)
+    )
     ks = sorted(config.ks or (), key=lambda k: k != 0)  # 0 first
     pairs = [(size, k) for size in config.batch_sizes for k in ks]
     plain: dict[int, list[list[int]]] = {}
@@ -116,7 +147,9 @@ def measure_decode(
     return result
 
 
-def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[int]]]) -> DecodeRow:
+def _measure(
+    contender: Contender, machine: Machine, plain: dict[int, list[list[int]]]
+) -> DecodeRow:
     """Check, then time. `plain` holds, or receives, the outputs of K = 0 by batch size."""
     contender.warm_up()
     if contender.k == 0:
@@ -125,7 +158,8 @@ def _measure(contender: Contender, machine: Machine, plain: dict[int, list[list[
     window = Window.join([contender.run() for _ in range(contender.config.repeats)])
     contender.check(window)
     acceptance = window.acceptance
-    # The measured rates, which the time results from; but "auto" may hardly have tried the deeper depths.
+    # The measured rates, which the time results from; but "auto" may hardly have tried the deeper
+    # depths.
     asked = contender.config.rates(contender.depths) if contender.k == "auto" else None
     limit = contender.limit(machine, asked or acceptance.conditional_acceptance)
     return DecodeRow(

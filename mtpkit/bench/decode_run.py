@@ -24,10 +24,13 @@ from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.hybrid import HybridModel
 
 _TOLERANCE = 0.03
-"""Largest relative error of a synthetic acceptance length, unless four standard errors of the draws are more."""
-_SETTLING_STEPS, _TRACED_STEPS = 3, 10
+"""Largest relative error of a synthetic acceptance length, unless four standard errors of the draws
+are more."""
+_SETTLING_STEPS = 3
+_TRACED_STEPS = 10
 _PATIENCE = 60.0
-"""Largest inter-token latency in seconds, so long that requests wait for all prompts and then decode together."""
+"""Largest inter-token latency in seconds, so long that requests wait for all prompts and then
+decode together."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,18 @@ class Window:
     seconds: float
     steps: int
     counts: Sequence[int]
-    """Generated tokens, decode steps of all requests, accepted drafts of each depth, reached drafts of each depth."""
+    """Generated tokens, decode steps of all requests, accepted drafts of each depth, reached drafts
+    of each depth."""
 
     @classmethod
     def join(cls, windows: Sequence["Window"]) -> "Window":
         """Add up several windows."""
         counts = [sum(each) for each in zip(*(window.counts for window in windows), strict=True)]
-        return cls(sum(window.seconds for window in windows), sum(window.steps for window in windows), counts)
+        return cls(
+            sum(window.seconds for window in windows),
+            sum(window.steps for window in windows),
+            counts,
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,7 +77,9 @@ class Contender:
         k: int | Literal["auto"],
         prompts: Sequence[Sequence[int]] | None,
     ) -> None:
-        self.config, self.batch_size, self.k = config, batch_size, k
+        self.config = config
+        self.batch_size = batch_size
+        self.k = k
         self.model_config = model.mtpkit_config
         self.depths = config.largest(k, self.model_config.mtp)
         """The largest K of a step."""
@@ -104,15 +114,16 @@ class Contender:
         """Decode once, so that kernels are compiled and graphs captured.
 
         Raises:
-            MtpkitError: outputs have another length than requested, synthetic acceptance misses its rates, or a plain
-                forward pass would not choose the tokens.
+            MtpkitError: outputs have another length than requested, synthetic acceptance misses its
+                rates, or a plain forward pass would not choose the tokens.
         """
         self.check(self._window())
         self._finish()
         self._check_last_row()
 
     def trace(self) -> tuple[Trace, int]:
-        """Trace some steps in which all requests decode, and count them. Nothing can be timed afterwards."""
+        """Trace some steps in which all requests decode, and count them. Nothing can be timed
+        afterwards."""
         self._start()
         self._steps(_SETTLING_STEPS)
         trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
@@ -121,19 +132,22 @@ class Contender:
         return trace, steps[-1]
 
     def same_tokens(self, plain: Sequence[Sequence[int]] | None) -> float | None:
-        """Share of the newest run's outputs that equal those of K = 0 on the same prompts, token for token; None if
-        there is nothing to compare.
+        """Share of the newest run's outputs that equal those of K = 0 on the same prompts, token
+        for token; None if there is nothing to compare.
 
         Raises:
             MtpkitError: an output differs in fp32.
         """
         if plain is None or not self.depths or self.config.acceptance is not None:
             return None
-        same = [list(mine) == list(theirs) for mine, theirs in zip(self.outputs.values(), plain, strict=True)]
+        same = [
+            list(mine) == list(theirs)
+            for mine, theirs in zip(self.outputs.values(), plain, strict=True)
+        ]
         if not all(same) and next(self.llm.model.parameters()).dtype == torch.float32:
             raise MtpkitError(
-                f"batch {self.batch_size}, K = {self.k}: {same.count(False)} of {len(same)} outputs are not those of "
-                "K = 0: drafts change what the model says"
+                f"batch {self.batch_size}, K = {self.k}: {same.count(False)} of {len(same)} outputs"
+                " are not those of K = 0: drafts change what the model says"
             )
         return sum(same) / len(same)
 
@@ -148,21 +162,23 @@ class Contender:
         self._finish()
         if not window.steps:
             raise UserError(
-                f"batch {self.batch_size}, K = {self.k}: no step lies between the last request's first token and the "
-                f"first one's end; raise max-tokens ({self.config.max_tokens}) or max-num-batched-tokens"
+                f"batch {self.batch_size}, K = {self.k}: no step lies between the last request's"
+                f" first token and the first one's end; raise max-tokens ({self.config.max_tokens})"
+                " or max-num-batched-tokens"
             )
         return window
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
-        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of a run; for trees,
-        the tokens per second of the chain inside.
+        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of
+        a run; for trees, the tokens per second of the chain inside.
 
-        Tensor-parallel ranks count as one device with the sum of their rates, and exchange nothing. Requests are
-        divided into up to n batches for n pipeline stages. Each stage takes an equal part of every step, for one batch
-        at a time, and each batch reads the weights.
+        Tensor-parallel ranks count as one device with the sum of their rates, and exchange nothing.
+        Requests are divided into up to n batches for n pipeline stages. Each stage takes an equal
+        part of every step, for one batch at a time, and each batch reads the weights.
         """
         ranks = self.llm.ranks
-        rows = -(-self.batch_size // min(self.batch_size, ranks.stage.stages))  # of the largest batch
+        # of the largest batch
+        rows = -(-self.batch_size // min(self.batch_size, ranks.stage.stages))
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
             self.model_config,
@@ -176,17 +192,24 @@ class Contender:
             roofline.decode(rows, rates[:k], context_len)
             for k in (range(self.depths + 1) if self.k == "auto" else [self.k])
         ]
-        bandwidth, rate = (ranks.tensor_size * one for one in (machine.copy_bandwidth, machine.matrix_rate))
-        return self.batch_size / rows * max(cost.limit_tokens_per_s(bandwidth, rate) for cost in costs)
+        bandwidth, rate = (
+            ranks.tensor_size * one for one in (machine.copy_bandwidth, machine.matrix_rate)
+        )
+        return (
+            self.batch_size / rows * max(cost.limit_tokens_per_s(bandwidth, rate) for cost in costs)
+        )
 
     def _window(self) -> Window:
         """Start a run and step while all of its requests decode."""
         self._start()
-        before, began = self._counts(), time.perf_counter()
+        before = self._counts()
+        began = time.perf_counter()
         steps = self._steps()
         synchronize(self.device)
         seconds = time.perf_counter() - began
-        return Window(seconds, steps, [new - old for new, old in zip(self._counts(), before, strict=True)])
+        return Window(
+            seconds, steps, [new - old for new, old in zip(self._counts(), before, strict=True)]
+        )
 
     def _start(self) -> None:
         """Add the requests of a run and step until all of them decode."""
@@ -208,34 +231,49 @@ class Contender:
             self.lengths[output.request_id].append(len(output.outputs[0].token_ids))
 
     def _steps(self, most: float = math.inf) -> int:
-        """Step until a request may end with the next step or with the one in progress. Returns the number of steps that
-        each request took; with pipeline stages, each step of the engine is for one batch only."""
-        steps, longest = 0, self.config.max_tokens - 2 * (1 + self.depths)
+        """Step until a request may end with the next step or with the one in progress. Returns the
+        number of steps that each request took; with pipeline stages, each step of the engine is for
+        one batch only."""
+        steps = 0
+        longest = self.config.max_tokens - 2 * (1 + self.depths)
         batches = min(self.batch_size, self.llm.engine.config.num_batches)
-        while steps < most and max(map(len, self.outputs.values())) <= longest and self.llm.engine.has_unfinished:
+        while (
+            steps < most
+            and max(map(len, self.outputs.values())) <= longest
+            and self.llm.engine.has_unfinished
+        ):
             for _ in range(batches):
                 self._step()
             steps += 1
         return steps
 
     def _finish(self) -> None:
-        """Step until all requests have ended, and refuse outputs of another length than requested."""
+        """Step until all requests have ended, and refuse outputs of another length than
+        requested."""
         while self.llm.engine.has_unfinished:
             self._step()
         wrong = {len(tokens) for tokens in self.outputs.values()} - {self.config.max_tokens}
         if wrong:
-            raise MtpkitError(f"outputs of {sorted(wrong)} tokens where {self.config.max_tokens} were asked for")
+            raise MtpkitError(
+                f"outputs of {sorted(wrong)} tokens where {self.config.max_tokens} were asked for"
+            )
 
     def _check_last_row(self) -> None:
-        """Refuse tokens of the newest run's last request that a plain forward pass would not choose.
+        """Refuse tokens of the newest run's last request that a plain forward pass would not
+        choose.
 
-        With synthetic acceptance, only the last token of each step is the base's choice, except in a step that
-        max_tokens cut short.
+        With synthetic acceptance, only the last token of each step is the base's choice, except in
+        a step that max_tokens cut short.
         """
-        model, name = self.llm.model, list(self.outputs)[-1]
+        model = self.llm.model
+        name = list(self.outputs)[-1]
         prompt = self.prompts[(self.runs * self.batch_size - 1) % len(self.prompts)]
         drawn = self.depths and self.config.acceptance is not None
-        places = [end - 1 for end in self.lengths[name][:-1]] if drawn else range(len(self.outputs[name]))
+        places = (
+            [end - 1 for end in self.lengths[name][:-1]]
+            if drawn
+            else range(len(self.outputs[name]))
+        )
         dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
         precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         try:
@@ -247,17 +285,27 @@ class Contender:
         """Tokens, decode steps of all requests, accepted and reached drafts of each depth."""
         stats = self.llm.stats()
         drafts = stats.acceptance
-        return [stats.generated_tokens, drafts.steps, *drafts.accepted_per_depth, *drafts.reached_per_depth]
+        return [
+            stats.generated_tokens,
+            drafts.steps,
+            *drafts.accepted_per_depth,
+            *drafts.reached_per_depth,
+        ]
 
     def check(self, window: Window) -> None:
-        """Refuse synthetic acceptance that differs from the requested rates by more than chance explains."""
-        rates, stats = self.config.rates(self.depths), window.acceptance
+        """Refuse synthetic acceptance that differs from the requested rates by more than chance
+        explains."""
+        rates = self.config.rates(self.depths)
+        stats = window.acceptance
         if not rates or self.k == "auto" or self.config.spine(self.depths) < self.depths:
             return
         expected = expected_length(rates)
-        allowed = max(_TOLERANCE * expected, 4 * length_deviation(rates) / math.sqrt(max(1, stats.steps)))
+        allowed = max(
+            _TOLERANCE * expected, 4 * length_deviation(rates) / math.sqrt(max(1, stats.steps))
+        )
         if abs(stats.acceptance_length - expected) > allowed:
             raise MtpkitError(
-                f"batch {self.batch_size}, K = {self.k}: acceptance length {stats.acceptance_length:.3f} over "
-                f"{stats.steps} steps, but synthetic rates {rates} make {expected:.3f}: the engine does not draw them"
+                f"batch {self.batch_size}, K = {self.k}: acceptance length"
+                f" {stats.acceptance_length:.3f} over {stats.steps} steps, but synthetic rates"
+                f" {rates} make {expected:.3f}: the engine does not draw them"
             )

@@ -32,7 +32,8 @@ class Case:
     name: str = ""
     """Name of the case, if it differs from the op's."""
     judge: Callable[[Args, Any], Tensor] | None = None
-    """Selects what twins must agree in, for outputs whose ties may be broken either way; None: the whole output."""
+    """Selects what twins must agree in, for outputs whose ties may be broken either way; None: the
+    whole output."""
     reference: Callable[..., Any] | None = None
     """Reference twin; None: the twin that the op was picked from."""
     tolerance: float | None = None
@@ -40,7 +41,8 @@ class Case:
     note: Callable[[float], str] | None = None
     """Makes a note on the op, given the bytes that it moves."""
     more: Callable[[Args], Args] | None = None
-    """Makes more inputs, which share with given ones the tensors that a model has once; None: they share nothing."""
+    """Makes more inputs, which share with given ones the tensors that a model has once; None: they
+    share nothing."""
     scratch: tuple[int, ...] = ()
     """Indices of inputs whose contents after the call are not compared."""
     capture: bool = True
@@ -103,7 +105,9 @@ class Shapes:
     def recurrent_kinds(self) -> list[LayerKind]:
         """Kinds of layers that keep a recurrent state."""
         return [
-            kind for kind in self.kinds if any(isinstance(state, RecurrentSpec) for state in kind.states(self.config))
+            kind
+            for kind in self.kinds
+            if any(isinstance(state, RecurrentSpec) for state in kind.states(self.config))
         ]
 
     @property

@@ -1,7 +1,8 @@
 """Correctness and time of each op on its own, and its shares of the machine's rates.
 
-An op is timed over several inputs in turn, which together exceed the GPU's cache. If an op touches so little that too
-many inputs would be needed, its note says "in cache": its time is then for data that were in the cache already.
+An op is timed over several inputs in turn, which together exceed the GPU's cache. If an op touches
+so little that too many inputs would be needed, its note says "in cache": its time is then for data
+that were in the cache already.
 """
 
 import math
@@ -27,8 +28,8 @@ from mtpkit.platform import resolve_dtype
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
 """Largest relative errors that pass; the kernels' own tests are stricter."""
 CACHE_BYTES = 240 << 20
-"""Bytes that an op should touch over all its inputs and results: four times the L2 cache of an H200, since tensors that
-are changed in place count twice."""
+"""Bytes that an op should touch over all its inputs and results: four times the L2 cache of an
+H200, since tensors that are changed in place count twice."""
 MOST_SETS = 8192
 """Most sets of inputs for one op; each set adds some launches to a graph."""
 MOST_BYTES = 16 << 30
@@ -48,16 +49,18 @@ class KernelRow:
     """Bytes that the op must move at least."""
     flops: float
     floor_microseconds: Annotated[float, Column("floor µs", ".1f")]
-    """The longer of bytes over the copy bandwidth and FLOPs over the matrix rate; `note` says which. It is no strict
-    bound: an op that only reads may be faster than a copy."""
+    """The longer of bytes over the copy bandwidth and FLOPs over the matrix rate; `note` says
+    which. It is no strict bound: an op that only reads may be faster than a copy."""
     bandwidth_share: Annotated[float, Column("of the copy bandwidth", ".0%")]
     """Share of the copy bandwidth measured in the same run."""
     matrix_share: Annotated[
-        float, Column("of the matrix rate", lambda row: f"{row.matrix_share:.0%}" if row.flops else "-")
+        float,
+        Column("of the matrix rate", lambda row: f"{row.matrix_share:.0%}" if row.flops else "-"),
     ]
     """Share of the matrix rate measured in the same run."""
     error: Annotated[float, Column("error", ".1e")]
-    """Largest relative difference to the reference twin, over outputs and tensors that are changed in place."""
+    """Largest relative difference to the reference twin, over outputs and tensors that are changed
+    in place."""
     note: Annotated[str, Column("note")]
 
 
@@ -89,8 +92,11 @@ def measure_kernels(
         return result.measure(cases, measure, lambda case: f"{case.op} {case.shape}", keep)
 
 
-def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cuda", "cpu"]) -> Iterator[str]:
-    """Compare every op with its reference twin without timing, and yield a line per op; for a memory checker.
+def check_kernels(
+    model: ModelConfig, config: KernelConfig, device: Literal["cuda", "cpu"]
+) -> Iterator[str]:
+    """Compare every op with its reference twin without timing, and yield a line per op; for a
+    memory checker.
 
     On a CPU a twin is compared with itself, and the first line says so.
 
@@ -110,22 +116,37 @@ def check_kernels(model: ModelConfig, config: KernelConfig, device: Literal["cud
 def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> Iterator[Case]:
     """Yield the cases of the chosen ops, grouped by op."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command without one")
+        raise UserError(
+            "kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command"
+            " without one"
+        )
     check_draft_vocab_size(config.draft_vocab_size, model)
     dtype = getattr(torch, resolve_dtype("auto", device))
     state_dtype = getattr(torch, config.state_dtype)
     sizes = [
-        Shapes(model, rows, config.k, config.context_len, device, dtype, state_dtype, config.draft_vocab_size)
+        Shapes(
+            model,
+            rows,
+            config.k,
+            config.context_len,
+            device,
+            dtype,
+            state_dtype,
+            config.draft_vocab_size,
+        )
         for rows in config.rows
     ]
     found = [case for shapes in sizes for case in decode_cases(shapes)]
-    found += [replace(case, capture=False) for case in (*prefill_cases(sizes[0]), *training_cases(sizes[0]))]
+    found += [
+        replace(case, capture=False)
+        for case in (*prefill_cases(sizes[0]), *training_cases(sizes[0]))
+    ]
     names = list(dict.fromkeys(case.op for case in found))
     unknown = sorted(set(config.ops) - set(names))
     if unknown:
         raise UserError(
-            f"ops {listed(unknown)} are unknown, or not of this model with K = {config.k}; there are "
-            f"{listed(names, most=len(names))}"
+            f"ops {listed(unknown)} are unknown, or not of this model with K = {config.k}; there"
+            f" are {listed(names, most=len(names))}"
         )
     for name in names:
         if not config.ops or name in config.ops:
@@ -137,7 +158,9 @@ def _measure(case: Case, machine: Machine, device: torch.device, repeats: int) -
     args = case.make()
     error = check(case, args)
     sets = input_sets(case, args) if device.type == "cuda" else [args, case.beside(args)]
-    seconds = mean_seconds([partial(case.call, *one) for one in sets], device, case.capture, repeats)
+    seconds = mean_seconds(
+        [partial(case.call, *one) for one in sets], device, case.capture, repeats
+    )
     touched = sum(case.bytes(one) for one in sets)
     moved = touched / len(sets)
     floors = {"bytes": moved / machine.copy_bandwidth, "FLOPs": case.flops / machine.matrix_rate}
@@ -159,7 +182,8 @@ def _measure(case: Case, machine: Machine, device: torch.device, repeats: int) -
 
 
 def input_sets(case: Case, args: Args) -> list[Args]:
-    """Sets of inputs to use in turn, `args` first: two, or enough to touch CACHE_BYTES in all, within the limits."""
+    """Sets of inputs to use in turn, `args` first: two, or enough to touch CACHE_BYTES in all,
+    within the limits."""
     second = case.beside(args)
     shared = {id(tensor) for tensor in _tensors(args)}
     held = size(*(tensor for tensor in _tensors(second) if id(tensor) not in shared))
@@ -168,15 +192,18 @@ def input_sets(case: Case, args: Args) -> list[Args]:
 
 
 def check(case: Case, args: Args) -> float:
-    """Largest relative difference between an op and its reference twin; `args` are changed as the op changes them.
+    """Largest relative difference between an op and its reference twin; `args` are changed as the
+    op changes them.
 
     Raises:
         MtpkitError: the difference is larger than the op's tolerance.
     """
     copies = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
-    found, expected = case.call(*args), case.twin(*copies)
+    found = case.call(*args)
+    expected = case.twin(*copies)
     if case.judge:
-        found, expected = case.judge(args, found), case.judge(copies, expected)
+        found = case.judge(args, found)
+        expected = case.judge(copies, expected)
     kept = [place for place in range(len(args)) if place not in case.scratch]
     pairs = [
         *zip(_tensors(found), _tensors(expected), strict=True),
@@ -188,22 +215,26 @@ def check(case: Case, args: Args) -> float:
         allowed = case.tolerance if case.tolerance is not None else _TOLERANCES.get(mine.dtype, 0.0)
         if not error <= allowed:
             raise MtpkitError(
-                f"{case.op}, {case.shape}: a {mine.dtype} tensor of shape {list(mine.shape)} differs from the "
-                f"reference's by {error:.2e}, more than {allowed:.0e}: its time means nothing until this is fixed"
+                f"{case.op}, {case.shape}: a {mine.dtype} tensor of shape {list(mine.shape)}"
+                f" differs from the reference's by {error:.2e}, more than {allowed:.0e}: its time"
+                " means nothing until this is fixed"
             )
         largest = max(largest, error)
     return largest
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of `expected`; for integers, the share that differs; inf if shapes differ."""
+    """Norm of the difference over that of `expected`; for integers, the share that differs; inf if
+    shapes differ."""
     if found.shape != expected.shape:
         return math.inf
     if not found.is_floating_point():
         return float((found != expected).sum() / max(1, found.numel()))
     squares = [(0.0, 0.0)]
     # In parts: with the weights of 256 experts, there would be no room for their copies in fp64.
-    for mine, theirs in zip(found.reshape(-1).split(_PART), expected.reshape(-1).split(_PART), strict=True):
+    for mine, theirs in zip(
+        found.reshape(-1).split(_PART), expected.reshape(-1).split(_PART), strict=True
+    ):
         want = theirs.double()
         squares.append((float((mine.double() - want).square().sum()), float(want.square().sum())))
     difference, norm = (math.sqrt(sum(parts)) for parts in zip(*squares, strict=True))

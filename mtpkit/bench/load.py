@@ -1,4 +1,5 @@
-"""The speed of the engine under a mixed load: requests of many lengths, queued at once or arriving one by one."""
+"""The speed of the engine under a mixed load: requests of many lengths, queued at once or arriving
+one by one."""
 
 import itertools
 import math
@@ -40,7 +41,8 @@ def _of_several(show: "Callable[[LoadRow], str]") -> "Callable[[LoadRow], str]":
 class LoadRow:
     """One engine: its start, its first run and its later ones.
 
-    Latencies are those of all requests of the later runs, or of the first one if it is the only one.
+    Latencies are those of all requests of the later runs, or of the first one if it is the only
+    one.
     """
 
     request_rate: Annotated[float | Literal["inf"], Column("requests/s", key=True)]
@@ -60,30 +62,34 @@ class LoadRow:
     """Time to first token, see `Stream.first_seconds`."""
     ttft_p99_ms: float | None
     itl_p50_ms: Annotated[float | None, Column("ITL ms p50 / p99", _pair("itl"))]
-    """Inter-token latency: time between consecutive outputs of a request; None if there are none."""
+    """Inter-token latency: time between consecutive outputs of a request; None if there are
+    none."""
     itl_p99_ms: float | None
     tpot_ms: Annotated[float | None, Column("TPOT ms", ".2f")]
     """Time per output token after the first, the mean over requests."""
     acceptance_length: Annotated[
-        float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
+        float,
+        Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-"),
     ]
     """1 + mean accepted drafts per decode step and request."""
     preemptions: Annotated[int, Column("preempted")]
     """Preemptions of all runs."""
     limit_seconds: Annotated[float, Column("limit s", ".2f")]
-    """See `load_requests.limit_seconds`: at the requested acceptance, and the copy bandwidth and matrix rate measured
-    in the same run; at least the time of the last arrival. For "auto": the least of any K."""
+    """See `load_requests.limit_seconds`: at the requested acceptance, and the copy bandwidth and
+    matrix rate measured in the same run; at least the time of the last arrival. For "auto": the
+    least of any K."""
     limit_share: Annotated[float, Column("of the limit", ".0%")]
     """Share of the limit's speed."""
     run_seconds: list[float]
     """Each run, in order."""
     sustained_share: Annotated[float | None, Column("of it, sustained", ".0%")] = None
-    """`limit_share` with the limit at `Machine.sustained_rate`, which a GPU keeps up for the seconds of a run."""
+    """`limit_share` with the limit at `Machine.sustained_rate`, which a GPU keeps up for the
+    seconds of a run."""
     hit_rate: Annotated[float | None, Column("hit rate", ".1%")] = None
     """Share of the prompts' tokens that the prefix cache had; None without one."""
     gpu_idle_share: Annotated[float | None, Column("GPU idle", ".1%")] = None
-    """See `Trace.host_gap_share`, over steps in the middle of a run; None if nothing was traced: on a CPU, and if
-    requests arrive one by one, since the GPU may then wait for them."""
+    """See `Trace.host_gap_share`, over steps in the middle of a run; None if nothing was traced: on
+    a CPU, and if requests arrive one by one, since the GPU may then wait for them."""
 
 
 def measure_load(
@@ -93,11 +99,13 @@ def measure_load(
     keep: Callable[[Result[LoadRow]], object] | None = None,
     clock: Clock | None = None,
 ) -> Result[LoadRow]:
-    """Serve the load at every rate with every K, each time with a new engine around the same weights.
+    """Serve the load at every rate with every K, each time with a new engine around the same
+    weights.
 
-    All outputs must have the requested length, synthetic acceptance must match the requested rates, and tokens that the
-    base chose must be those of a plain forward pass, except near ties (one request of each first run is compared).
-    Kernels are traced after all timing, see `trace_kernels`.
+    All outputs must have the requested length, synthetic acceptance must match the requested rates,
+    and tokens that the base chose must be those of a plain forward pass, except near ties (one
+    request of each first run is compared). Kernels are traced after all timing, see
+    `trace_kernels`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -109,15 +117,18 @@ def measure_load(
         UserError: the model lacks the heads, or the requests do not fit.
         MtpkitError: one of these checks fails.
     """
-    weight, shape = next(model.parameters()), model.mtpkit_config
+    weight = next(model.parameters())
+    shape = model.mtpkit_config
     config = replace(config, ks=choose_drafts(shape, config.ks, LOAD_DRAFTS))
-    machine, used = measure_machine(weight.device, sustained=True), clock or WallClock()
+    machine = measure_machine(weight.device, sustained=True)
+    used = clock or WallClock()
     requests = draw_requests(config)
     sums = token_sums(requests)
     title = (
-        f"load of {len(requests)} requests, {sums['prompt_tokens']:,} prompt and {sums['output_tokens']:,} output "
-        f"tokens: {name}, synthetic acceptance {' '.join(map(str, config.acceptance))}, "
-        f"{str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+        f"load of {len(requests)} requests, {sums['prompt_tokens']:,} prompt and"
+        f" {sums['output_tokens']:,} output tokens: {name}, synthetic acceptance"
+        f" {' '.join(map(str, config.acceptance))}, {str(weight.dtype).removeprefix('torch.')},"
+        f" {machine.device}"
     )
     rates = [shown_rate(rate) for rate in config.request_rates]
     about = {"model": name, "mtp_pattern": shape.mtp.pattern, **sums, "request_rates": rates}
@@ -141,7 +152,9 @@ def measure_load(
         engine = prepare(index)
         engine.llm.engine.speculation = choices[index]  # "auto" goes on as it was timed
         trace = engine.trace()
-        return replace(result.rows[index], gpu_idle_share=trace.host_gap_share if trace.kernels else None)
+        return replace(
+            result.rows[index], gpu_idle_share=trace.host_gap_share if trace.kernels else None
+        )
 
     labels = [f"{shown_rate(rate)} requests/s, K = {k}" for rate, k in pairs]
     result = result.measure(range(len(pairs)), time_one, labels.__getitem__, keep)
@@ -168,7 +181,9 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
     per_token = [each for stream in streams if (each := stream.seconds_per_token) is not None]
     last_arrival = streams[-1].arrival
     rates = machine.matrix_rate, machine.sustained_rate
-    limit, sustained = (rate and max(_limit(engine, machine.copy_bandwidth, rate), last_arrival) for rate in rates)
+    limit, sustained = (
+        rate and max(_limit(engine, machine.copy_bandwidth, rate), last_arrival) for rate in rates
+    )
     assert limit is not None
     return LoadRow(
         request_rate=shown_rate(rate),
@@ -196,19 +211,28 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
 def _acceptance_length(runs: Sequence[Run]) -> float:
     """1 + mean accepted drafts per decode step and request, over all runs."""
     acceptances = [run.stats.acceptance for run in runs]
-    return 1 + sum(one.accepted for one in acceptances) / max(1, sum(one.steps for one in acceptances))
+    return 1 + sum(one.accepted for one in acceptances) / max(
+        1, sum(one.steps for one in acceptances)
+    )
 
 
 def _hit_rate(runs: Sequence[Run]) -> float:
     """Share of the prompts' tokens that the prefix cache had, over all runs."""
-    return sum(run.stats.cached_tokens for run in runs) / sum(run.stats.prompt_tokens for run in runs)
+    return sum(run.stats.cached_tokens for run in runs) / sum(
+        run.stats.prompt_tokens for run in runs
+    )
 
 
 def _limit(engine: LoadEngine, bandwidth: float, matrix_rate: float) -> float:
     """Least seconds of a run, whatever the arrivals."""
     config = engine.config
     weight = next(engine.llm.model.parameters())
-    roofline = Roofline(engine.llm.model.mtpkit_config, weight.dtype, DTYPES[config.state_dtype], config.state_rollback)
+    roofline = Roofline(
+        engine.llm.model.mtpkit_config,
+        weight.dtype,
+        DTYPES[config.state_dtype],
+        config.state_rollback,
+    )
     ks = range(engine.depths + 1) if engine.k == "auto" else [engine.k]
     given = roofline, engine.requests, config.max_num_seqs
     return min(limit_seconds(*given, config.rates(k), bandwidth, matrix_rate) for k in ks)

@@ -1,4 +1,5 @@
-"""The requests of a load: their lengths, tokens and arrivals, all from one seed, and the least time that they take."""
+"""The requests of a load: their lengths, tokens and arrivals, all from one seed, and the least time
+that they take."""
 
 import json
 import math
@@ -24,15 +25,18 @@ class LoadRequest:
     max_tokens: int
     """Tokens of the output, exactly."""
     arrival: float
-    """Seconds after the first request, at a rate of one request per second; a rate of r divides it by r."""
+    """Seconds after the first request, at a rate of one request per second; a rate of r divides it
+    by r."""
 
 
 def draw_requests(config: LoadConfig) -> list[LoadRequest]:
     """The requests of a run, in the order of their arrival, the first one at 0.
 
-    Lengths are drawn request by request, first the prompt's and then the output's, rounded down and limited.
+    Lengths are drawn request by request, first the prompt's and then the output's, rounded down and
+    limited.
     """
-    lengths, gaps = random.Random(config.seed), random.Random(f"arrivals {config.seed}")
+    lengths = random.Random(config.seed)
+    gaps = random.Random(f"arrivals {config.seed}")
 
     def draw(median: int, sigma: float, least: int, most: int) -> int:
         return max(least, int(min(most, lengths.lognormvariate(math.log(median), sigma))))
@@ -40,8 +44,12 @@ def draw_requests(config: LoadConfig) -> list[LoadRequest]:
     requests: list[LoadRequest] = []
     arrival = 0.0
     for _ in range(config.num_prompts):
-        prompt_len = draw(config.prompt_median, config.prompt_sigma, config.prompt_min, config.prompt_max)
-        max_tokens = draw(config.output_median, config.output_sigma, config.output_min, config.output_max)
+        prompt_len = draw(
+            config.prompt_median, config.prompt_sigma, config.prompt_min, config.prompt_max
+        )
+        max_tokens = draw(
+            config.output_median, config.output_sigma, config.output_min, config.output_max
+        )
         requests.append(LoadRequest(prompt_len, max_tokens, arrival))
         arrival += gaps.expovariate(1.0)
     return requests
@@ -57,7 +65,8 @@ def draw_prompts(requests: Sequence[LoadRequest], vocab_size: int, seed: int) ->
 
 
 def save_requests(path: Path, config: LoadConfig, vocab_size: int) -> str:
-    """Write the requests of the first run and their tokens as JSON, which the scripts in benchmarks/peers read.
+    """Write the requests of the first run and their tokens as JSON, which the scripts in
+    benchmarks/peers read.
 
     Returns:
         A line for people, with the sums of tokens.
@@ -78,7 +87,9 @@ def save_requests(path: Path, config: LoadConfig, vocab_size: int) -> str:
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "acceptance": config.acceptance,
     }
-    write_file(path, json.dumps({**settings, "vocab_size": vocab_size, **sums, "requests": listed}) + "\n")
+    write_file(
+        path, json.dumps({**settings, "vocab_size": vocab_size, **sums, "requests": listed}) + "\n"
+    )
     prompt, output = sums.values()
     return f"{path}: {len(requests)} requests, {prompt:,} prompt and {output:,} output tokens"
 
@@ -99,10 +110,12 @@ def limit_seconds(
     bandwidth: float,
     matrix_rate: float,
 ) -> float:
-    """Least time of a load: the matrices of the prompts at the matrix rate, then decoding at the roofline.
+    """Least time of a load: the matrices of the prompts at the matrix rate, then decoding at the
+    roofline.
 
-    Decoding counts as if `max_num_seqs` requests decoded all the time, at the mean context of all tokens. A request's
-    first token comes with its prompt. Attention and recurrence of the prompts are left out.
+    Decoding counts as if `max_num_seqs` requests decoded all the time, at the mean context of all
+    tokens. A request's first token comes with its prompt. Attention and recurrence of the prompts
+    are left out.
 
     Args:
         acceptance: [K] conditional acceptance of each depth.
@@ -110,11 +123,16 @@ def limit_seconds(
         matrix_rate: FLOPs per second.
     """
     count = len(requests)
-    prefill = roofline.prefill(count, sum(one.prompt_len for one in requests) / count, len(acceptance))
+    prefill = roofline.prefill(
+        count, sum(one.prompt_len for one in requests) / count, len(acceptance)
+    )
     seconds = sum(work.flops for work in prefill.works if work.name == "matrices") / matrix_rate
     decoded = [one.max_tokens - 1 for one in requests]
     if total := sum(decoded):
-        contexts = sum((one.prompt_len + one.max_tokens / 2) * n for one, n in zip(requests, decoded, strict=True))
+        contexts = sum(
+            (one.prompt_len + one.max_tokens / 2) * n
+            for one, n in zip(requests, decoded, strict=True)
+        )
         step = roofline.decode(min(max_num_seqs, count), acceptance, contexts / total)
         seconds += total / step.limit_tokens_per_s(bandwidth, matrix_rate)
     return seconds

@@ -18,9 +18,12 @@ from mtpkit.errors import MtpkitError
 from mtpkit.model.hybrid import HybridModel
 
 _TOLERANCE = 0.03
-"""Largest relative error of a synthetic acceptance rate, unless four standard errors of the draws are more."""
-_TRACED_FROM, _TRACED_STEPS = 1 / 3, 64
-"""Share of the requests that have ended when tracing begins, and number of steps that are traced."""
+"""Largest relative error of a synthetic acceptance rate, unless four standard errors of the draws
+are more."""
+_TRACED_FROM = 1 / 3
+_TRACED_STEPS = 64
+"""Share of the requests that have ended when tracing begins, and number of steps that are
+traced."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,12 @@ class LoadEngine:
         UserError: the model lacks the heads, or the requests do not fit.
     """
 
-    def __init__(self, model: HybridModel, config: LoadConfig, k: int | Literal["auto"], clock: Clock) -> None:
-        self.config, self.k, self.clock = config, k, clock
+    def __init__(
+        self, model: HybridModel, config: LoadConfig, k: int | Literal["auto"], clock: Clock
+    ) -> None:
+        self.config = config
+        self.k = k
+        self.clock = clock
         self.requests: list[LoadRequest] = draw_requests(config)
         self.depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
         """The largest K of a step."""
@@ -64,13 +71,14 @@ class LoadEngine:
         """Seconds that the engine needs from its construction until it is ready."""
 
     def run(self, rate: float) -> Run:
-        """Serve the load at `rate` requests per second; each run has other tokens, so that nothing that an engine keeps
-        of an earlier run helps.
+        """Serve the load at `rate` requests per second; each run has other tokens, so that nothing
+        that an engine keeps of an earlier run helps.
 
         Raises:
             RequestError: the logits of a request are NaN or infinite.
-            MtpkitError: outputs have another length than requested, synthetic acceptance misses its rates, or, in the
-                first run, a plain forward pass would not choose the tokens of the last request.
+            MtpkitError: outputs have another length than requested, synthetic acceptance misses its
+                rates, or, in the first run, a plain forward pass would not choose the tokens of the
+                last request.
         """
         streams = self._streams(rate)
         self.llm.reset_stats()
@@ -81,17 +89,21 @@ class LoadEngine:
         return run
 
     def trace(self) -> Trace:
-        """Trace some steps in the middle of a run whose requests are all queued at once. Nothing can be timed
-        afterwards."""
+        """Trace some steps in the middle of a run whose requests are all queued at once. Nothing
+        can be timed afterwards."""
         engine = self.llm.engine
-        streams = {engine.add_request(one.prompt, one.params): one for one in self._streams(math.inf)}
+        streams = {
+            engine.add_request(one.prompt, one.params): one for one in self._streams(math.inf)
+        }
 
         def steps(most: int) -> None:
             while most and engine.has_unfinished:
                 take(engine.step(), streams, self.clock.now())
                 most -= 1
 
-        while sum(len(one.tokens) == one.max_tokens for one in streams.values()) < _TRACED_FROM * len(streams):
+        while sum(
+            len(one.tokens) == one.max_tokens for one in streams.values()
+        ) < _TRACED_FROM * len(streams):
             steps(1)
         trace_kernels(lambda: steps(1), self.device)  # the tracer itself has to warm up
         return trace_kernels(lambda: steps(_TRACED_STEPS), self.device)
@@ -107,30 +119,35 @@ class LoadEngine:
         ]
 
     def _check_acceptance(self, run: Run) -> None:
-        """Refuse synthetic acceptance that differs from the requested rates by more than chance explains.
+        """Refuse synthetic acceptance that differs from the requested rates by more than chance
+        explains.
 
-        Each depth is checked by itself: steps that max_tokens cuts lower the acceptance length, but not the rates.
+        Each depth is checked by itself: steps that max_tokens cuts lower the acceptance length, but
+        not the rates.
         """
         stats = run.stats.acceptance
         if self.k == "auto":
             return
         for depth, rate in enumerate(self.config.rates(self.depths)):
-            found, reached = stats.conditional_acceptance[depth], stats.reached_per_depth[depth]
+            found = stats.conditional_acceptance[depth]
+            reached = stats.reached_per_depth[depth]
             error = 4 * math.sqrt(rate * (1 - rate) / max(1, reached))
             if reached and abs(found - rate) > max(_TOLERANCE * rate, error):
                 raise MtpkitError(
-                    f"K = {self.k}: draft {1 + depth} was accepted at a rate of {found:.3f} over {reached} steps, but "
-                    f"{rate} was asked for: the engine does not draw it"
+                    f"K = {self.k}: draft {1 + depth} was accepted at a rate of {found:.3f} over"
+                    f" {reached} steps, but {rate} was asked for: the engine does not draw it"
                 )
 
     def _check_tokens(self, stream: Stream) -> None:
         """Refuse tokens that a plain forward pass would not choose.
 
-        With synthetic acceptance, only the last token of each step is the base's choice, except in a step that
-        max_tokens cut short.
+        With synthetic acceptance, only the last token of each step is the base's choice, except in
+        a step that max_tokens cut short.
         """
         model = self.llm.model
-        places = [end - 1 for end in stream.lengths[:-1]] if self.depths else range(len(stream.tokens))
+        places = (
+            [end - 1 for end in stream.lengths[:-1]] if self.depths else range(len(stream.tokens))
+        )
         dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
         precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         try:

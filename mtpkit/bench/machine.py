@@ -35,11 +35,17 @@ def _cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of mtpkit's checkout, with `-dirty` when files differ from it; None outside a checkout."""
+    """The commit of mtpkit's checkout, with `-dirty` when files differ from it; None outside a
+    checkout."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -48,34 +54,43 @@ def commit() -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its rates, measured in the same run as the results that are compared with them."""
+    """A device and its rates, measured in the same run as the results that are compared with
+    them."""
 
     device: str
     commit: str | None
     date: str
     copy_bandwidth: float
-    """Bytes read and written per second by a large copy. All shares of a bandwidth are shares of this one."""
+    """Bytes read and written per second by a large copy. All shares of a bandwidth are shares of
+    this one."""
     read_bandwidth: float
-    """Bytes per second of a sum over as much memory. Work that writes little may come close to it and beat a copy."""
+    """Bytes per second of a sum over as much memory. Work that writes little may come close to it
+    and beat a copy."""
     matrix_rate: float
-    """FLOPs per second of a large bf16 (on a CPU: fp32) product of random matrices, for some milliseconds."""
+    """FLOPs per second of a large bf16 (on a CPU: fp32) product of random matrices, for some
+    milliseconds."""
     sustained_rate: float | None = None
-    """Rate of the same product repeated on a GPU for seconds, until the GPU runs at its power limit; None: not
-    measured."""
+    """Rate of the same product repeated on a GPU for seconds, until the GPU runs at its power
+    limit; None: not measured."""
 
     def __str__(self) -> str:
         """One line for people."""
-        rates = f"copy {self.copy_bandwidth / 1e12:.3g} TB/s, reads alone {self.read_bandwidth / 1e12:.3g} TB/s"
+        rates = (
+            f"copy {self.copy_bandwidth / 1e12:.3g} TB/s, reads alone"
+            f" {self.read_bandwidth / 1e12:.3g} TB/s"
+        )
         where = f"{self.device}, commit {self.commit or 'unknown'}, {self.date}"
         sustained = f", {self.sustained_rate / 1e12:.3g} for seconds" if self.sustained_rate else ""
         return f"{where}: {rates}, matrix product {self.matrix_rate / 1e12:.3g} TFLOP/s{sustained}"
 
 
 def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
-    """Describe the device and time a copy, a sum and a product, larger than its caches on a GPU and small on a CPU.
+    """Describe the device and time a copy, a sum and a product, larger than its caches on a GPU and
+    small on a CPU.
 
     Args:
-        sustained: measure `Machine.sustained_rate` too, for work that keeps the matrix units busy for seconds.
+        sustained: measure `Machine.sustained_rate` too, for work that keeps the matrix units busy
+            for seconds.
     """
     rates = _measure_rates(device, sustained)
     release_memory(device)
@@ -83,23 +98,29 @@ def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
     return Machine(describe_device(device), commit(), date, *rates)
 
 
-def _measure_rates(device: torch.device, sustained: bool) -> tuple[float, float, float, float | None]:
+def _measure_rates(
+    device: torch.device, sustained: bool
+) -> tuple[float, float, float, float | None]:
     """Copy bandwidth, read bandwidth, matrix rate and, if requested, sustained rate."""
     large = device.type == "cuda"
     size, width = (1 << 31, 8192) if large else (1 << 24, 512)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     numbers = torch.ones(size // 4, device=device)
-    left, right = torch.randn(2, width, width, device=device, dtype=torch.bfloat16 if large else torch.float32)
+    left, right = torch.randn(
+        2, width, width, device=device, dtype=torch.bfloat16 if large else torch.float32
+    )
     copied = median_seconds(partial(torch.empty_like(source).copy_, source), device)
     summed = median_seconds(numbers.sum, device)
-    product, flops = partial(torch.matmul, left, right, out=torch.empty_like(left)), 2 * width**3
+    product = partial(torch.matmul, left, right, out=torch.empty_like(left))
+    flops = 2 * width**3
     alone = median_seconds(product, device)
     lasting = _sustained_seconds(product, device, alone) if sustained and large else None
     return 2 * size / copied, size / summed, flops / alone, lasting and flops / lasting
 
 
 def _sustained_seconds(product: Callable[[], object], device: torch.device, alone: float) -> float:
-    """Time of a product in the second half of a run of `_SUSTAINED_SECONDS`, given the time `alone` of a single one."""
+    """Time of a product in the second half of a run of `_SUSTAINED_SECONDS`, given the time `alone`
+    of a single one."""
     count = max(1, math.ceil(_SUSTAINED_SECONDS / 2 / alone))
 
     def half() -> None:

@@ -1,4 +1,5 @@
-"""Checks decoded tokens against one plain forward pass of the base, without caches, rewinds or graphs."""
+"""Checks decoded tokens against one plain forward pass of the base, without caches, rewinds or
+graphs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,16 @@ from mtpkit.model.kinds import kinds_in, layers_of
 from mtpkit.model.kinds.base import LayerKind
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
-"""Largest gap between the best logit and a near tie, in standard deviations of the logits at that place, by the
-precision that is rounded to. Of 131,072 random logits all but a few lie further below, most of them four deviations."""
+"""Largest gap between the best logit and a near tie, in standard deviations of the logits at that
+place, by the precision that is rounded to. Of 131,072 random logits all but a few lie further
+below, most of them four deviations."""
 _STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
 """Share of tokens that may lie further below. A wrong cache or rewind affects a larger share."""
 _NOISE_TOKENS = 256
 """Tokens from which the effect of rounding on a mixture of experts is measured."""
 _EXPERTS_APART = {torch.bfloat16: 0.03, torch.float32: 1e-3}
-"""Largest relative difference of a mixture's output from megatron-core's, which rounds after each matrix product."""
+"""Largest relative difference of a mixture's output from megatron-core's, which rounds after each
+matrix product."""
 
 
 @torch.inference_mode()
@@ -41,25 +44,31 @@ def check_greedy(
 ) -> None:
     """Refuse tokens that the base would not choose.
 
-    In bf16, a rounding may send a token to other experts, in every layer of a mixture of experts. For such models the
-    mean distance of tokens below the best one is checked instead: rounding must explain it. The effect of rounding is
-    measured by a second pass, in which each embedding is moved by one rounding. The plain pass runs the same experts as
-    decoding, so each mixture's output is also compared with megatron-core's own output for the same input.
+    In bf16, a rounding may send a token to other experts, in every layer of a mixture of experts.
+    For such models the mean distance of tokens below the best one is checked instead: rounding must
+    explain it. The effect of rounding is measured by a second pass, in which each embedding is
+    moved by one rounding. The plain pass runs the same experts as decoding, so each mixture's
+    output is also compared with megatron-core's own output for the same input.
 
     Args:
         tokens: what follows `prompt`, decoded with temperature 0.
-        places: indices of `tokens` that are the base's own choice; the tokens at other indices may be any.
+        places: indices of `tokens` that are the base's own choice; the tokens at other indices may
+            be any.
         precision: the coarsest dtype of weights, keys, values and state.
         params: what the request was sampled with; its penalties count.
-        near_tie: a bound on near ties, in standard deviations, used where it is below the precision's own.
+        near_tie: a bound on near ties, in standard deviations, used where it is below the
+            precision's own.
 
     Raises:
-        MtpkitError: more tokens than the tolerance allows are neither the base's top choice nor a near tie.
+        MtpkitError: more tokens than the tolerance allows are neither the base's top choice nor a
+            near tie.
     """
     if not places:
         return
     known = torch.tensor([[*prompt, *tokens]], device=next(model.parameters()).device)
-    rounded = precision == torch.bfloat16 and any(kind.experts(model.mtpkit_config).count for kind in _kinds(model))
+    rounded = precision == torch.bfloat16 and any(
+        kind.experts(model.mtpkit_config).count for kind in _kinds(model)
+    )
     with _compared_experts(model, precision):
         hidden = _normed_base(model, known)
     moved = _normed_base(model, known, moved=True)[-_NOISE_TOKENS:] if rounded else hidden
@@ -78,14 +87,15 @@ def check_greedy(
     if wrong > _STRAYS[precision] * len(index):
         worst = int(gaps.argmax())
         raise MtpkitError(
-            f"{wrong} of {len(index)} tokens are not those of a plain forward pass: "
-            f"number {int(index[worst])} of the output lies {float(gaps[worst]):.2f} standard deviations below the best"
+            f"{wrong} of {len(index)} tokens are not those of a plain forward pass: number"
+            f" {int(index[worst])} of the output lies {float(gaps[worst]):.2f} standard deviations"
+            " below the best"
         )
 
 
 def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tensor:
-    """The base's hidden states [s, h] of tokens known [1, s], after its final norm. A pipeline stage before the last
-    one returns the states that it sends on. Collective over stages.
+    """The base's hidden states [s, h] of tokens known [1, s], after its final norm. A pipeline
+    stage before the last one returns the states that it sends on. Collective over stages.
 
     Args:
         moved: move each embedding by one rounding first.
@@ -98,10 +108,15 @@ def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tens
         by_one = embedded * (1 + torch.finfo(torch.bfloat16).eps * signs.sign()).to(embedded.dtype)
         return args, kwargs | dict(hidden_states=by_one)
 
-    group, hook = model.pg_collection.pp, None
+    group = model.pg_collection.pp
+    hook = None
     if not model.pre_process:
         received = torch.empty(
-            known.shape[1], 1, model.config.hidden_size, dtype=model.config.params_dtype, device=known.device
+            known.shape[1],
+            1,
+            model.config.hidden_size,
+            dtype=model.config.params_dtype,
+            device=known.device,
         )
         dist.recv(received, group=group, group_src=group.rank() - 1)
         model.set_input_tensor(received)
@@ -118,8 +133,11 @@ def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tens
     return normed_states(model, hidden[:, 0])
 
 
-def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, params: SamplingParams) -> Tensor:
-    """Apply a request's penalties to logits [n, V], from which the output's tokens at indices `places` [n] are chosen.
+def _penalised(
+    logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, params: SamplingParams
+) -> Tensor:
+    """Apply a request's penalties to logits [n, V], from which the output's tokens at indices
+    `places` [n] are chosen.
 
     Args:
         known: [s] tokens of prompt and output.
@@ -134,7 +152,9 @@ def _penalised(logits: Tensor, known: Tensor, prompt_len: int, places: Tensor, p
     )
     rows = torch.arange(len(places), device=logits.device)
     drafts = rows.new_empty(len(places), 0)
-    return apply_penalties(logits.float(), in_prompt, seen, repetition, frequency, presence, rows, drafts)
+    return apply_penalties(
+        logits.float(), in_prompt, seen, repetition, frequency, presence, rows, drafts
+    )
 
 
 def _gaps(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -156,21 +176,31 @@ def _mixtures(model: HybridModel) -> list[Any]:
 
 @contextmanager
 def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[None]:
-    """Refuse mixtures whose output differs from that of megatron-core's own pass through the experts. Both passes
-    choose experts with the same op, so its choice is compared with the op's reference."""
+    """Refuse mixtures whose output differs from that of megatron-core's own pass through the
+    experts. Both passes choose experts with the same op, so its choice is compared with the op's
+    reference."""
 
     def compare(layer: Any, args: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> None:
-        logits, bias = layer.router.gating(args[0]), layer.router.expert_bias
+        logits = layer.router.gating(args[0])
+        bias = layer.router.expert_bias
         chosen, _ = layer.router.routing(logits)
         settings = model.mtpkit_config.moe.routing
-        ids, weights = reference.route(logits.flatten(0, -2), None if bias is None else bias.float(), *settings)
-        apart = float((chosen - torch.zeros_like(chosen).scatter(1, ids, weights)).norm() / chosen.norm())
+        ids, weights = reference.route(
+            logits.flatten(0, -2), None if bias is None else bias.float(), *settings
+        )
+        apart = float(
+            (chosen - torch.zeros_like(chosen).scatter(1, ids, weights)).norm() / chosen.norm()
+        )
         if not apart <= _EXPERTS_APART[torch.float32]:
-            raise MtpkitError(f"a mixture of experts chooses others than the reference does, by {apart:.1e}")
+            raise MtpkitError(
+                f"a mixture of experts chooses others than the reference does, by {apart:.1e}"
+            )
         want = layer.one_by_one(args[0]).float()
         error = float((output[0].float() - want).norm() / want.norm())
         if not error <= _EXPERTS_APART[precision]:
-            raise MtpkitError(f"a mixture of experts differs from megatron-core's own by {error:.1e}")
+            raise MtpkitError(
+                f"a mixture of experts differs from megatron-core's own by {error:.1e}"
+            )
 
     hooks = [mixture.register_forward_hook(compare) for mixture in _mixtures(model)]
     try:
@@ -187,12 +217,14 @@ def _check_experts(model: HybridModel, hidden: Tensor, moved: Tensor, gaps: Tens
         hidden: [s, h], states of known tokens.
         moved: [n, h], the last n states, from moved embeddings.
     """
-    noise = _gaps(compute_logits(model, hidden[-_NOISE_TOKENS:]), compute_logits(model, moved).argmax(-1))
+    noise = _gaps(
+        compute_logits(model, hidden[-_NOISE_TOKENS:]), compute_logits(model, moved).argmax(-1)
+    )
     # The engine rounds in every layer, and with few tokens a single one may lie far below.
     allowed = 2 * float(noise.mean()) + 4 * float(noise.std(correction=0)) / math.sqrt(len(gaps))
     if float(gaps.mean()) > allowed:
         raise MtpkitError(
-            f"{int((gaps > 0).sum())} of {len(gaps)} tokens are not those of a plain forward pass: they lie "
-            f"{float(gaps.mean()):.2f} standard deviations below the best in the mean, of which rounding explains "
-            f"{allowed:.2f}"
+            f"{int((gaps > 0).sum())} of {len(gaps)} tokens are not those of a plain forward pass:"
+            f" they lie {float(gaps.mean()):.2f} standard deviations below the best in the mean, of"
+            f" which rounding explains {allowed:.2f}"
         )

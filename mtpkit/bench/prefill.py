@@ -19,35 +19,44 @@ from mtpkit.engine import LLM, SamplingParams, require_whole
 from mtpkit.model.hybrid import HybridModel
 
 _CHECKED = 2
-"""Prompts whose first token is compared with that of a plain forward pass: the last ones, whose chunks follow the
-chunks of others."""
+"""Prompts whose first token is compared with that of a plain forward pass: the last ones, whose
+chunks follow the chunks of others."""
 _NEAR_TIE = 0.1
-"""Near tie, in standard deviations of the logits: rounding may exchange such tokens even without a decode step."""
+"""Near tie, in standard deviations of the logits: rounding may exchange such tokens even without a
+decode step."""
 
 
 @dataclass(frozen=True)
 class PrefillRow:
     """All prompts, from the time when they are queued until each has its first token."""
 
-    batch_size: Annotated[int, Column("prompts", lambda row: f"{row.batch_size} x {row.prompt_len}", key=True)]
+    batch_size: Annotated[
+        int, Column("prompts", lambda row: f"{row.batch_size} x {row.prompt_len}", key=True)
+    ]
     prompt_len: int
     k: Annotated[int, Column("K", key=True)]
     max_num_batched_tokens: Annotated[int, Column("tokens per step")]
     seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]
     tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
     """Prompt tokens per second."""
-    flops_per_s: Annotated[float, Column("TFLOP/s", lambda row: significant(row.flops_per_s / 1e12))]
+    flops_per_s: Annotated[
+        float, Column("TFLOP/s", lambda row: significant(row.flops_per_s / 1e12))
+    ]
     """FLOPs that `Roofline` counts, over the time."""
     matrix_share: Annotated[float, Column("of the matrix rate", ".1%")]
     """Share of the matrix rate measured in the same run."""
     limit_share: Annotated[float, Column("of the roofline", ".1%")]
     """Share of the tokens/s that `Roofline` gives for the copy bandwidth and the matrix rate."""
     sustained_share: Annotated[float | None, Column("of the sustained rate", ".1%")] = None
-    """Share of `Machine.sustained_rate`: prompts keep the matrix units busy for longer than a single product does."""
+    """Share of `Machine.sustained_rate`: prompts keep the matrix units busy for longer than a
+    single product does."""
 
 
-def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "model") -> Result[PrefillRow]:
-    """Compute random prompts, new ones in each repeat, after an untimed run that compiles kernels and is checked.
+def measure_prefill(
+    model: HybridModel, config: PrefillConfig, name: str = "model"
+) -> Result[PrefillRow]:
+    """Compute random prompts, new ones in each repeat, after an untimed run that compiles kernels
+    and is checked.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -60,7 +69,8 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
     """
     weight = next(model.parameters())
     machine = measure_machine(weight.device, sustained=True)
-    vocab_size, count = model.mtpkit_config.vocab_size, config.batch_size * (config.repeats + 1)
+    vocab_size = model.mtpkit_config.vocab_size
+    count = config.batch_size * (config.repeats + 1)
     prompts = random_prompts(count, config.prompt_len, vocab_size, config.seed)
     llm = LLM(
         model,
@@ -71,13 +81,19 @@ def measure_prefill(model: HybridModel, config: PrefillConfig, name: str = "mode
         enable_prefix_caching=False,
         warm_up=False,  # the first run, which is not timed, captures what the others need
     )
-    first, *others = (prompts[at : at + config.batch_size] for at in range(0, count, config.batch_size))
+    first, *others = (
+        prompts[at : at + config.batch_size] for at in range(0, count, config.batch_size)
+    )
     tokens = _run(llm, first)[1]
     for prompt, token in list(zip(first, tokens, strict=True))[-_CHECKED:]:
         check_greedy(model, prompt, [token], [0], weight.dtype, near_tie=_NEAR_TIE)
-    seconds = statistics.median(_run(llm, prompts)[0] for prompts in tqdm(others, desc="prefill", disable=None))
+    seconds = statistics.median(
+        _run(llm, prompts)[0] for prompts in tqdm(others, desc="prefill", disable=None)
+    )
     roofline = Roofline(model.mtpkit_config, weight.dtype)
-    cost = roofline.prefill(config.batch_size, config.prompt_len, config.k, config.max_num_batched_tokens)
+    cost = roofline.prefill(
+        config.batch_size, config.prompt_len, config.k, config.max_num_batched_tokens
+    )
     row = PrefillRow(
         batch_size=config.batch_size,
         prompt_len=config.prompt_len,

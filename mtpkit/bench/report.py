@@ -24,20 +24,23 @@ _WIDTH = 1000
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits, but all digits before the point: 15125, 1.512, 0.001512."""
+    """Format a number with `digits` significant digits, but all digits before the point: 15125,
+    1.512, 0.001512."""
     decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, decimals)}f}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """Annotates a field of a row that tables show: `seconds: Annotated[float, Column("s", ".1f")]`."""
+    """Annotates a field of a row that tables show: `seconds: Annotated[float, Column("s",
+    ".1f")]`."""
 
     heading: str
     show: str | Callable[[Any], str] = ""
     """Format of the value, or a function of the row; None becomes "-"."""
     key: bool = False
-    """The column, one of the first, tells rows apart: it is repeated where a table is shown in parts."""
+    """The column, one of the first, tells rows apart: it is repeated where a table is shown in
+    parts."""
 
     def cell(self, row: "DataclassInstance", name: str) -> str:
         """Text of a row's field."""
@@ -47,7 +50,9 @@ class Column:
         return self.show(row) if callable(self.show) else format(value, self.show)
 
 
-def tabulate(title: str, kind: type["DataclassInstance"], rows: Sequence["DataclassInstance"]) -> WideTable:
+def tabulate(
+    title: str, kind: type["DataclassInstance"], rows: Sequence["DataclassInstance"]
+) -> WideTable:
     """A table of rows of one dataclass, with the fields that are annotated with a `Column`."""
     hints = get_type_hints(kind, include_extras=True)
     columns = {
@@ -74,7 +79,8 @@ class Report:
     """Machine of the measurement; None: nothing was timed, or only the JSON object names it."""
 
     def to_dict(self, whole: bool = False) -> dict[str, object]:
-        """The JSON object that commands print as their last line; `whole`: with the fields that only the file holds."""
+        """The JSON object that commands print as their last line; `whole`: with the fields that
+        only the file holds."""
         raise NotImplementedError
 
     def tables(self) -> list[WideTable]:
@@ -86,7 +92,8 @@ class Report:
         return None
 
     def show(self, as_json: bool = False) -> None:
-        """Print the tables and, as the last line, the JSON object; in a terminal only if it is asked for."""
+        """Print the tables and, as the last line, the JSON object; in a terminal only if it is
+        asked for."""
         self.show_tables()
         print_object(self.to_dict(), as_json)
 
@@ -119,10 +126,17 @@ class Report:
         lines = []
         for table in self.tables():
             text: TextIO = io.StringIO()
-            title, table.title, table.box = table.title, None, box.MARKDOWN
+            title = table.title
+            table.title = None
+            table.box = box.MARKDOWN
             Console(file=text, width=_WIDTH, color_system=None).print(table)
             text.seek(0)
-            lines += [str(title), "", *(line.strip() for line in text.read().strip().splitlines()), ""]
+            lines += [
+                str(title),
+                "",
+                *(line.strip() for line in text.read().strip().splitlines()),
+                "",
+            ]
         lines += [str(self.machine), ""] if self.machine else []
         return "\n".join(lines)
 
@@ -149,10 +163,12 @@ class Result[Row: "DataclassInstance"](Report):
         keep: "Callable[[Result[Row]], object] | None" = None,
         quiet: bool = False,
     ) -> "Result[Row]":
-        """Measure each case and return a result with the new rows in place of the old; a progress bar shows the labels.
+        """Measure each case and return a result with the new rows in place of the old; a progress
+        bar shows the labels.
 
         Args:
-            keep: is given the result after each row, so that a long run that is interrupted leaves the finished rows.
+            keep: is given the result after each row, so that a long run that is interrupted leaves
+                the finished rows.
             quiet: show no bar, as on ranks that do not report.
         """
         result = self
@@ -169,7 +185,10 @@ class Result[Row: "DataclassInstance"](Report):
     def to_dict(self, whole: bool = False) -> dict[str, object]:
         """The benchmark's name, the rows, the machine's fields and the settings."""
         machine = asdict(self.machine) if self.machine else {}
-        rows = [{k: v for k, v in asdict(row).items() if whole or k not in self.details} for row in self.rows]
+        rows = [
+            {k: v for k, v in asdict(row).items() if whole or k not in self.details}
+            for row in self.rows
+        ]
         return {"benchmark": self.name, "rows": rows, **machine, "settings": {**self.settings}}
 
     def tables(self) -> list[WideTable]:

@@ -1,15 +1,17 @@
-"""Bytes and FLOPs of decoding and prefill, and the time that they take at a given bandwidth and matrix rate.
+"""Bytes and FLOPs of decoding and prefill, and the time that they take at a given bandwidth and
+matrix rate.
 
-A phase (the verification of a step, each draft after it) is a list of works. Each work needs the results of the ones
-before it, so that it takes the longer of its bytes over the bandwidth and its FLOPs over the matrix rate, and the times
-of all add up. Weights count once per phase; the committed recurrent state and the keys and values of the context count
-too. Activations, the convolution's window and the replay ring are left out: they are small, and their size is up to the
-engine.
+A phase (the verification of a step, each draft after it) is a list of works. Each work needs the
+results of the ones before it, so that it takes the longer of its bytes over the bandwidth and its
+FLOPs over the matrix rate, and the times of all add up. Weights count once per phase; the committed
+recurrent state and the keys and values of the context count too. Activations, the convolution's
+window and the replay ring are left out: they are small, and their size is up to the engine.
 
-The bandwidth is by custom that of a copy, half of whose bytes are written. Decoding reads nearly all of its bytes,
-which some machines do faster, so the limits are a yardstick, not a law.
+The bandwidth is by custom that of a copy, half of whose bytes are written. Decoding reads nearly
+all of its bytes, which some machines do faster, so the limits are a yardstick, not a law.
 
-Shape legend: R rows (requests), T = 1 + K tokens per row, E = accepted drafts + 1, L committed entries of a ring.
+Shape legend: R rows (requests), T = 1 + K tokens per row, E = accepted drafts + 1, L committed
+entries of a ring.
 """
 
 import itertools
@@ -80,7 +82,8 @@ class Cost:
 
 def expected_length(acceptance: Sequence[float]) -> float:
     """E, tokens per step, from the conditional acceptance of each depth: 1 + a_1 + a_1 a_2 + ..."""
-    length, reached = 1.0, 1.0
+    length = 1.0
+    reached = 1.0
     for rate in acceptance:
         reached *= rate
         length += reached
@@ -101,12 +104,16 @@ def check_draft_vocab_size(size: int | None, config: ModelConfig) -> None:
         UserError: it is larger.
     """
     if size is not None and size > config.vocab_size:
-        raise UserError(f"draft vocabulary of {size} tokens, but the model has {config.vocab_size}: give at most those")
+        raise UserError(
+            f"draft vocabulary of {size} tokens, but the model has {config.vocab_size}: give at"
+            " most those"
+        )
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Costs of a model with weights, keys and values of `dtype` and recurrent state of `state_dtype`.
+    """Costs of a model with weights, keys and values of `dtype` and recurrent state of
+    `state_dtype`.
 
     Raises:
         UserError: the draft vocabulary is larger than the model's.
@@ -116,7 +123,8 @@ class Roofline:
     dtype: torch.dtype = torch.bfloat16
     state_dtype: torch.dtype = torch.float32
     state_rollback: Rollback = "replay"
-    """Replay reads the state every step and writes it once per L tokens; snapshot writes it after each of T tokens."""
+    """Replay reads the state every step and writes it once per L tokens; snapshot writes it after
+    each of T tokens."""
     ring_entries: int | None = None
     """L; None: as many as the engine's ring for T tokens holds."""
     draft_vocab_size: int | None = None
@@ -129,7 +137,9 @@ class Roofline:
         """L of steps with K drafts."""
         return self.ring_entries or ring_capacity(ring_length(1 + k))
 
-    def decode(self, batch_size: int, acceptance: Sequence[float] = (), context_len: float = 512) -> Cost:
+    def decode(
+        self, batch_size: int, acceptance: Sequence[float] = (), context_len: float = 512
+    ) -> Cost:
         """Cost of one decode step, which verifies K drafts of every row and then makes K new ones.
 
         Args:
@@ -141,42 +151,62 @@ class Roofline:
         """
         if acceptance:
             check_depths(self.config, len(acceptance))
-        tokens, length, config = 1 + len(acceptance), expected_length(acceptance), self.config
+        tokens = 1 + len(acceptance)
+        length = expected_length(acceptance)
+        config = self.config
         cached = batch_size * context_len
 
         def state_moves(again: int = 0) -> float:
-            """Number of state reads and writes in a step that feeds each row T tokens and `again` of them twice."""
-            written = length / self.entries(tokens - 1 + again) if self.state_rollback == "replay" else tokens + again
+            """Number of state reads and writes in a step that feeds each row T tokens and `again`
+            of them twice."""
+            written = (
+                length / self.entries(tokens - 1 + again)
+                if self.state_rollback == "replay"
+                else tokens + again
+            )
             return batch_size * (1 + written)
 
         def draft(depth: int) -> list[Work]:
-            # Entries of the newly accepted tokens are made at depth 1; distinct heads make some again at each depth.
+            # Entries of the newly accepted tokens are made at depth 1; distinct heads make some
+            # again at each depth.
             if config.mtp.repeated:
                 entries, moved = (length, state_moves()) if depth == 1 else (1.0, float(batch_size))
             else:
-                entries, moved = length + depth - 1, state_moves(again=tokens - 2)
+                entries = length + depth - 1
+                moved = state_moves(again=tokens - 2)
             return self._head(batch_size * entries, batch_size, context_len, cached, moved)
 
         fed = batch_size * tokens
         base = self._layers(config.pattern, fed, context_len, cached, state_moves())
         phases = {"verify": _join([*base, self._output(fed, config.vocab_size)])}
-        return Cost(phases | {f"draft {depth}": draft(depth) for depth in range(1, tokens)}, batch_size * length)
+        return Cost(
+            phases | {f"draft {depth}": draft(depth) for depth in range(1, tokens)},
+            batch_size * length,
+        )
 
     def prefill(
-        self, num_prompts: int, prompt_len: float, k: int = 0, max_num_batched_tokens: int | None = None
+        self,
+        num_prompts: int,
+        prompt_len: float,
+        k: int = 0,
+        max_num_batched_tokens: int | None = None,
     ) -> Cost:
-        """Cost of prompts up to their first token; with K > 0 also of the heads' entries for them and K drafts each.
+        """Cost of prompts up to their first token; with K > 0 also of the heads' entries for them
+        and K drafts each.
 
         Args:
             prompt_len: mean tokens of a prompt.
-            max_num_batched_tokens: tokens of a step; every step reads all weights. None: one step for all.
+            max_num_batched_tokens: tokens of a step; every step reads all weights. None: one step
+                for all.
 
         Raises:
             UserError: the model's heads cannot make K drafts.
         """
         if k:
             check_depths(self.config, k)
-        config, fed, context = self.config, num_prompts * prompt_len, prompt_len / 2
+        config = self.config
+        fed = num_prompts * prompt_len
+        context = prompt_len / 2
         passes = math.ceil(fed / (max_num_batched_tokens or fed))
         base = self._layers(config.pattern, fed, context, fed, num_prompts, passes, prompt=True)
         phases = {"base": _join([*base, self._output(num_prompts, config.vocab_size, passes)])}
@@ -188,18 +218,29 @@ class Roofline:
         return Cost(phases, fed)
 
     def _head(
-        self, fed: float, drafted: int, context_len: float, cached: float, states: float, passes: int = 1
+        self,
+        fed: float,
+        drafted: int,
+        context_len: float,
+        cached: float,
+        states: float,
+        passes: int = 1,
     ) -> list[Work]:
-        """Works of one depth over `fed` tokens, of which `drafted` go through the lm_head; the rest as in `_layers`.
+        """Works of one depth over `fed` tokens, of which `drafted` go through the lm_head; the rest
+        as in `_layers`.
 
-        In a repeated head, only the `drafted` tokens go through the layers after the last cache, see `mtp_forward`.
+        In a repeated head, only the `drafted` tokens go through the layers after the last cache,
+        see `mtp_forward`.
         """
-        eh_proj, pattern = eh_proj_matrix(self.config), self.config.mtp.pattern
+        eh_proj = eh_proj_matrix(self.config)
+        pattern = self.config.mtp.pattern
         cut = caching_length(pattern) if self.config.mtp.repeated else len(pattern)
         works = [
             self._matrices(eh_proj, eh_proj, fed, passes),
             *self._layers(pattern[:cut], fed, context_len, cached, states, passes),
-            *self._layers(pattern[cut:], drafted, context_len, cached, states, min(passes, math.ceil(drafted))),
+            *self._layers(
+                pattern[cut:], drafted, context_len, cached, states, min(passes, math.ceil(drafted))
+            ),
             self._output(drafted, self.draft_vocab_size or self.config.vocab_size, passes),
         ]
         return _join(works)
@@ -230,16 +271,20 @@ class Roofline:
         if update := sum(layer.state_flops for layer in kept):
             state_bytes = sum(layer.state for layer in kept) * self.state_dtype.itemsize
             yield Work("state", states * state_bytes, fed * update)
-        if scores := sum((prompt and layer.prompt_score_flops) or layer.score_flops for layer in kept):
+        if scores := sum(
+            (prompt and layer.prompt_score_flops) or layer.score_flops for layer in kept
+        ):
             kv_bytes = sum(layer.kv for layer in kept) * self.dtype.itemsize
             yield Work("attention", cached * kv_bytes, fed * scores * context_len)
 
     def _matrices(self, read: float, used: float, fed: float, passes: int) -> Work:
-        """Work of matrices of which each pass reads `read` weights and each token uses `used` weights."""
+        """Work of matrices of which each pass reads `read` weights and each token uses `used`
+        weights."""
         return Work("matrices", passes * read * self.dtype.itemsize, FORWARD * used * fed)
 
     def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
-        """Work of `rows` rows of the lm_head over `fed` tokens; a pass without any of the tokens reads nothing."""
+        """Work of `rows` rows of the lm_head over `fed` tokens; a pass without any of the tokens
+        reads nothing."""
         weights = rows * self.config.hidden_size
         return self._matrices(weights, weights, fed, min(passes, math.ceil(fed)))
 
@@ -247,7 +292,10 @@ class Roofline:
 def _join(works: Sequence[Work]) -> list[Work]:
     """Add up the works of a phase that have the same name."""
     groups = {work.name: [other for other in works if other.name == work.name] for work in works}
-    return [Work(name, sum(w.bytes for w in own), sum(w.flops for w in own)) for name, own in groups.items()]
+    return [
+        Work(name, sum(w.bytes for w in own), sum(w.flops for w in own))
+        for name, own in groups.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -288,11 +336,16 @@ def tabulate_limits(
         name: the model's name in the report.
 
     Raises:
-        UserError: the heads cannot make K drafts, or the draft vocabulary is larger than the model's.
+        UserError: the heads cannot make K drafts, or the draft vocabulary is larger than the
+            model's.
     """
     dtypes = getattr(torch, config.dtype), getattr(torch, config.state_dtype)
-    roofline = Roofline(model, *dtypes, config.state_rollback, config.ring_entries, config.draft_vocab_size)
-    acceptance = [depth_rates(config.acceptance, k) for k in choose_drafts(model, config.ks, USUAL_DRAFTS)]
+    roofline = Roofline(
+        model, *dtypes, config.state_rollback, config.ring_entries, config.draft_vocab_size
+    )
+    acceptance = [
+        depth_rates(config.acceptance, k) for k in choose_drafts(model, config.ks, USUAL_DRAFTS)
+    ]
     rates = bandwidth, matrix_rate = config.bandwidth * 1e12, config.matrix_rate * 1e12
     settings = {
         "model": name,
@@ -304,17 +357,25 @@ def tabulate_limits(
         "ring_entries": [roofline.entries(len(one)) for one in acceptance],
         "draft_vocab_size": config.draft_vocab_size,
     }
-    steps, works = [], []
+    steps = []
+    works = []
     for size, drawn in itertools.product(config.batch_sizes, acceptance):
-        cost, k = roofline.decode(size, drawn, config.context_len), len(drawn)
+        cost = roofline.decode(size, drawn, config.context_len)
+        k = len(drawn)
         totals = (cost.bytes, cost.flops, cost.seconds(*rates), cost.limit_tokens_per_s(*rates))
         steps.append(StepRow(size, k, cost.tokens / size, *totals))
         for phase, own in cost.phases.items():
             for work in own:
-                bound = "bandwidth" if work.bytes / bandwidth >= work.flops / matrix_rate else "matrix rate"
+                bound = (
+                    "bandwidth"
+                    if work.bytes / bandwidth >= work.flops / matrix_rate
+                    else "matrix rate"
+                )
                 numbers = (work.bytes, work.flops, work.seconds(*rates))
                 works.append(WorkRow(size, k, phase, work.name, *numbers, bound))
-    speeds = f"{significant(bandwidth / 1e12, 3)} TB/s and {significant(matrix_rate / 1e12, 3)} TFLOP/s"
+    speeds = (
+        f"{significant(bandwidth / 1e12, 3)} TB/s and {significant(matrix_rate / 1e12, 3)} TFLOP/s"
+    )
     return (
         Result("roofline", f"decoding at {speeds}: {name}", StepRow, steps, settings=settings),
         Result("works", f"works of each step: {name}", WorkRow, works, settings=settings),

@@ -1,4 +1,5 @@
-"""The engine's step loop as streaming clients see it: requests arrive at given times, and outputs have timestamps."""
+"""The engine's step loop as streaming clients see it: requests arrive at given times, and outputs
+have timestamps."""
 
 import time
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ class Stream:
 
     @property
     def first_seconds(self) -> float:
-        """Time to the first token. It includes the wait for the step in progress at arrival, after which the engine
-        gets the request."""
+        """Time to the first token. It includes the wait for the step in progress at arrival, after
+        which the engine gets the request."""
         return self.times[0] - self.arrival
 
     @property
@@ -75,13 +76,18 @@ class Stream:
     @property
     def seconds_per_token(self) -> float | None:
         """Mean seconds per token after the first token; None if there is only one token."""
-        return (self.times[-1] - self.times[0]) / (self.lengths[-1] - 1) if self.lengths[-1] > 1 else None
+        return (
+            (self.times[-1] - self.times[0]) / (self.lengths[-1] - 1)
+            if self.lengths[-1] > 1
+            else None
+        )
 
 
 def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
     """Serve requests to their end: add each to the engine when it is due, and step.
 
-    A request is never added before its arrival. The loop sleeps only while no request is unfinished.
+    A request is never added before its arrival. The loop sleeps only while no request is
+    unfinished.
 
     Args:
         streams: requests in the order of their arrival; they record their outputs.
@@ -93,7 +99,9 @@ def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
         RequestError: the logits of a request are NaN or infinite.
         MtpkitError: an output has another length than requested.
     """
-    began, added, waiting = clock.now(), dict[str, Stream](), list(streams)[::-1]
+    began = clock.now()
+    added = dict[str, Stream]()
+    waiting = list(streams)[::-1]
     while waiting or engine.has_unfinished:
         now = clock.now() - began
         while waiting and waiting[-1].arrival <= now:
@@ -106,8 +114,8 @@ def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
     wrong = [one for one in streams if len(one.tokens) != one.max_tokens]
     if wrong:
         raise MtpkitError(
-            f"{len(wrong)} of {len(streams)} outputs have another length than was asked for, one of them "
-            f"{len(wrong[0].tokens)} tokens where {wrong[0].max_tokens} were"
+            f"{len(wrong)} of {len(streams)} outputs have another length than was asked for, one of"
+            f" them {len(wrong[0].tokens)} tokens where {wrong[0].max_tokens} were"
         )
     return max(one.times[-1] for one in streams)
 
@@ -124,7 +132,8 @@ def take(outputs: Sequence[RequestOutput], streams: dict[str, Stream], now: floa
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """The 50th and the 99th percentile in milliseconds, linearly interpolated; None if there are no values."""
+    """The 50th and the 99th percentile in milliseconds, linearly interpolated; None if there are no
+    values."""
     if not seconds:
         return None, None
     middle, high = np.percentile(seconds, (50, 99)) * 1e3

@@ -26,12 +26,17 @@ FromZero = Annotated[int, Field(ge=0)]
 Spread = Annotated[float, Field(ge=0, le=10)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 FirstSeed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Counts = Annotated[tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")]
+Counts = Annotated[
+    tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")
+]
 StateDtype = Literal["float32", "bfloat16"]
 
 BATCH_SIZES = (1, 4, 16, 32, 64, 128)
-USUAL_DRAFTS, SPEEDUP_DRAFTS, LOAD_DRAFTS = (0, 1, 3), (0, 1, 2, 3), (0, 3)
-"""Default K of `bench`, of `speedup` and of `bench load`, limited to the depths that the heads were trained for."""
+USUAL_DRAFTS = (0, 1, 3)
+SPEEDUP_DRAFTS = (0, 1, 2, 3)
+LOAD_DRAFTS = (0, 3)
+"""Default K of `bench`, of `speedup` and of `bench load`, limited to the depths that the heads were
+trained for."""
 
 
 def _with_plain(ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -60,14 +65,17 @@ class SpeedupConfig:
     ks: Annotated[tuple[Drafts, ...] | None, AfterValidator(_with_plain)] = Field(
         default=None, validation_alias="num_speculative_tokens"
     )
-    """Numbers of drafts per step (K); 0 is always measured. By default 0 to 3, up to the depths that the heads were
-    trained for."""
-    batch_sizes: Annotated[Counts, AfterValidator(_sorted)] = Field(default=(1, 8), validation_alias="batch_size")
+    """Numbers of drafts per step (K); 0 is always measured. By default 0 to 3, up to the depths
+    that the heads were trained for."""
+    batch_sizes: Annotated[Counts, AfterValidator(_sorted)] = Field(
+        default=(1, 8), validation_alias="batch_size"
+    )
     """Numbers of requests that run at once, at most the number of prompts."""
     repeats: Positive = 3
     """Number of measurements; their median is reported."""
     sampling: SamplingParams = SamplingParams(temperature=0, max_tokens=128)
-    """Sampling of the prompts. Its seed (0 if None) is the first prompt's; each further prompt has the next seed."""
+    """Sampling of the prompts. Its seed (0 if None) is the first prompt's; each further prompt has
+    the next seed."""
     block_size: int = field_of(EngineOptions, "block_size")
     max_model_len: int | None = field_of(EngineOptions, "max_model_len")
     max_num_batched_tokens: int | None = field_of(EngineOptions, "max_num_batched_tokens")
@@ -78,12 +86,19 @@ class SpeedupConfig:
     draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = field_of(
         EngineOptions, "draft_vocab"
     )
-    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(EngineOptions, "draft_embedding_dtype")
-    speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
+    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(
+        EngineOptions, "draft_embedding_dtype"
+    )
+    speculative_token_tree: str | list | tuple | None = field_of(
+        EngineOptions, "speculative_token_tree"
+    )
     speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
-    speculative_num_draft_tokens: int | None = field_of(EngineOptions, "speculative_num_draft_tokens")
+    speculative_num_draft_tokens: int | None = field_of(
+        EngineOptions, "speculative_num_draft_tokens"
+    )
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
-    """Let prompts reuse the cache of earlier requests. Off by default, since repeats would find their own prompts."""
+    """Let prompts reuse the cache of earlier requests. Off by default, since repeats would find
+    their own prompts."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
@@ -103,23 +118,32 @@ class DecodeConfig:
     batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
     """Numbers of requests that run at once."""
     ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
-        default=None, validation_alias="num_speculative_tokens", title="a list of one or more numbers or 'auto'"
+        default=None,
+        validation_alias="num_speculative_tokens",
+        title="a list of one or more numbers or 'auto'",
     )
-    """Numbers of drafts per step (K); auto: the engine chooses. By default 0, 1 and 3, up to the depths that the heads
-    were trained for."""
+    """Numbers of drafts per step (K); auto: the engine chooses. By default 0, 1 and 3, up to the
+    depths that the heads were trained for."""
     prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
     """Tokens of a random prompt."""
     max_tokens: Annotated[int, Field(ge=2)] = 256
     """Tokens generated for each prompt."""
     acceptance: tuple[Rate, ...] | None = (0.85,)
-    """Synthetic rate at which the draft of each depth is accepted, given that all before it were. The last rate holds
-    for all further depths. None: drafts are verified."""
+    """Synthetic rate at which the draft of each depth is accepted, given that all before it were.
+    The last rate holds for all further depths. None: drafts are verified."""
     draft_vocab: Path | Positive | None = None
-    """Tokens to draft among: a file of them, or how many of the first tokens. By default all tokens."""
-    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(EngineOptions, "draft_embedding_dtype")
-    speculative_token_tree: str | list | tuple | None = field_of(EngineOptions, "speculative_token_tree")
+    """Tokens to draft among: a file of them, or how many of the first tokens. By default all
+    tokens."""
+    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(
+        EngineOptions, "draft_embedding_dtype"
+    )
+    speculative_token_tree: str | list | tuple | None = field_of(
+        EngineOptions, "speculative_token_tree"
+    )
     speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
-    speculative_num_draft_tokens: int | None = field_of(EngineOptions, "speculative_num_draft_tokens")
+    speculative_num_draft_tokens: int | None = field_of(
+        EngineOptions, "speculative_num_draft_tokens"
+    )
     presence_penalty: float = field_of(SamplingParams, "presence_penalty")
     frequency_penalty: float = field_of(SamplingParams, "frequency_penalty")
     repetition_penalty: float = field_of(SamplingParams, "repetition_penalty")
@@ -128,8 +152,11 @@ class DecodeConfig:
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     block_size: int = field_of(EngineOptions, "block_size")
-    max_num_batched_tokens: int | None = field_of(EngineOptions, "max_num_batched_tokens", default=8192)
-    """Most tokens of a prefill step. The default exceeds the engine's 2048, since prompts are not timed."""
+    max_num_batched_tokens: int | None = field_of(
+        EngineOptions, "max_num_batched_tokens", default=8192
+    )
+    """Most tokens of a prefill step. The default exceeds the engine's 2048, since prompts are not
+    timed."""
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
     pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
@@ -153,7 +180,8 @@ class DecodeConfig:
         return heads.most_adaptive_drafts if tree is None else parse_tree(tree).depth
 
     def spine(self, k: int) -> int:
-        """Drafts that are sure to lie on the path of first children, where synthetic acceptance accepts drafts."""
+        """Drafts that are sure to lie on the path of first children, where synthetic acceptance
+        accepts drafts."""
         if self.speculative_token_tree is not None:
             return parse_tree(self.speculative_token_tree).spine
         return k if self.speculative_eagle_topk is None else 1
@@ -184,7 +212,8 @@ class PrefillConfig:
     prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
     """Tokens of a prompt."""
     max_num_batched_tokens: Count = 8192
-    """Most tokens of a step. The default exceeds the engine's 2048, so that matrix products are large."""
+    """Most tokens of a step. The default exceeds the engine's 2048, so that matrix products are
+    large."""
     k: Drafts = Field(default=0, validation_alias="num_speculative_tokens")
     """Drafts made after each prompt."""
     repeats: Positive = 5
@@ -202,12 +231,14 @@ class ConvertBenchConfig:
     """Settings of `measure_conversion`."""
 
     gigabytes: Annotated[float, Field(gt=0, le=100_000)] = 2.0
-    """Size of the synthetic checkpoint, in 10^9 bytes; the disk must have room for twice as much."""
+    """Size of the synthetic checkpoint, in 10^9 bytes; the disk must have room for twice as
+    much."""
 
 
 @checked("load benchmark")
 class LoadConfig:
-    """Settings of `measure_load`: requests of lognormal lengths, by default those of docs/performance.md."""
+    """Settings of `measure_load`: requests of lognormal lengths, by default those of
+    docs/performance.md."""
 
     num_prompts: Positive = 512
     """Number of requests in a run."""
@@ -233,43 +264,59 @@ class LoadConfig:
     ] = Field(default=(math.inf,), validation_alias="request_rate")
     """Requests per second, arriving as a Poisson process; inf: all requests are queued at once."""
     ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
-        default=None, validation_alias="num_speculative_tokens", title="a list of one or more numbers or 'auto'"
+        default=None,
+        validation_alias="num_speculative_tokens",
+        title="a list of one or more numbers or 'auto'",
     )
-    """Numbers of drafts per step (K); auto: the engine chooses. By default 0 and 3, up to the depths that the heads
-    were trained for."""
+    """Numbers of drafts per step (K); auto: the engine chooses. By default 0 and 3, up to the
+    depths that the heads were trained for."""
     acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
-    """Synthetic rate at which the draft of each depth is accepted, given that all before it were. The last rate holds
-    for all further depths."""
+    """Synthetic rate at which the draft of each depth is accepted, given that all before it were.
+    The last rate holds for all further depths."""
     max_num_seqs: int = field_of(EngineOptions, "max_num_seqs", default=128)
-    """Most requests that run at once. The default exceeds the engine's 64, since a load measures throughput."""
+    """Most requests that run at once. The default exceeds the engine's 64, since a load measures
+    throughput."""
     max_num_batched_tokens: Count = 8192
-    """Most tokens of a step. The default exceeds the engine's 2048, since a load measures throughput."""
+    """Most tokens of a step. The default exceeds the engine's 2048, since a load measures
+    throughput."""
     max_mixed_tokens: int = field_of(EngineOptions, "max_mixed_tokens")
     max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency")
     repeats: Positive = 3
-    """Runs of each engine after its start. The first run is reported separately from the later ones."""
+    """Runs of each engine after its start. The first run is reported separately from the later
+    ones."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
-    """Keep a prefix cache of earlier requests. Off by default, since the prompts of the load share no prefixes."""
+    """Keep a prefix cache of earlier requests. Off by default, since the prompts of the load share
+    no prefixes."""
     prefix_cache_bytes: int | None = field_of(EngineOptions, "prefix_cache_bytes")
-    prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "prefix_cache_dtype")
+    prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = field_of(
+        EngineOptions, "prefix_cache_dtype"
+    )
     prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
     block_size: int = field_of(EngineOptions, "block_size")
     gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
     enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
     warm_up: bool = field_of(EngineOptions, "warm_up")
     trace: bool = True
-    """On a GPU, trace kernels after all timing; without the trace, the GPU's idle share is not known."""
+    """On a GPU, trace kernels after all timing; without the trace, the GPU's idle share is not
+    known."""
     seed: FirstSeed = 7
-    """Seed of lengths, tokens and arrivals. The default makes 305,049 prompt and 124,407 output tokens."""
+    """Seed of lengths, tokens and arrivals. The default makes 305,049 prompt and 124,407 output
+    tokens."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a clause for each empty range of lengths, and one if the prompts may have too many tokens."""
+        """Yield a clause for each empty range of lengths, and one if the prompts may have too many
+        tokens."""
         for least, most in (("prompt_min", "prompt_max"), ("output_min", "output_max")):
             if getattr(self, least) > getattr(self, most):
-                yield f"{least} is {getattr(self, least)}, must be at most {most}, {getattr(self, most)}"
-        yield from too_many_tokens(self.prompt_max, self.num_prompts, 0, "prompt_max or num_prompts")
+                yield (
+                    f"{least} is {getattr(self, least)}, must be at most {most},"
+                    f" {getattr(self, most)}"
+                )
+        yield from too_many_tokens(
+            self.prompt_max, self.num_prompts, 0, "prompt_max or num_prompts"
+        )
 
     def rates(self, k: int) -> list[float]:
         """Synthetic acceptance rates of K depths."""
@@ -283,17 +330,20 @@ class StallConfig:
     decoding_requests: Positive = 16
     """Number of requests that decode while prompts arrive, with --stall."""
     arriving_prompts: Positive = 8
-    """Number of prompts that arrive, each when the prompt before has its first token, with --stall."""
+    """Number of prompts that arrive, each when the prompt before has its first token, with
+    --stall."""
     arriving_length: Length = 4096
     """Tokens of each arriving prompt, with --stall."""
-    lone_lengths: Annotated[tuple[Length, ...], Field(min_length=1, title="a list of one or more whole numbers")] = (
-        Field(default=(128, 4096), validation_alias="lone_length")
-    )
+    lone_lengths: Annotated[
+        tuple[Length, ...], Field(min_length=1, title="a list of one or more whole numbers")
+    ] = Field(default=(128, 4096), validation_alias="lone_length")
     """Lengths in tokens of lone prompts, which arrive while nothing else runs, with --stall."""
 
     def problems(self) -> Iterator[str]:
         """Yield a clause for each setting that makes too many tokens of prompts."""
-        yield from too_many_tokens(self.arriving_length, self.arriving_prompts, 0, "arriving_length")
+        yield from too_many_tokens(
+            self.arriving_length, self.arriving_prompts, 0, "arriving_length"
+        )
         yield from too_many_tokens(max(self.lone_lengths), 1, 0, "lone_length")
 
 
@@ -302,20 +352,22 @@ class TurnsConfig:
     """Settings of `measure_turns`, besides those of a `LoadConfig`."""
 
     turns: FromZero = 0
-    """Turns per conversation: above 0, conversations are measured in place of the load, without and with the prefix
-    cache. Each turn's prompt is the whole conversation so far, followed by new tokens."""
+    """Turns per conversation: above 0, conversations are measured in place of the load, without and
+    with the prefix cache. Each turn's prompt is the whole conversation so far, followed by new
+    tokens."""
     shared: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Share of the prompts' tokens that come from earlier turns of the conversation, with --turns. The length of
-    outputs follows from it."""
+    """Share of the prompts' tokens that come from earlier turns of the conversation, with --turns.
+    The length of outputs follows from it."""
     turn_length: Length = 512
     """New tokens of each turn, with --turns."""
     conversations: Positive = 8
-    """Number of conversations at once, with --turns. Each begins its next turn when the turn before has ended."""
+    """Number of conversations at once, with --turns. Each begins its next turn when the turn before
+    has ended."""
 
     @property
     def output_len(self) -> int:
-        """Tokens of each output. With n turns of u new tokens and outputs of o tokens, the prompts have n u + (u + o) n
-        (n - 1) / 2 tokens, of which n u are new."""
+        """Tokens of each output. With n turns of u new tokens and outputs of o tokens, the prompts
+        have n u + (u + o) n (n - 1) / 2 tokens, of which n u are new."""
         ratio = 2 * self.shared / ((1 - self.shared) * max(1, self.turns - 1)) - 1
         return round(self.turn_length * ratio)
 
@@ -330,11 +382,13 @@ class TurnsConfig:
             yield "turns is 1, must be 0 or at least 2"
         elif self.turns and self.output_len < 1:
             yield (
-                f"{self.turns} turns share more than {self.shared} of their prompts whatever the outputs: raise shared "
-                "or lower turns"
+                f"{self.turns} turns share more than {self.shared} of their prompts whatever the"
+                " outputs: raise shared or lower turns"
             )
         elif self.turns:
-            yield from too_many_tokens(self.longest, self.conversations, 0, "turn_length or conversations")
+            yield from too_many_tokens(
+                self.longest, self.conversations, 0, "turn_length or conversations"
+            )
 
 
 @checked("training benchmark")
@@ -342,15 +396,19 @@ class TrainBenchConfig:
     """Settings of `measure_training`, which reports one row per sequence length and loss."""
 
     sequence_lengths: Annotated[
-        tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1, title="a list of one or more whole numbers")
+        tuple[Annotated[int, Field(ge=2)], ...],
+        Field(min_length=1, title="a list of one or more whole numbers"),
     ] = Field(default=(4096,), validation_alias="sequence_length")
     """Lengths of packed sequences in tokens."""
-    losses: Annotated[tuple[LossKind, ...], Field(min_length=1)] = Field(default=("kl",), validation_alias="loss")
+    losses: Annotated[tuple[LossKind, ...], Field(min_length=1)] = Field(
+        default=("kl",), validation_alias="loss"
+    )
     """Losses of the heads: kl, tv, ce."""
     k: Annotated[Drafts, Field(ge=1)] = Field(default=3, validation_alias="num_depths")
     """Number of depths of the heads (K)."""
     pattern: str | None = None
-    """Layers of one depth; by default those of the model's heads, or those that the trainer gives new heads."""
+    """Layers of one depth; by default those of the model's heads, or those that the trainer gives
+    new heads."""
     distinct: bool = False
     """Give each depth a block of its own, with `per_depth` attention."""
     attention: HeadAttention = field_of(HeadsConfig, "attention")
@@ -364,8 +422,8 @@ class TrainBenchConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the heads."""
     offload: bool = False
-    """Keep AdamW's state in the host's memory. Its update overlaps the next step's base; the rest counts in that step's
-    time."""
+    """Keep AdamW's state in the host's memory. Its update overlaps the next step's base; the rest
+    counts in that step's time."""
     recompute: bool = False
     """Recompute each depth in the backward pass."""
     cached: bool = False
@@ -375,8 +433,8 @@ class TrainBenchConfig:
     balance: Balance = field_of(ParallelConfig, "balance")
     expert_parallel_size: int = field_of(ParallelConfig, "expert")
     backend: Literal["auto", "local", "te"] = field_of(TrainConfig, "backend", default="local")
-    """Implementation of the layers, as in training. `local` by default, where training has `auto`: a command then
-    measures the same layers on every GPU, with Transformer Engine or without."""
+    """Implementation of the layers, as in training. `local` by default, where training has `auto`:
+    a command then measures the same layers on every GPU, with Transformer Engine or without."""
     base_fp8: bool = False
     """Compute the base's matrix products in fp8."""
     steps: Positive = 5
@@ -391,7 +449,9 @@ class TrainBenchConfig:
         if self.attention == "serving" and self.distinct:
             yield "serving attention is for one repeated head; take per_depth for distinct ones"
         if self.offload and not self.warm_up_steps:
-            yield "offload moves a step's update into the next step: take warm_up_steps of 1 or more"
+            yield (
+                "offload moves a step's update into the next step: take warm_up_steps of 1 or more"
+            )
         if self.cached and self.base_fp8:
             yield "cached hidden states leave no base for base_fp8; take one of them"
 
@@ -405,7 +465,8 @@ class KernelConfig:
     k: Drafts = Field(default=3, validation_alias="num_speculative_tokens")
     """Drafts per step: each request brings 1 + K tokens."""
     context_len: Positive = Field(default=512, validation_alias="context_length")
-    """Tokens of context of each request, and tokens of each prompt. Training sequences are 8 times as long."""
+    """Tokens of context of each request, and tokens of each prompt. Training sequences are 8 times
+    as long."""
     ops: tuple[str, ...] = ()
     """Ops to measure; by default all."""
     state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
@@ -422,13 +483,18 @@ class RooflineConfig:
     batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
     """Numbers of requests that run at once."""
     ks: Annotated[tuple[Drafts, ...] | None, Field(min_length=1)] = Field(
-        default=None, validation_alias="num_speculative_tokens", title="a list of one or more whole numbers"
+        default=None,
+        validation_alias="num_speculative_tokens",
+        title="a list of one or more whole numbers",
     )
-    """Numbers of drafts per step (K); by default 0, 1 and 3, up to the depths that the heads were trained for."""
+    """Numbers of drafts per step (K); by default 0, 1 and 3, up to the depths that the heads were
+    trained for."""
     acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
-    """Rate at which the draft of each depth is accepted, given that all before it were. The last rate holds for all
-    further depths."""
-    context_len: Annotated[float, Field(ge=0)] = Field(default=512, validation_alias="context_length")
+    """Rate at which the draft of each depth is accepted, given that all before it were. The last
+    rate holds for all further depths."""
+    context_len: Annotated[float, Field(ge=0)] = Field(
+        default=512, validation_alias="context_length"
+    )
     """Mean tokens that a request attends to."""
     dtype: StateDtype = "bfloat16"
     """Type of weights, keys and values."""
@@ -442,6 +508,7 @@ class RooflineConfig:
     """Memory bandwidth in TB/s; a copy reaches the default on an H200."""
     matrix_rate: Annotated[float, Field(ge=0.001)] = 790.0
     """Matrix rate in TFLOP/s; an 8192^3 product in bf16 reaches the default on an H200."""
+
 
 ON_CPU: Mapping[type, Mapping[str, Any]] = {
     DecodeConfig: {"batch_sizes": (1, 4), "prompt_len": 64, "max_tokens": 32, "repeats": 1},
@@ -461,15 +528,20 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
         "lone_lengths": (32, 256),
     },
     TurnsConfig: {"turn_length": 16, "conversations": 2},
-    TrainBenchConfig: {"sequence_lengths": (128,), "losses": ("kl",), "steps": 3, "warm_up_steps": 1},
+    TrainBenchConfig: {
+        "sequence_lengths": (128,),
+        "losses": ("kl",),
+        "steps": 3,
+        "warm_up_steps": 1,
+    },
     KernelConfig: {"rows": (1, 4), "context_len": 64, "repeats": 3},
 }
 """Settings that commands start with on a CPU, which would need hours for the defaults."""
 
 
 def engine_settings(config: object, **others: object) -> dict[str, Any]:
-    """Collect the settings of `config` that `LLM` has under the same names; `others` override them. Unless one of them
-    sets it, the prefix cache is off, so that all prompts are computed."""
+    """Collect the settings of `config` that `LLM` has under the same names; `others` override them.
+    Unless one of them sets it, the prefix cache is off, so that all prompts are computed."""
     shared = {name: value for name, value in vars(config).items() if name in keys_of(EngineOptions)}
     return {"enable_prefix_caching": False} | shared | others
 
@@ -479,8 +551,11 @@ def depth_rates(acceptance: tuple[float, ...] | list[float], k: int) -> list[flo
     return [acceptance[min(depth, len(acceptance) - 1)] for depth in range(k)]
 
 
-def too_many_tokens(prompt_len: int, batch_size: int, repeats: int, lower: str = "prompt_length") -> list[str]:
-    """Return a clause if the random prompts of a warm-up and `repeats` runs have too many tokens, else none.
+def too_many_tokens(
+    prompt_len: int, batch_size: int, repeats: int, lower: str = "prompt_length"
+) -> list[str]:
+    """Return a clause if the random prompts of a warm-up and `repeats` runs have too many tokens,
+    else none.
 
     Args:
         lower: the setting that the clause says to lower.
@@ -488,4 +563,7 @@ def too_many_tokens(prompt_len: int, batch_size: int, repeats: int, lower: str =
     count = prompt_len * batch_size * (repeats + 1)
     if count <= MOST_RANDOM_TOKENS:
         return []
-    return [f"the random prompts have {count:,} tokens in all, must be at most {MOST_RANDOM_TOKENS:,}: lower {lower}"]
+    return [
+        f"the random prompts have {count:,} tokens in all, must be at most {MOST_RANDOM_TOKENS:,}:"
+        f" lower {lower}"
+    ]

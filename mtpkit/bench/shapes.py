@@ -1,4 +1,5 @@
-"""Models and prompts of the benchmarks: published sizes with random weights, or checkpoints; random or real prompts."""
+"""Models and prompts of the benchmarks: published sizes with random weights, or checkpoints; random
+or real prompts."""
 
 import difflib
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ def require_gpu(model: str, device: torch.device) -> None:
         UserError: the model is a large shape and the device is a CPU.
     """
     if model in LARGE_SHAPES and device.type != "cuda":
-        raise UserError(f"{model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU")
+        raise UserError(
+            f"{model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU"
+        )
 
 
 def get_config(model: str, pattern: str | None = None, distinct: bool = False) -> ModelConfig:
@@ -41,8 +44,8 @@ def get_config(model: str, pattern: str | None = None, distinct: bool = False) -
         distinct: give a shape a head for each depth.
 
     Raises:
-        UserError: the model is neither a known shape nor a directory, the pattern has unknown layers, or a pattern or
-            distinct heads are given for a directory.
+        UserError: the model is neither a known shape nor a directory, the pattern has unknown
+            layers, or a pattern or distinct heads are given for a directory.
     """
     if model in SHAPES:
         config = SHAPES[model] if pattern is None else with_pattern(SHAPES[model], pattern)
@@ -50,7 +53,9 @@ def get_config(model: str, pattern: str | None = None, distinct: bool = False) -
     directory = _directory(model)
     if distinct or pattern is not None:
         given = "distinct heads are" if distinct else f"pattern {pattern!r} is"
-        raise UserError(f"{given} for a shape ({listed(SHAPES)}), not for a model directory as {model}")
+        raise UserError(
+            f"{given} for a shape ({listed(SHAPES)}), not for a model directory as {model}"
+        )
     return load_config(directory)
 
 
@@ -64,11 +69,14 @@ def with_pattern(config: ModelConfig, pattern: str, **changes: int | bool) -> Mo
         return config.replace(mtp_pattern=pattern, **changes)
     except UserError as error:
         own = listed(map(repr, sorted(set(config.pattern))))
-        raise UserError(f"pattern {pattern!r} does not fit: {error}; layers of this base are {own}") from error
+        raise UserError(
+            f"pattern {pattern!r} does not fit: {error}; layers of this base are {own}"
+        ) from error
 
 
 def get_base(model: str) -> ModelConfig:
-    """The config to train heads for. Shapes lose an attention-only head, which they have for timing decoding.
+    """The config to train heads for. Shapes lose an attention-only head, which they have for timing
+    decoding.
 
     Raises:
         UserError: as in `get_config`.
@@ -81,7 +89,8 @@ def get_base(model: str) -> ModelConfig:
 def choose_drafts[K: (int, int | Literal["auto"])](
     config: ModelConfig, given: Sequence[K] | None, usual: Sequence[int]
 ) -> tuple[K | int, ...]:
-    """Return the K that are `given`, or else the `usual` ones, limited to the depths that the heads were trained for.
+    """Return the K that are `given`, or else the `usual` ones, limited to the depths that the heads
+    were trained for.
 
     Raises:
         UserError: the heads cannot make as many drafts as a given K.
@@ -109,11 +118,14 @@ def open_model(
     Args:
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         pattern, distinct: see `get_config`.
-        ranks, whole_experts: number of tensor-parallel ranks, and whether each of them holds whole experts.
-        stages, balance: number of pipeline stages, of which this rank has one, and how layers are divided among them.
+        ranks, whole_experts: number of tensor-parallel ranks, and whether each of them holds whole
+            experts.
+        stages, balance: number of pipeline stages, of which this rank has one, and how layers are
+            divided among them.
 
     Raises:
-        UserError: the model is neither a known shape nor a directory, or it cannot be built; see `get_config`.
+        UserError: the model is neither a known shape nor a directory, or it cannot be built; see
+            `get_config`.
     """
     config = get_config(model, pattern, distinct)
     chosen = getattr(torch, resolve_dtype(dtype, device))
@@ -130,24 +142,29 @@ def open_model(
 
 @torch.no_grad()
 def _depend_on_context(model: HybridModel) -> None:
-    """Make the outputs of random layers depend on all earlier tokens, so that a wrong cache shows in the tokens.
-    With the usual initialisation, the best tokens are the same without state or attention."""
+    """Make the outputs of random layers depend on all earlier tokens, so that a wrong cache shows
+    in the tokens. With the usual initialisation, the best tokens are the same without state or
+    attention."""
     draw = Draw(torch.Generator().manual_seed(0))
     for _, layer, kind in layers_of(model, heads=False):
         kind.depend_on_context(layer, model.mtpkit_config, draw)
 
 
 def read_token_ids(path: Path, model: str) -> list[list[int]]:
-    """Read the prompts of a file as token ids; texts are encoded with the tokenizer beside the model.
+    """Read the prompts of a file as token ids; texts are encoded with the tokenizer beside the
+    model.
 
     Raises:
-        UserError: the file cannot be read, or it has texts and the model is a shape, which has no tokenizer.
+        UserError: the file cannot be read, or it has texts and the model is a shape, which has no
+            tokenizer.
     """
-    prompts, tokenizer = read_prompts(path), None
+    prompts = read_prompts(path)
+    tokenizer = None
     if any("prompt" in prompt for prompt in prompts):
         if model in SHAPES:
             raise UserError(
-                f"{path} holds texts, but the shape {model} has no tokenizer: give prompt_token_ids in a .jsonl"
+                f"{path} holds texts, but the shape {model} has no tokenizer: give prompt_token_ids"
+                " in a .jsonl"
             )
         tokenizer = load_tokenizer(find_companions(_directory(model)))
     return [list(encode(prompt, tokenizer, name)[1]) for name, prompt in list_prompts(prompts)]
@@ -155,7 +172,9 @@ def read_token_ids(path: Path, model: str) -> list[list[int]]:
 
 def _directory(model: str) -> Path:
     if not Path(model).is_dir():
-        raise UserError(f"model {model!r} is neither a shape ({listed(SHAPES)}) nor a model directory")
+        raise UserError(
+            f"model {model!r} is neither a shape ({listed(SHAPES)}) nor a model directory"
+        )
     return Path(model)
 
 
@@ -166,18 +185,20 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
-    """Read the prompts of a file, one per line, as `LLM.generate` takes them: `prompt` or `prompt_token_ids`, and as
-    `name` the file and line, which messages use. Blank lines are skipped.
+    """Read the prompts of a file, one per line, as `LLM.generate` takes them: `prompt` or
+    `prompt_token_ids`, and as `name` the file and line, which messages use. Blank lines are
+    skipped.
 
-    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers), and optionally
-    `checkpoint_at`, see `Prompt`; other keys are left out. Any other file is plain text.
+    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers),
+    and optionally `checkpoint_at`, see `Prompt`; other keys are left out. Any other file is plain
+    text.
 
     Args:
         limit: most prompts to return, evenly spread over the file.
 
     Raises:
-        UserError: the file cannot be read, a line has another form, a key is almost `checkpoint_at`, or there is no
-            prompt at all.
+        UserError: the file cannot be read, a line has another form, a key is almost
+            `checkpoint_at`, or there is no prompt at all.
     """
     try:
         lines = read_text(path).split("\n")  # a text may contain other line breaks
@@ -190,18 +211,31 @@ def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
         numbered = [numbered[index * len(numbered) // limit] for index in range(limit)]
     if path.suffix != ".jsonl":
         return [{"prompt": line, "name": f"{path}:{number}"} for number, line in numbered]
-    return [{**_parse(line, f"{path}:{number}"), "name": f"{path}:{number}"} for number, line in numbered]
+    return [
+        {**_parse(line, f"{path}:{number}"), "name": f"{path}:{number}"}
+        for number, line in numbered
+    ]
 
 
 def _parse(line: str, where: str) -> JsonObject:
     parsed = parse_json(line, where)
     record = parsed if isinstance(parsed, dict) else {}
-    if misspelt := difflib.get_close_matches("checkpoint_at", record.keys() - {"checkpoint_at"}, 1, cutoff=0.85):
+    if misspelt := difflib.get_close_matches(
+        "checkpoint_at", record.keys() - {"checkpoint_at"}, 1, cutoff=0.85
+    ):
         raise UserError(f"{where} has the key {shown(misspelt[0])}; did you mean checkpoint_at?")
-    text, token_ids = record.get("prompt"), record.get("prompt_token_ids")
-    at = {"checkpoint_at": record["checkpoint_at"]} if record.get("checkpoint_at") is not None else {}
+    text = record.get("prompt")
+    token_ids = record.get("prompt_token_ids")
+    at = (
+        {"checkpoint_at": record["checkpoint_at"]}
+        if record.get("checkpoint_at") is not None
+        else {}
+    )
     if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):
         return {"prompt_token_ids": token_ids, **at}
     if isinstance(text, str):
         return {"prompt": text, **at}
-    raise UserError(f'{where} must be an object with "prompt", a text, or "prompt_token_ids", a list of integers')
+    raise UserError(
+        f'{where} must be an object with "prompt", a text, or "prompt_token_ids", a list of'
+        " integers"
+    )

@@ -1,4 +1,5 @@
-"""Sizes of published models, for benchmarks with random weights, by the name that commands take for a directory."""
+"""Sizes of published models, for benchmarks with random weights, by the name that commands take for
+a directory."""
 
 from mtpkit.config import ModelConfig
 
@@ -19,7 +20,8 @@ NEMOTRON_H_8B = ModelConfig.of(
     mamba_state_dim=128,
     mamba_num_groups=8,
 )
-"""NVIDIA's Nemotron-H-8B (arXiv:2504.03624) with one repeated attention-only head, as in docs/performance.md."""
+"""NVIDIA's Nemotron-H-8B (arXiv:2504.03624) with one repeated attention-only head, as in
+docs/performance.md."""
 
 NEMOTRON_H_TINY = NEMOTRON_H_8B.replace(
     vocab_size=512,
@@ -50,8 +52,9 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B.replace(
     moe_shared_expert_intermediate_size=3712,
     moe_router_topk_scaling_factor=2.5,
 )
-"""NVIDIA's Nemotron 3 Nano 30B-A3B (arXiv:2512.20848), with the same head. A random router gives all experts about the
-same number of tokens, so that a batch reads more experts than a batch of real text does."""
+"""NVIDIA's Nemotron 3 Nano 30B-A3B (arXiv:2512.20848), with the same head. A random router gives
+all experts about the same number of tokens, so that a batch reads more experts than a batch of real
+text does."""
 
 NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
     pattern="ME*E",
@@ -88,10 +91,12 @@ DEEPSEEK_V3 = ModelConfig.of(
     moe_router_group_topk=4,
     layernorm_epsilon=1e-6,
 )
-"""DeepSeek-V3 (arXiv:2412.19437), 671 billion weights, and 14 billion more in its one head; for `bench roofline`."""
+"""DeepSeek-V3 (arXiv:2412.19437), 671 billion weights, and 14 billion more in its one head; for
+`bench roofline`."""
 
 DEEPSEEK_V3_SLICE = DEEPSEEK_V3.replace(pattern="+-" * 3 + "+E")
-"""First four layers of `DEEPSEEK_V3`, with the head: 53 GB in bf16, and 15 GB more while experts are stacked."""
+"""First four layers of `DEEPSEEK_V3`, with the head: 53 GB in bf16, and 15 GB more while experts
+are stacked."""
 
 DEEPSEEK_V3_TINY = DEEPSEEK_V3.replace(
     vocab_size=512,
@@ -144,8 +149,8 @@ QWEN3_NEXT_SLICE = ModelConfig.of(
     layernorm_zero_centered_gamma=True,
     layernorm_epsilon=1e-6,
 )
-"""16 of the 48 layers of Qwen3-Next-80B-A3B with its head: what one H200 holds in bf16. A random router gives all
-experts about the same number of tokens."""
+"""16 of the 48 layers of Qwen3-Next-80B-A3B with its head: what one H200 holds in bf16. A random
+router gives all experts about the same number of tokens."""
 
 QWEN3_5_SLICE = QWEN3_NEXT_SLICE.replace(
     vocab_size=248320,

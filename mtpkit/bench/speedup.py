@@ -1,4 +1,5 @@
-"""Speedup of decoding with K drafts per step over decoding without drafts, and whether the tokens are the same."""
+"""Speedup of decoding with K drafts per step over decoding without drafts, and whether the tokens
+are the same."""
 
 import io
 import logging
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _FEW_STEPS = 100
 _WIDE = 0.1
-"""A warning is given below this number of decode steps, or if half of an interval is more than this share of the
-speedup or of the acceptance length."""
+"""A warning is given below this number of decode steps, or if half of an interval is more than this
+share of the speedup or of the acceptance length."""
 _WARM_UP_TOKENS = 8
 _ROUNDS_PER_TURN = 4
-"""Prompts of a turn, as a multiple of the batch size: few, yet enough to keep the batch full for most of the time."""
+"""Prompts of a turn, as a multiple of the batch size: few, yet enough to keep the batch full for
+most of the time."""
 _LINES = ("#1f5fa8", "#d9822b", "#2e8b57", "#8e44ad", "#b03a48", "#555555")
 _BEFORE = "#999999"
 
@@ -58,9 +60,13 @@ class SpeedupRow:
     k: Annotated[int, Column("K", key=True)]
     """Drafts per step."""
     tokens_per_s: Annotated[float, Column("tokens/s", ".1f")]
-    """Generated tokens over the wall time of `LLM.generate`, prefill and detokenization included."""
+    """Generated tokens over the wall time of `LLM.generate`, prefill and detokenization
+    included."""
     speedup: Annotated[
-        float, Column("speedup (95%)", lambda row: f"{row.speedup:.2f}x{_in_brackets(row.speedup_interval)}")
+        float,
+        Column(
+            "speedup (95%)", lambda row: f"{row.speedup:.2f}x{_in_brackets(row.speedup_interval)}"
+        ),
     ]
     """`tokens_per_s` over that of K = 0 at the same batch size."""
     acceptance_length: Annotated[
@@ -70,26 +76,30 @@ class SpeedupRow:
     conditional_acceptance: Annotated[
         list[float],
         Column(
-            "conditional acceptance", lambda row: " ".join(f"{rate:.0%}" for rate in row.conditional_acceptance) or "-"
+            "conditional acceptance",
+            lambda row: " ".join(f"{rate:.0%}" for rate in row.conditional_acceptance) or "-",
         ),
     ]
     """Per depth, the rate at which a draft is accepted, given that all before it were."""
     identical: Annotated[float, Column("same tokens", ".0%")]
     """Share of the prompts whose tokens are those of K = 0 at the same batch size."""
     candidate_shares: list[list[float]] | None = None
-    """With trees of drafts, per depth the share of steps in which the base chose the heads' best candidate, the second
-    one, and so on; None: drafts are chains."""
+    """With trees of drafts, per depth the share of steps in which the base chose the heads' best
+    candidate, the second one, and so on; None: drafts are chains."""
     speedup_interval: Interval | None = None
-    """95% interval of `speedup`, by the bootstrap over prompts and repeats; None: K = 0, or fewer than two prompts."""
+    """95% interval of `speedup`, by the bootstrap over prompts and repeats; None: K = 0, or fewer
+    than two prompts."""
     acceptance_length_interval: Interval | None = None
-    """95% interval of `acceptance_length`, by the bootstrap over prompts; None as for `speedup_interval`."""
+    """95% interval of `acceptance_length`, by the bootstrap over prompts; None as for
+    `speedup_interval`."""
 
     def show_length(self) -> str:
         """The acceptance length with its interval."""
         return f"{self.acceptance_length:.2f}{_in_brackets(self.acceptance_length_interval)}"
 
     def to_dict(self) -> dict[str, object]:
-        """The fields that are not None: intervals only where there are some, `candidate_shares` only for trees."""
+        """The fields that are not None: intervals only where there are some, `candidate_shares`
+        only for trees."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -110,7 +120,13 @@ class _Candidates:
     @classmethod
     def of(cls, rows: Sequence[SpeedupRow]) -> "list[_Candidates]":
         return [
-            cls(row.batch_size, row.k, depth, " ".join(f"{share:.0%}" for share in shares), 1 - sum(shares))
+            cls(
+                row.batch_size,
+                row.k,
+                depth,
+                " ".join(f"{share:.0%}" for share in shares),
+                1 - sum(shares),
+            )
             for row in rows
             for depth, shares in enumerate(row.candidate_shares or (), 1)
         ]
@@ -141,28 +157,43 @@ class SpeedupReport(Report):
             for name, part in {"rows": self.rows, "before": self.before}.items()
             if part is not None
         }
-        return {key: rows.get(key, value) for key, value in asdict(self).items() if key not in left_out}
+        return {
+            key: rows.get(key, value) for key, value in asdict(self).items() if key not in left_out
+        }
 
     def tables(self) -> list[WideTable]:
         """The rows, with those of untrained heads in a separate table."""
         if self.before is None:
-            tables, candidates = [tabulate("speedup", SpeedupRow, self.rows)], _Candidates.of(self.rows)
-            return tables + ([tabulate("trees of drafts", _Candidates, candidates)] if candidates else [])
+            tables = [tabulate("speedup", SpeedupRow, self.rows)]
+            candidates = _Candidates.of(self.rows)
+            return tables + (
+                [tabulate("trees of drafts", _Candidates, candidates)] if candidates else []
+            )
         parts = {"untrained heads": self.before, "trained heads": self.rows}
         return [tabulate(title, SpeedupRow, rows) for title, rows in parts.items()]
 
     def picture(self) -> bytes:
-        """Speedup and acceptance length over K, and conditional acceptance over depth, untrained heads in grey."""
-        from matplotlib.figure import Figure  # a figure without pyplot needs no display and leaves no state
+        """Speedup and acceptance length over K, and conditional acceptance over depth, untrained
+        heads in grey."""
+        # a figure without pyplot needs no display and leaves no state
+        from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 3.4), layout="constrained")
         panels = figure.subplots(1, 3)
-        for color, size in zip(cycle(_LINES), sorted({row.batch_size for row in self.rows}), strict=False):
-            _plot(panels, [row for row in self.rows if row.batch_size == size], color, f"batch {size}")
+        for color, size in zip(
+            cycle(_LINES), sorted({row.batch_size for row in self.rows}), strict=False
+        ):
+            _plot(
+                panels, [row for row in self.rows if row.batch_size == size], color, f"batch {size}"
+            )
         if self.before:
             _plot(panels, self.before, _BEFORE, "untrained heads", "--")
         panels[0].axhline(1, color="black", linewidth=0.8)
-        names = [("speedup over K = 0", "K"), ("acceptance length", "K"), ("conditional acceptance", "depth")]
+        names = [
+            ("speedup over K = 0", "K"),
+            ("acceptance length", "K"),
+            ("conditional acceptance", "depth"),
+        ]
         for panel, (name, axis) in zip(panels, names, strict=True):
             panel.set(title=name, xlabel=axis, ylim=(0, None))
             panel.locator_params(axis="x", integer=True)
@@ -181,18 +212,26 @@ class SpeedupReport(Report):
         Raises:
             MtpkitError: names every row whose tokens are not those of K = 0.
         """
-        changed = [f"{1 - r.identical:.0%} at batch {r.batch_size}, K = {r.k}" for r in self.rows if r.identical < 1]
+        changed = [
+            f"{1 - r.identical:.0%} at batch {r.batch_size}, K = {r.k}"
+            for r in self.rows
+            if r.identical < 1
+        ]
         if changed:
             raise MtpkitError(
-                f"drafts changed the tokens of greedy {self.dtype} decoding, in a share of the prompts of "
-                f"{listed(changed, separator='; ')}: the speedups mean nothing until this is fixed"
+                f"drafts changed the tokens of greedy {self.dtype} decoding, in a share of the"
+                f" prompts of {listed(changed, separator='; ')}: the speedups mean nothing until"
+                " this is fixed"
             )
 
 
-def _plot(panels: "Sequence[Axes]", rows: Sequence[SpeedupRow], color: str, label: str, style: str = "-") -> None:
+def _plot(
+    panels: "Sequence[Axes]", rows: Sequence[SpeedupRow], color: str, label: str, style: str = "-"
+) -> None:
     """Draw the rows of one batch size in each panel."""
     rows = sorted(rows, key=lambda row: row.k)
-    rates, ks = rows[-1].conditional_acceptance, [row.k for row in rows]
+    rates = rows[-1].conditional_acceptance
+    ks = [row.k for row in rows]
     curves: list[tuple[Sequence[int], list[float]]] = [
         (ks, [row.speedup for row in rows]),
         (ks, [row.acceptance_length for row in rows]),
@@ -211,8 +250,8 @@ def measure_speedup(
 ) -> SpeedupReport:
     """Decode all prompts at every batch size and K.
 
-    Every engine is warmed up first. All K take turns on a few prompts at a time, so that a machine that slows down for
-    a while slows all of them.
+    Every engine is warmed up first. All K take turns on a few prompts at a time, so that a machine
+    that slows down for a while slows all of them.
 
     Args:
         model: directory of either layout, or a model from `mtpkit.model.build_model`.
@@ -243,7 +282,9 @@ def measure_speedup(
         for name, prompt in list_prompts(prompts)
     ]
     config = replace(_at_most(config, len(prompts)), ks=ks)
-    contenders = [_Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in ks]
+    contenders = [
+        _Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in ks
+    ]
     _run_all(contenders, config)
     baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
     rows = [contender.row(baselines[contender.batch_size]) for contender in contenders]
@@ -264,7 +305,12 @@ def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
     larger = [size for size in config.batch_sizes if size > prompts]
     if not larger:
         return config
-    _logger.warning("there are %d prompts, too few for a batch of %s: measured at %d", prompts, listed(larger), prompts)
+    _logger.warning(
+        "there are %d prompts, too few for a batch of %s: measured at %d",
+        prompts,
+        listed(larger),
+        prompts,
+    )
     return replace(config, batch_sizes=tuple(min(size, prompts) for size in config.batch_sizes))
 
 
@@ -276,7 +322,9 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
         for contender in contenders
         if contender.batch_size == size
     ]
-    with tqdm(total=config.repeats * len(turns), desc="warming up", unit=" runs", disable=None) as progress:
+    with tqdm(
+        total=config.repeats * len(turns), desc="warming up", unit=" runs", disable=None
+    ) as progress:
         for contender in contenders:
             contender.warm_up()
         progress.set_description("measuring")
@@ -287,7 +335,8 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
 
 
 def _warn_of_small_sample(rows: Sequence[SpeedupRow], contenders: Sequence["_Contender"]) -> None:
-    """Warn if another sample of prompts, or another run, may well have another acceptance length or speedup."""
+    """Warn if another sample of prompts, or another run, may well have another acceptance length or
+    speedup."""
     drafting = [(row, contender) for row, contender in zip(rows, contenders, strict=True) if row.k]
     if not drafting:
         return
@@ -296,25 +345,42 @@ def _warn_of_small_sample(rows: Sequence[SpeedupRow], contenders: Sequence["_Con
     if steps >= _FEW_STEPS and _spread(row) <= _WIDE:
         return
     _logger.warning(
-        "%d prompts with %d decode steps and %.1f s are a small sample: at batch %d and K = %d the speedup is %.2f%s, "
-        "the acceptance length %s; for figures to rely on, take more prompts or a larger --max-tokens",
-        *(len(contender.prompts), steps, contender.median_seconds, row.batch_size, row.k, row.speedup),
+        "%d prompts with %d decode steps and %.1f s are a small sample: at batch %d and K = %d the"
+        " speedup is %.2f%s, the acceptance length %s; for figures to rely on, take more prompts or"
+        " a larger --max-tokens",
+        *(
+            len(contender.prompts),
+            steps,
+            contender.median_seconds,
+            row.batch_size,
+            row.k,
+            row.speedup,
+        ),
         *(_in_brackets(row.speedup_interval), row.show_length()),
     )
 
 
 def _spread(row: SpeedupRow) -> float:
     """The larger half of the row's two intervals, as a share of the value; 0 without intervals."""
-    pairs = ((row.speedup, row.speedup_interval), (row.acceptance_length, row.acceptance_length_interval))
-    return max((interval[1] - interval[0]) / 2 / value if interval else 0.0 for value, interval in pairs)
+    pairs = (
+        (row.speedup, row.speedup_interval),
+        (row.acceptance_length, row.acceptance_length_interval),
+    )
+    return max(
+        (interval[1] - interval[0]) / 2 / value if interval else 0.0 for value, interval in pairs
+    )
 
 
 class _Contender:
     """One batch size and K: its engine, and the results of its runs."""
 
-    def __init__(self, first: LLM, prompts: list[JsonObject], config: SpeedupConfig, batch_size: int, k: int) -> None:
-        seed, sampling = config.sampling.seed or 0, config.sampling
-        self.batch_size, self.k = batch_size, k
+    def __init__(
+        self, first: LLM, prompts: list[JsonObject], config: SpeedupConfig, batch_size: int, k: int
+    ) -> None:
+        seed = config.sampling.seed or 0
+        sampling = config.sampling
+        self.batch_size = batch_size
+        self.k = k
         self.prompts = prompts
         self.sampling = [replace(sampling, seed=seed + index) for index in range(len(prompts))]
         # All engines exist at the same time, so each has caches for its own requests and no more.
@@ -342,21 +408,27 @@ class _Contender:
         """Accepted drafts of each prompt."""
 
     def warm_up(self) -> None:
-        """Check that all prompts can be served, then run a few steps and a decode step of every batch size.
+        """Check that all prompts can be served, then run a few steps and a decode step of every
+        batch size.
 
         A batch shrinks while its last requests end, and each size may need a CUDA graph of its own.
         """
         for prompt, sampling in zip(self.prompts, self.sampling, strict=True):
             self.llm.engine.make_request(prompt["prompt_token_ids"], sampling, place=prompt["name"])
         most = _WARM_UP_TOKENS
-        brief = [replace(one, max_tokens=min(one.max_tokens or most, most)) for one in self.sampling]
+        brief = [
+            replace(one, max_tokens=min(one.max_tokens or most, most)) for one in self.sampling
+        ]
         self.llm.generate(self.prompts[: self.batch_size], brief[: self.batch_size], use_tqdm=False)
-        # One token comes with the prompt, the other from a decode step. Prompts of one token are computed in one step.
+        # One token comes with the prompt, the other from a decode step. Prompts of one token are
+        # computed in one step.
         endless = replace(self.sampling[0], ignore_eos=True, stop=None, stop_token_ids=None)
         pair = replace(endless, max_tokens=min(endless.max_tokens or 2, 2))
         for size in range(self.batch_size, 0, -1):
             self.llm.generate(
-                [prompt["prompt_token_ids"][:1] for prompt in self.prompts[:size]], [pair] * size, use_tqdm=False
+                [prompt["prompt_token_ids"][:1] for prompt in self.prompts[:size]],
+                [pair] * size,
+                use_tqdm=False,
             )
         self.llm.reset_stats()
 
@@ -366,7 +438,9 @@ class _Contender:
             self.seconds.append([])
             self.outputs.append([])
         began = time.perf_counter()
-        outputs = self.llm.generate(self.prompts[start:end], self.sampling[start:end], use_tqdm=False)
+        outputs = self.llm.generate(
+            self.prompts[start:end], self.sampling[start:end], use_tqdm=False
+        )
         seconds = time.perf_counter() - began
         require_whole(outputs)
         self.outputs[-1] += [output.outputs[0].token_ids for output in outputs]
@@ -379,7 +453,10 @@ class _Contender:
     def row(self, baseline: "_Contender") -> SpeedupRow:
         """Figures of this batch size and K, with the speedup over K = 0."""
         reference = baseline.outputs[0]
-        same = [all(run[index] == tokens for run in self.outputs) for index, tokens in enumerate(reference)]
+        same = [
+            all(run[index] == tokens for run in self.outputs)
+            for index, tokens in enumerate(reference)
+        ]
         stats = self.llm.stats()
         return SpeedupRow(
             batch_size=self.batch_size,
@@ -391,7 +468,9 @@ class _Contender:
             identical=sum(same) / len(same),
             candidate_shares=stats.acceptance.rank_shares or None,
             speedup_interval=self._speedup_interval(baseline) if self.k else None,
-            acceptance_length_interval=acceptance_interval(self.steps, self.accepted) if self.k else None,
+            acceptance_length_interval=(
+                acceptance_interval(self.steps, self.accepted) if self.k else None
+            ),
         )
 
     @property
@@ -410,7 +489,8 @@ class _Contender:
         return np.array([len(tokens) for tokens in self.outputs[0]])
 
     def _speedup_interval(self, baseline: "_Contender") -> Interval | None:
-        """Interval of the speedup, from resampled prompts, and for each resample as many repeats, drawn anew."""
+        """Interval of the speedup, from resampled prompts, and for each resample as many repeats,
+        drawn anew."""
         if len(self.prompts) < 2:
             return None
         weights = draw_weights(len(self.prompts))
@@ -421,5 +501,7 @@ class _Contender:
             seconds = np.take_along_axis(weights @ np.array(one.seconds).T, drawn, axis=1)
             rates.append(weights @ one.tokens / np.median(seconds, axis=1))
         logarithms = np.log(rates[0] / rates[1])  # a speedup is positive
-        low, high = interval_around(math.log(self.rate / baseline.rate), logarithms, len(self.prompts))
+        low, high = interval_around(
+            math.log(self.rate / baseline.rate), logarithms, len(self.prompts)
+        )
         return math.exp(low), math.exp(high)

@@ -1,4 +1,5 @@
-"""Latency of running requests while prompts of other requests arrive, and of prompts while nothing else runs."""
+"""Latency of running requests while prompts of other requests arrive, and of prompts while nothing
+else runs."""
 
 import math
 import statistics
@@ -19,17 +20,22 @@ from mtpkit.model.hybrid import HybridModel
 
 _PROMPT_LEN = 128
 """Prompt length of the requests that decode."""
-_QUIET_STEPS, _SETTLING_STEPS = 128, 8
+_QUIET_STEPS = 128
+_SETTLING_STEPS = 8
 """Steps in which nothing arrives: timed steps, and untimed steps before them."""
-_LONE_TOKENS, _LONE_REPEATS = 8, 5
+_LONE_TOKENS = 8
+_LONE_REPEATS = 5
 """Tokens generated for a lone prompt, and how often each length is timed."""
-_SHORTEST_CHUNK, _STEPS_OF_PROMPT = 64, 4
-"""Shortest prefill chunk of a step that has room for it, and further steps that each prompt may take."""
+_SHORTEST_CHUNK = 64
+_STEPS_OF_PROMPT = 4
+"""Shortest prefill chunk of a step that has room for it, and further steps that each prompt may
+take."""
 
 
 @dataclass(frozen=True)
 class StallRow:
-    """Latencies of requests that decode without and with prompts arriving one after another, and of lone prompts."""
+    """Latencies of requests that decode without and with prompts arriving one after another, and of
+    lone prompts."""
 
     k: Annotated[int | Literal["auto"], Column("K", key=True)]
     quiet_p50_ms: Annotated[float | None, Column("ITL ms p50", ".2f")]
@@ -41,7 +47,8 @@ class StallRow:
     stall: Annotated[float | None, Column("ratio of p99", ".2f")]
     """p99 with prompts over p99 without."""
     lone_ms: Annotated[
-        list[float], Column("lone prompts: TTFT ms", lambda row: " / ".join(f"{ms:.1f}" for ms in row.lone_ms))
+        list[float],
+        Column("lone prompts: TTFT ms", lambda row: " / ".join(f"{ms:.1f}" for ms in row.lone_ms)),
     ]
     """Median time to first token of prompts on their own, in the order of `lone_lengths`."""
 
@@ -54,7 +61,8 @@ def measure_stall(
     keep: Callable[[Result[StallRow]], object] | None = None,
     clock: Clock | None = None,
 ) -> Result[StallRow]:
-    """Measure with every K, each time with a new engine, after an untimed run of the whole measurement.
+    """Measure with every K, each time with a new engine, after an untimed run of the whole
+    measurement.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -69,7 +77,8 @@ def measure_stall(
     """
     weight = next(model.parameters())
     config = replace(config, ks=choose_drafts(model.mtpkit_config, config.ks, LOAD_DRAFTS))
-    machine, used = measure_machine(weight.device), clock or WallClock()
+    machine = measure_machine(weight.device)
+    used = clock or WallClock()
 
     def measure(k: int | Literal["auto"]) -> StallRow:
         release_memory(weight.device)  # of the engine before
@@ -78,9 +87,10 @@ def measure_stall(
         return bench.measure()
 
     title = (
-        f"{stall.decoding_requests} requests decode while {stall.arriving_prompts} prompts of "
-        f"{stall.arriving_length:,} tokens arrive; lone prompts of {' / '.join(f'{n:,}' for n in stall.lone_lengths)} "
-        f"tokens: {name}, {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+        f"{stall.decoding_requests} requests decode while {stall.arriving_prompts} prompts of"
+        f" {stall.arriving_length:,} tokens arrive; lone prompts of"
+        f" {' / '.join(f'{n:,}' for n in stall.lone_lengths)} tokens: {name},"
+        f" {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
     )
     rates = [shown_rate(rate) for rate in config.request_rates]
     about = {"model": name, **asdict(config), **asdict(stall), "request_rates": rates}
@@ -94,13 +104,22 @@ class _Bench:
     """One engine, its running requests and its prompts."""
 
     def __init__(
-        self, model: HybridModel, config: LoadConfig, stall: StallConfig, k: int | Literal["auto"], clock: Clock
+        self,
+        model: HybridModel,
+        config: LoadConfig,
+        stall: StallConfig,
+        k: int | Literal["auto"],
+        clock: Clock,
     ) -> None:
-        self.config, self.stall, self.k, self.clock = config, stall, k, clock
+        self.config = config
+        self.stall = stall
+        self.k = k
+        self.clock = clock
         self.device = next(model.parameters()).device
         depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
         longest = max(stall.arriving_length, *stall.lone_lengths)
-        # Decoding requests have room for all tokens that they can make in the steps which the measurement takes.
+        # Decoding requests have room for all tokens that they can make in the steps which the
+        # measurement takes.
         left = config.max_num_batched_tokens - stall.decoding_requests * (1 + depths)
         chunk = max(1, min(_SHORTEST_CHUNK, left))
         steps = sum(
@@ -146,8 +165,8 @@ class _Bench:
         return StallRow(self.k, quiet[0], quiet[1], stalled[0], stalled[1], ratio, lone)
 
     def _lone(self, length: int) -> float:
-        """Seconds to the first token of a prompt while nothing else runs, not even a step that was launched before the
-        last request had ended."""
+        """Seconds to the first token of a prompt while nothing else runs, not even a step that was
+        launched before the last request had ended."""
         synchronize(self.device)
         stream = self.streams[self._add(length, _LONE_TOKENS)]
         while self.llm.engine.has_unfinished:
@@ -162,11 +181,16 @@ class _Bench:
                 self._steps(decoding, 1)
 
     def _gaps(self, decoding: list[str], window: Callable[[], None]) -> list[float]:
-        """Seconds between consecutive outputs of the decoding requests, the later output being in the window."""
+        """Seconds between consecutive outputs of the decoding requests, the later output being in
+        the window."""
         streams = [self.streams[one] for one in decoding]
         before = [len(stream.times) for stream in streams]
         window()
-        return [gap for stream, count in zip(streams, before, strict=True) for gap in stream.gaps[count - 1 :]]
+        return [
+            gap
+            for stream, count in zip(streams, before, strict=True)
+            for gap in stream.gaps[count - 1 :]
+        ]
 
     def _steps(self, decoding: list[str], count: int) -> None:
         """Step `count` times.
@@ -178,8 +202,8 @@ class _Bench:
             self._step()
             if any(len(self.streams[one].tokens) >= self.room for one in decoding):
                 raise UserError(
-                    f"K = {self.k}: requests decoded {self.room} tokens before all prompts had arrived; lower "
-                    f"arriving_prompts ({self.stall.arriving_prompts})"
+                    f"K = {self.k}: requests decoded {self.room} tokens before all prompts had"
+                    f" arrived; lower arriving_prompts ({self.stall.arriving_prompts})"
                 )
 
     def _step(self) -> None:
@@ -188,7 +212,9 @@ class _Bench:
     def _add(self, prompt_len: int, max_tokens: int) -> str:
         """Add a request with other tokens than all before; returns its id."""
         self.seed += 1
-        (prompt,) = random_prompts(1, prompt_len, self.llm.model.mtpkit_config.vocab_size, self.seed)
+        (prompt,) = random_prompts(
+            1, prompt_len, self.llm.model.mtpkit_config.vocab_size, self.seed
+        )
         stream = Stream(self.clock.now(), prompt, max_tokens)
         request_id = self.llm.engine.add_request(prompt, stream.params)
         self.streams[request_id] = stream

@@ -21,7 +21,8 @@ _MOST_FOR_KEYS = 0.6
 
 
 class WideTable(Table):
-    """A table of text whose first columns name a case, so that its further columns can be shown in several tables."""
+    """A table of text whose first columns name a case, so that its further columns can be shown in
+    several tables."""
 
     def __init__(self, *columns: Column, keys: int, title: str | None = None) -> None:
         """Make an empty table.
@@ -33,10 +34,12 @@ class WideTable(Table):
         self.keys = keys
 
     def parts(self, width: int) -> list[Table]:
-        """Tables of at most `width` characters that together show all columns, each of them after the key columns.
+        """Tables of at most `width` characters that together show all columns, each of them after
+        the key columns.
 
-        Headings take several lines if need be, cells only one, unless they have line breaks or are too wide: the widest
-        key column leaves room for the others. Columns in which every cell is empty are left out.
+        Headings take several lines if need be, cells only one, unless they have line breaks or are
+        too wide: the widest key column leaves room for the others. Columns in which every cell is
+        empty are left out.
         """
         keys = [(column, _width(column)) for column in self.columns[: self.keys]]
         taken = sum(own + _BETWEEN for _, own in keys)
@@ -79,7 +82,8 @@ def _width(column: Column) -> int:
 
 
 def print_tables(tables: Sequence[WideTable]) -> None:
-    """Print tables to standard output: as wide as the terminal, or in `WIDTH` characters where there is none."""
+    """Print tables to standard output: as wide as the terminal, or in `WIDTH` characters where
+    there is none."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
@@ -91,6 +95,7 @@ def print_tables(tables: Sequence[WideTable]) -> None:
 
 
 def print_object(values: Any, asked: bool) -> None:
-    """Print a JSON object as one line, if it was asked for, or if the output is no terminal: a program may read it."""
+    """Print a JSON object as one line, if it was asked for, or if the output is no terminal: a
+    program may read it."""
     if asked or not sys.stdout.isatty():
         print(json.dumps(values, default=str))

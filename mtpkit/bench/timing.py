@@ -17,7 +17,8 @@ _Mark = float | torch.cuda.Event
 
 
 def release_memory(device: torch.device) -> None:
-    """Give the memory of unreachable objects, including those in reference cycles, back to a GPU."""
+    """Give the memory of unreachable objects, including those in reference cycles, back to a
+    GPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -29,7 +30,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_seconds(function: Callable[[], object], device: torch.device, repeats: int = 20, warm_up: int = 3) -> float:
+def median_seconds(
+    function: Callable[[], object], device: torch.device, repeats: int = 20, warm_up: int = 3
+) -> float:
     """Median time of a call, on a GPU by its own clock."""
     for _ in range(warm_up):
         function()
@@ -44,13 +47,15 @@ def median_seconds(function: Callable[[], object], device: torch.device, repeats
 def mean_seconds(
     calls: Sequence[Callable[[], object]], device: torch.device, capture: bool, repeats: int = 20
 ) -> float:
-    """Mean time of one of `calls` when they run one after another, from the median of several such runs.
+    """Mean time of one of `calls` when they run one after another, from the median of several such
+    runs.
 
-    Each call should work on its own memory, all of which together exceeds the cache. Results are kept until the last
-    call has run, so that outputs do not share memory either.
+    Each call should work on its own memory, all of which together exceeds the cache. Results are
+    kept until the last call has run, so that outputs do not share memory either.
 
     Args:
-        capture: run them as one CUDA graph, so that the host's time does not count; ignored on a CPU.
+        capture: run them as one CUDA graph, so that the host's time does not count; ignored on a
+            CPU.
     """
 
     def run() -> list[object]:
@@ -138,16 +143,22 @@ class Trace:
     @property
     def span(self) -> float:
         """Seconds from the first kernel's start to the last one's end."""
-        return max(kernel.end for kernel in self.kernels) - self.kernels[0].start if self.kernels else 0.0
+        return (
+            max(kernel.end for kernel in self.kernels) - self.kernels[0].start
+            if self.kernels
+            else 0.0
+        )
 
     @property
     def host_gap_share(self) -> float:
         """Share of the span in which nothing ran between kernels that different host calls started.
 
-        Pauses between the kernels of one CUDA graph are the device's own and are not counted. Tracing slows the host
-        more than the device, so that without tracing the share is at most this.
+        Pauses between the kernels of one CUDA graph are the device's own and are not counted.
+        Tracing slows the host more than the device, so that without tracing the share is at most
+        this.
         """
-        gaps, latest = 0.0, float("-inf")
+        gaps = 0.0
+        latest = float("-inf")
         for kernel, following in pairwise(self.kernels):
             latest = max(latest, kernel.end)
             if following.launch != kernel.launch:
@@ -157,7 +168,8 @@ class Trace:
     @property
     def busy_seconds(self) -> float:
         """Seconds in which at least one kernel ran."""
-        busy, latest = 0.0, float("-inf")
+        busy = 0.0
+        latest = float("-inf")
         for kernel in self.kernels:
             busy += max(0.0, kernel.end - max(kernel.start, latest))
             latest = max(latest, kernel.end)
@@ -179,15 +191,21 @@ def can_trace(device: torch.device) -> bool:
 def trace_kernels(function: Callable[[], object], device: torch.device) -> Trace:
     """Run `function` and trace its kernels, on a GPU.
 
-    The tracer stays attached to the process, and launches of CUDA graphs take longer from then on: do all timing first.
+    The tracer stays attached to the process, and launches of CUDA graphs take longer from then on:
+    do all timing first.
     """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         function()
         torch.cuda.synchronize(device)
     results = profiler.profiler.kineto_results
-    events = [e for e in results.events() if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()]
+    events = [
+        e
+        for e in results.events()
+        if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()
+    ]
     events.sort(key=lambda e: e.start_ns())
-    # The clock counts from 1970: as floats, its values would be too coarse for the time of a kernel.
+    # The clock counts from 1970: as floats, its values would be too coarse for the time of a
+    # kernel.
     times = [e.start_ns() - events[0].start_ns() for e in events]
     return Trace(
         [

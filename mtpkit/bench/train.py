@@ -1,4 +1,5 @@
-"""The speed of training: the trainer's own step on random tokens, its parts, and its share of the matrix rate."""
+"""The speed of training: the trainer's own step on random tokens, its parts, and its share of the
+matrix rate."""
 
 import logging
 import statistics
@@ -55,26 +56,36 @@ class TrainRow:
     tokens: Annotated[int, Column("tokens per step")]
     """Tokens per step, over all ranks."""
     seconds: Annotated[float, Column("ms", lambda row: f"{row.seconds * 1e3:.1f}")]
-    """Median time of a step; the parts below are those of the rank that reports, and add up to it."""
+    """Median time of a step; the parts below are those of the rank that reports, and add up to
+    it."""
     base_seconds: Annotated[float, Column("base", lambda row: f"{row.base_seconds * 1e3:.1f}")]
     """The frozen base's layers, forward; 0 with cached hidden states."""
     heads_seconds: Annotated[float, Column("heads", lambda row: f"{row.heads_seconds * 1e3:.1f}")]
-    """All other time: heads and losses, forward and backward, and waits for other ranks and offloaded updates."""
-    optimizer_seconds: Annotated[float, Column("optimizer", lambda row: f"{row.optimizer_seconds * 1e3:.1f}")]
+    """All other time: heads and losses, forward and backward, and waits for other ranks and
+    offloaded updates."""
+    optimizer_seconds: Annotated[
+        float, Column("optimizer", lambda row: f"{row.optimizer_seconds * 1e3:.1f}")
+    ]
     tokens_per_s: Annotated[float, Column("tokens/s", ".0f")]
     """Tokens per second over all ranks."""
-    peak_memory: Annotated[int | None, Column("peak GB", lambda row: f"{row.peak_memory / 1e9:.1f}")]
+    peak_memory: Annotated[
+        int | None, Column("peak GB", lambda row: f"{row.peak_memory / 1e9:.1f}")
+    ]
     """Peak bytes that torch allocated on any rank, from the first step on; None on a CPU."""
-    flops_per_token: Annotated[float, Column("GFLOP per token", lambda row: f"{row.flops_per_token / 1e9:.3g}")]
+    flops_per_token: Annotated[
+        float, Column("GFLOP per token", lambda row: f"{row.flops_per_token / 1e9:.3g}")
+    ]
     """FLOPs that `step_flops` counts."""
     flops_per_s: Annotated[float, Column("TFLOP/s", lambda row: f"{row.flops_per_s / 1e12:.3g}")]
     """FLOPs per second and device."""
     matrix_share: Annotated[float, Column("of the matrix rate", ".1%")]
     """Share of the matrix rate measured in the same run."""
     mfu: Annotated[float | None, Column("MFU", ".1%")]
-    """Share of the GPU's stated bf16 peak, see `mtpkit.training.metrics`; None if the peak is not known."""
+    """Share of the GPU's stated bf16 peak, see `mtpkit.training.metrics`; None if the peak is not
+    known."""
     mean_loss: float
-    """Weighted mean over all depths in the last step: without meaning for random weights, but finite."""
+    """Weighted mean over all depths in the last step: without meaning for random weights, but
+    finite."""
 
 
 def measure_training(
@@ -83,20 +94,24 @@ def measure_training(
     name: str = "model",
     keep: Callable[[Result[TrainRow]], object] | None = None,
 ) -> Result[TrainRow]:
-    """Train heads of a shape on random tokens, with weights drawn on the device. Collective over all ranks.
+    """Train heads of a shape on random tokens, with weights drawn on the device. Collective over
+    all ranks.
 
     Args:
         name: the shape's name in the report.
         keep: is given the result after each row, on the rank that reports.
 
     Raises:
-        UserError: the trainer refuses the settings, or they do not fit the shape or the number of processes.
+        UserError: the trainer refuses the settings, or they do not fit the shape or the number of
+            processes.
         MtpkitError: a loss is not finite.
     """
     pattern = config.pattern
     if pattern is None:
         pattern = default_pattern(model_config)
-    shape = with_pattern(model_config, pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct)
+    shape = with_pattern(
+        model_config, pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct
+    )
     config = replace(
         config,
         dtype=resolve_dtype(config.dtype, default_device()),
@@ -110,13 +125,22 @@ def measure_training(
         train_settings(config, *case, ranks=1)
     bench = _Bench(shape, config)
     title = f"training heads {pattern} x {config.k}: {name}, {config.dtype}, {bench.machine.device}"
-    about = {"model": name, "world_size": dist.get_world_size(), "repeated": not config.distinct, **asdict(config)}
+    about = {
+        "model": name,
+        "world_size": dist.get_world_size(),
+        "repeated": not config.distinct,
+        **asdict(config),
+    }
     result = Result("train", title, TrainRow, [], bench.machine, about)
     reports = has_results()
-    return result.measure(cases, lambda case: bench.measure(*case), str, keep if reports else None, quiet=not reports)
+    return result.measure(
+        cases, lambda case: bench.measure(*case), str, keep if reports else None, quiet=not reports
+    )
 
 
-def train_settings(config: TrainBenchConfig, sequence_length: int, loss: LossKind, ranks: int) -> TrainConfig:
+def train_settings(
+    config: TrainBenchConfig, sequence_length: int, loss: LossKind, ranks: int
+) -> TrainConfig:
     """The trainer's settings for `ranks` data-parallel ranks.
 
     Raises:
@@ -161,7 +185,9 @@ def _sizes(config: TrainBenchConfig) -> tuple[int, int, int]:
 class _TimedOptimizer(HeadOptimizer):
     """A `HeadOptimizer` that times its own steps."""
 
-    def __init__(self, watch: Stopwatch, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
+    def __init__(
+        self, watch: Stopwatch, parameters: Iterable[nn.Parameter], config: OptimizerConfig
+    ):
         super().__init__(parameters, config)
         self._watch = watch
 
@@ -195,9 +221,13 @@ class _Bench:
         )
         if config.base_fp8:
             use_fp8_base(self.model)
-        settings = train_settings(config, config.sequence_lengths[0], config.losses[0], self.group.size())
+        settings = train_settings(
+            config, config.sequence_lengths[0], config.losses[0], self.group.size()
+        )
         self.watch = Stopwatch(self.device)
-        self.optimizer = _TimedOptimizer(self.watch, freeze_base(self.model).values(), settings.optimizer)
+        self.optimizer = _TimedOptimizer(
+            self.watch, freeze_base(self.model).values(), settings.optimizer
+        )
         self.flops = step_flops(shape, config.k, base_layers=not config.cached)
         self.peak, no_peak = find_peak(self.device)
         if no_peak and dist.get_rank() == 0:  # the rank that shows warnings
@@ -214,23 +244,36 @@ class _Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         steps: list[dict[str, float]] = []
         progress = range(config.warm_up_steps + config.steps)
-        for number in tqdm(progress, desc=f"{loss} {sequence_length}", disable=None if has_results() else True):
+        for number in tqdm(
+            progress, desc=f"{loss} {sequence_length}", disable=None if has_results() else True
+        ):
             dist.barrier()
             self.watch.take()
             with self.watch.span("step"):
-                sums, _ = train_step(self.model, batches, self.optimizer, settings, _LEARNING_RATE, number)
+                sums, _ = train_step(
+                    self.model, batches, self.optimizer, settings, _LEARNING_RATE, number
+                )
             steps.append(self.watch.take())
         weights = settings.loss.weights(settings.heads.num_depths)
-        mean_loss = sum(weight * value for weight, value in zip(weights, sums.losses(), strict=True))
+        mean_loss = sum(
+            weight * value for weight, value in zip(weights, sums.losses(), strict=True)
+        )
         if not sums.values.isfinite().all():
-            raise MtpkitError(f"the loss {loss} is not finite: the times mean nothing until this is fixed")
+            raise MtpkitError(
+                f"the loss {loss} is not finite: the times mean nothing until this is fixed"
+            )
         return self._row(sequence_length, loss, steps[config.warm_up_steps :], mean_loss)
 
     def _row(
-        self, sequence_length: int, loss: LossKind, steps: Sequence[dict[str, float]], mean_loss: float
+        self,
+        sequence_length: int,
+        loss: LossKind,
+        steps: Sequence[dict[str, float]],
+        mean_loss: float,
     ) -> TrainRow:
         seconds, base, optimizer = (
-            statistics.median(step.get(name, 0.0) for step in steps) for name in ("step", "base", "optimizer")
+            statistics.median(step.get(name, 0.0) for step in steps)
+            for name in ("step", "base", "optimizer")
         )
         sequences = self.config.micro_batch_size * self.config.micro_batches * self.group.size()
         tokens = sequences * sequence_length
@@ -258,14 +301,19 @@ class _Bench:
         )
 
     def _batch(self, length: int, number: int) -> PackedBatch:
-        """Random tokens in documents of one length, different tokens on each rank; every token is learnt."""
-        config, shape = self.config, (self.config.micro_batch_size, length)
-        generator = torch.Generator().manual_seed(config.seed + number * self.group.size() + self.group.rank())
+        """Random tokens in documents of one length, different tokens on each rank; every token is
+        learnt."""
+        config = self.config
+        shape = (self.config.micro_batch_size, length)
+        generator = torch.Generator().manual_seed(
+            config.seed + number * self.group.size() + self.group.rank()
+        )
         place = torch.arange(length).expand(shape)
         document_len = min(config.document_len or length, length)
         rest = length % document_len
         document_lens = (document_len,) * (length // document_len) + ((rest,) if rest else ())
-        vocab_size, width = self.model.mtpkit_config.vocab_size, self.model.mtpkit_config.hidden_size
+        vocab_size = self.model.mtpkit_config.vocab_size
+        width = self.model.mtpkit_config.hidden_size
         batch = PackedBatch(
             token_ids=torch.randint(vocab_size, shape, generator=generator),
             loss_mask=torch.ones(shape, dtype=torch.bool),

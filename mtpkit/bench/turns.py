@@ -1,4 +1,5 @@
-"""Conversations of several turns without and with the prefix cache: time to first token, and recomputed tokens."""
+"""Conversations of several turns without and with the prefix cache: time to first token, and
+recomputed tokens."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -30,14 +31,16 @@ class TurnsRow:
     prefilled_tokens: Annotated[int, Column("prefilled", ",")]
     """Prompt tokens that were computed."""
     hit_share: Annotated[float, Column("of the shareable hit", ".1%")]
-    """Tokens that the cache had, as a share of those that earlier turns of the conversation had computed."""
+    """Tokens that the cache had, as a share of those that earlier turns of the conversation had
+    computed."""
     ttft_p50_ms: Annotated[float, Column("TTFT ms p50", ".1f")]
     """Time to first token of the turns after the first, from their arrival."""
     ttft_p99_ms: Annotated[float, Column("p99", ".1f")]
     seconds: Annotated[float, Column("s", ".2f")]
     """From the first arrival to the last output."""
     acceptance_length: Annotated[
-        float, Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-")
+        float,
+        Column("acceptance length", lambda row: f"{row.acceptance_length:.2f}" if row.k else "-"),
     ]
     identical: Annotated[float | None, Column("same outputs", ".0%")] = None
     """Share of the conversations whose outputs equal those without the cache."""
@@ -67,30 +70,45 @@ def measure_turns(
     """
     weight = next(model.parameters())
     config = replace(config, ks=choose_drafts(model.mtpkit_config, config.ks, LOAD_DRAFTS))
-    machine, used = measure_machine(weight.device), clock or WallClock()
+    machine = measure_machine(weight.device)
+    used = clock or WallClock()
     plain: dict[Drafts, list[list[int]]] = {}
     exact = (
-        weight.dtype == torch.float32 and config.state_dtype == "float32" and config.prefix_cache_dtype != "bfloat16"
+        weight.dtype == torch.float32
+        and config.state_dtype == "float32"
+        and config.prefix_cache_dtype != "bfloat16"
     )
 
     def measure(pair: tuple[Drafts, bool]) -> TurnsRow:
         release_memory(weight.device)  # of the engine before
-        row, histories = _hold(model, replace(config, enable_prefix_caching=pair[1]), turns, pair[0], used)
+        row, histories = _hold(
+            model, replace(config, enable_prefix_caching=pair[1]), turns, pair[0], used
+        )
         if not pair[1]:
             plain[pair[0]] = histories
             return row
-        same = sum(one == other for one, other in zip(histories, plain[pair[0]], strict=True)) / len(histories)
+        same = sum(
+            one == other for one, other in zip(histories, plain[pair[0]], strict=True)
+        ) / len(histories)
         if exact and same < 1:
-            raise MtpkitError(f"K = {pair[0]}: {1 - same:.0%} of the conversations differ with the prefix cache")
+            raise MtpkitError(
+                f"K = {pair[0]}: {1 - same:.0%} of the conversations differ with the prefix cache"
+            )
         return replace(row, identical=same)
 
     title = (
-        f"{turns.conversations} conversations of {turns.turns} turns, {turns.turn_length:,} new tokens and "
-        f"{turns.output_len:,} output tokens each, {turns.shared:.0%} shared: {name}, "
-        f"{str(weight.dtype).removeprefix('torch.')}, {machine.device}"
+        f"{turns.conversations} conversations of {turns.turns} turns, {turns.turn_length:,} new"
+        f" tokens and {turns.output_len:,} output tokens each, {turns.shared:.0%} shared: {name},"
+        f" {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
     )
     rates = [shown_rate(rate) for rate in config.request_rates]
-    about = {"model": name, **asdict(config), **asdict(turns), "output_len": turns.output_len, "request_rates": rates}
+    about = {
+        "model": name,
+        **asdict(config),
+        **asdict(turns),
+        "output_len": turns.output_len,
+        "request_rates": rates,
+    }
     result = Result("load_turns", title, TurnsRow, [], machine, about)
     pairs = [(k, cached) for k in config.ks or () for cached in (False, True)]
     labels = {pair: f"K = {pair[0]}, cache {'on' if pair[1] else 'off'}" for pair in pairs}
@@ -122,7 +140,8 @@ def _hold(
     llm.reset_stats()
     began = clock.now()
     streams, histories = _converse(llm, turns, config.seed + 1, clock)
-    seconds, stats = clock.now() - began, llm.stats()
+    seconds = clock.now() - began
+    stats = llm.stats()
     first, last = percentiles_ms([one.first_seconds for stream in streams for one in stream[1:]])
     assert first is not None and last is not None
     # The last token of an output was never fed to the model.
@@ -143,10 +162,16 @@ def _hold(
     )
 
 
-def _converse(llm: LLM, turns: TurnsConfig, seed: int, clock: Clock) -> tuple[list[list[Stream]], list[list[int]]]:
-    """Return the streams of each conversation's turns, and its tokens. A turn is added when the one before ends."""
-    engine, size = llm.engine, turns.turn_length
-    drawn = random_prompts(turns.conversations, turns.turns * size, llm.model.mtpkit_config.vocab_size, seed)
+def _converse(
+    llm: LLM, turns: TurnsConfig, seed: int, clock: Clock
+) -> tuple[list[list[Stream]], list[list[int]]]:
+    """Return the streams of each conversation's turns, and its tokens. A turn is added when the one
+    before ends."""
+    engine = llm.engine
+    size = turns.turn_length
+    drawn = random_prompts(
+        turns.conversations, turns.turns * size, llm.model.mtpkit_config.vocab_size, seed
+    )
     histories = [list(new[:size]) for new in drawn]
     streams: list[list[Stream]] = [[] for _ in drawn]
     running: dict[str, Stream] = {}

@@ -2,7 +2,13 @@
 
 import mtpkit.platform  # noqa: F401  (keeps megatron-core eager without a GPU, so it comes first)
 from mtpkit.checkpoint.convert import save_hf_model
-from mtpkit.checkpoint.directory import detect_layout, end_token_ids, find_companions, latest_iteration, load_config
+from mtpkit.checkpoint.directory import (
+    detect_layout,
+    end_token_ids,
+    find_companions,
+    latest_iteration,
+    load_config,
+)
 from mtpkit.checkpoint.load import load_model, load_model_weights
 from mtpkit.checkpoint.run import load_checkpoint, save_checkpoint, save_model
 

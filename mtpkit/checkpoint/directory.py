@@ -1,7 +1,9 @@
-"""Model directories of either layout: detect the layout, find config, weights, and the files beside them.
+"""Model directories of either layout: detect the layout, find config, weights, and the files beside
+them.
 
-A Megatron directory is a `torch_dist` checkpoint itself, a run with `latest_checkpointed_iteration.txt` and
-`iter_0000123/` or `release/`, or a folder with `checkpoint/` in it. Config and tokenizer lie in or beside it.
+A Megatron directory is a `torch_dist` checkpoint itself, a run with
+`latest_checkpointed_iteration.txt` and `iter_0000123/` or `release/`, or a folder with
+`checkpoint/` in it. Config and tokenizer lie in or beside it.
 """
 
 import functools
@@ -47,20 +49,23 @@ def detect_layout(directory: Path | str) -> Layout:
     """Detect the layout of a directory.
 
     Raises:
-        UserError: the directory does not exist or has neither layout; the message lists the files looked for.
+        UserError: the directory does not exist or has neither layout; the message lists the files
+            looked for.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(
-            f"{directory}: no such model directory; name one that holds config.json or a Megatron checkpoint"
+            f"{directory}: no such model directory; name one that holds config.json or a Megatron"
+            " checkpoint"
         )
     if _find_torch_dist(directory) is not None:
         return "megatron"
     if is_there(directory / "config.json"):
         return "hf"
     raise UserError(
-        f"{directory} is no model directory: looked for config.json with {SINGLE} or {INDEX} (Hugging Face), and for "
-        f"metadata.json with .metadata, {TRACKER}, or checkpoint/ (Megatron)"
+        f"{directory} is no model directory: looked for config.json with {SINGLE} or {INDEX}"
+        f" (Hugging Face), and for metadata.json with .metadata, {TRACKER}, or checkpoint/"
+        " (Megatron)"
     )
 
 
@@ -89,7 +94,8 @@ def _find_torch_dist(directory: Path) -> Path | None:
 
 
 def latest_iteration(directory: Path | str) -> int | None:
-    """The iteration that a run's tracker file names; None for a release, or if no iteration was saved yet.
+    """The iteration that a run's tracker file names; None for a release, or if no iteration was
+    saved yet.
 
     Raises:
         UserError: the tracker file holds something else.
@@ -97,7 +103,9 @@ def latest_iteration(directory: Path | str) -> int | None:
     tracker = Path(directory) / TRACKER
     text = read_text(tracker).strip() if is_there(tracker) else RELEASE
     if text != RELEASE and not re.fullmatch("[0-9]{1,18}", text):
-        raise UserError(f"{tracker} holds {shown(text)}; write the number of an existing iteration into it")
+        raise UserError(
+            f"{tracker} holds {shown(text)}; write the number of an existing iteration into it"
+        )
     return None if text == RELEASE else int(text)
 
 
@@ -108,45 +116,59 @@ def beside(directory: Path) -> Iterator[Path]:
 
 
 def find_companions(directory: Path | str) -> Path:
-    """The directory that holds the tokenizer and the other files beside the weights of a model directory."""
+    """The directory that holds the tokenizer and the other files beside the weights of a model
+    directory."""
     directory = Path(directory)
     if detect_layout(directory) == "hf":
         return directory
     marks = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
-    return next((place for place in beside(directory) if any(is_there(place / mark) for mark in marks)), directory)
+    return next(
+        (place for place in beside(directory) if any(is_there(place / mark) for mark in marks)),
+        directory,
+    )
 
 
 def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
-    """Tokens that end a sequence according to the `generation_config.json` of a directory; none without that file.
+    """Tokens that end a sequence according to the `generation_config.json` of a directory; none
+    without that file.
 
     Raises:
-        UserError: the settings cannot be read, or hold values other than ids of a vocabulary of that size.
+        UserError: the settings cannot be read, or hold values other than ids of a vocabulary of
+            that size.
     """
     settings = Path(directory) / "generation_config.json"
     found = as_token_ids(read_json(settings).get("eos_token_id")) if is_there(settings) else ()
     odd = [shown(token) for token in found if type(token) is not int or not 0 <= token < vocab_size]
     if odd:
-        raise UserError(f"{settings}: eos_token_id {listed(odd, width=120)} is none of the {vocab_size} token ids")
+        raise UserError(
+            f"{settings}: eos_token_id {listed(odd, width=120)} is none of the {vocab_size}"
+            " token ids"
+        )
     return frozenset(token for token in found if isinstance(token, int))
 
 
 def load_config(directory: Path | str, any_quantization: bool = False) -> ModelConfig:
     """The `ModelConfig` of a model directory of either layout.
 
-    A Megatron config names no family, so the family is the one that fits, if exactly one does. A Hugging Face model
-    whose files contain no tensor of its heads is read without heads, whatever its config.json says.
+    A Megatron config names no family, so the family is the one that fits, if exactly one does. A
+    Hugging Face model whose files contain no tensor of its heads is read without heads, whatever
+    its config.json says.
 
     Args:
-        any_quantization: accept a directory whose weights are quantised in a way that mtpkit cannot read.
+        any_quantization: accept a directory whose weights are quantised in a way that mtpkit cannot
+            read.
 
     Raises:
         UserError: there is no config, or it has unsupported settings.
     """
     directory = Path(directory)
     if detect_layout(directory) == "hf":
-        return _with_stored_heads(directory, _config_from_hf(directory / "config.json", any_quantization))
+        return _with_stored_heads(
+            directory, _config_from_hf(directory / "config.json", any_quantization)
+        )
     for place in beside(directory):
-        own, other = place / OWN_CONFIG, place / "config.json"
+        own = place / OWN_CONFIG
+        other = place / "config.json"
         if is_there(own):
             config = ModelConfig.from_dict(read_json(own), own)
             if config.family:
@@ -154,22 +176,37 @@ def load_config(directory: Path | str, any_quantization: bool = False) -> ModelC
             return config
         if is_there(other):
             values = read_json(other)
-            return _config_from_megatron(values["config"], other) if "config" in values else _config_from_hf(other)
+            return (
+                _config_from_megatron(values["config"], other)
+                if "config" in values
+                else _config_from_hf(other)
+            )
     checkpoint = find_torch_dist(directory)
     args = MegatronReader(checkpoint).read_common_state().get("args")
     if args is None:
-        raise UserError(f"{directory}: no config; looked for {OWN_CONFIG} and config.json there, and for args inside")
+        raise UserError(
+            f"{directory}: no config; looked for {OWN_CONFIG} and config.json there, and for args"
+            " inside"
+        )
     return _config_from_megatron(getattr(args, "__dict__", args), f"args in {checkpoint}")
 
 
 def _with_stored_heads(directory: Path, config: ModelConfig) -> ModelConfig:
-    """The config, without heads if none of their tensors is stored: transformers drops heads but keeps their number.
+    """The config, without heads if none of their tensors is stored: transformers drops heads but
+    keeps their number.
 
-    That is worth a warning if `config.json` gives the number. Without it, some families count one head.
+    That is worth a warning if `config.json` gives the number. Without it, some families count one
+    head.
     """
     names = stored_names(directory) if config.mtp.num_depths else set()
     family = get_family(config.family)
-    heads = tuple({prefix for depth in range(config.mtp.num_layers) for prefix in family.mtp_prefixes(config, depth)})
+    heads = tuple(
+        {
+            prefix
+            for depth in range(config.mtp.num_layers)
+            for prefix in family.mtp_prefixes(config, depth)
+        }
+    )
     if not names or any(family.published_name(name).startswith(heads) for name in names):
         return config
     *places, key = family.serving.count_key.split(".")
@@ -185,7 +222,9 @@ def _with_stored_heads(directory: Path, config: ModelConfig) -> ModelConfig:
 def _warn_of_lost_heads(path: Path, count: int) -> None:
     """Warn once per process."""
     _logger.warning(
-        "%s: no tensor of the %d MTP layer(s) of this model is stored, so it is read without heads", path, count
+        "%s: no tensor of the %d MTP layer(s) of this model is stored, so it is read without heads",
+        path,
+        count,
     )
 
 
@@ -195,17 +234,23 @@ def hf_settings(directory: Path) -> dict[str, object]:
 
 
 def quantization_settings(directory: Path) -> object:
-    """`quantization_config` of a Hugging Face directory, or ModelOpt's settings beside `config.json`; None without
-    either. As in vLLM 0.33 and SGLang 0.5.23, the file beside it also counts where layers have different algorithms
-    and `config.json` does not say which. Raises as `read_json` does."""
+    """`quantization_config` of a Hugging Face directory, or ModelOpt's settings beside
+    `config.json`; None without either. As in vLLM 0.33 and SGLang 0.5.23, the file beside it also
+    counts where layers have different algorithms and `config.json` does not say which. Raises as
+    `read_json` does."""
     found = hf_settings(directory).get(CONFIG)
-    if (found is None or _lacks_algorithms(found)) and (own := modelopt_settings(directory)) is not None:
+    if (found is None or _lacks_algorithms(found)) and (
+        own := modelopt_settings(directory)
+    ) is not None:
         return {"quant_method": "modelopt", **own}
     return found
 
 
 def _lacks_algorithms(settings: object) -> bool:
-    if not isinstance(settings, Mapping) or str(settings.get("quant_algo")).upper() != "MIXED_PRECISION":
+    if (
+        not isinstance(settings, Mapping)
+        or str(settings.get("quant_algo")).upper() != "MIXED_PRECISION"
+    ):
         return False
     return "quantized_layers" not in settings
 
@@ -245,8 +290,9 @@ def open_weights(
     """The weights of a model directory under Megatron's names.
 
     Args:
-        fit_config: also check the names and shapes of a Megatron checkpoint's tensors against its own config, before a
-            model is built in the sizes that the config claims. Hugging Face checkpoints are always checked.
+        fit_config: also check the names and shapes of a Megatron checkpoint's tensors against its
+            own config, before a model is built in the sizes that the config claims. Hugging Face
+            checkpoints are always checked.
         device: device that tensors are read to: a GPU; any other device means the CPU.
         fp8_as: dtype that weights stored in fp8 are read as.
 
@@ -257,7 +303,9 @@ def open_weights(
     if detect_layout(directory) == "megatron":
         reader = MegatronReader(find_torch_dist(directory))
         if fit_config:
-            require_same_names(directory, reader.tensors, megatron.parameters(load_config(directory)))
+            require_same_names(
+                directory, reader.tensors, megatron.parameters(load_config(directory))
+            )
         return CheckedTensors(reader, directory, torch.device(device))
     config = load_config(directory)
     family = get_family(config.family)

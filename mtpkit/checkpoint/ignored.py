@@ -1,10 +1,12 @@
-"""Lists of the modules that a quantised checkpoint holds unquantised, as vLLM 0.33 and SGLang 0.5.23 read them.
+"""Lists of the modules that a quantised checkpoint holds unquantised, as vLLM 0.33 and SGLang
+0.5.23 read them.
 
-Each quantisation method has its own key for the list, and each server its own rule for which modules an entry matches.
-Servers build one matrix from several modules of a file (`qkv_proj` from `q_proj`, `k_proj` and `v_proj`), and some
-look only for the name of that matrix. The rules were read in `layers/quantization/` of both servers: `fp8.py`,
-`modelopt.py` (in SGLang `modelopt_quant.py`), `compressed_tensors/`, `auto_awq.py` and `auto_gptq.py` (`awq/`,
-`gptq/`), and in the `is_layer_skipped` that these share.
+Each quantisation method has its own key for the list, and each server its own rule for which
+modules an entry matches. Servers build one matrix from several modules of a file (`qkv_proj` from
+`q_proj`, `k_proj` and `v_proj`), and some look only for the name of that matrix. The rules were
+read in `layers/quantization/` of both servers: `fp8.py`, `modelopt.py` (in SGLang
+`modelopt_quant.py`), `compressed_tensors/`, `auto_awq.py` and `auto_gptq.py` (`awq/`, `gptq/`), and
+in the `is_layer_skipped` that these share.
 """
 
 import re
@@ -24,7 +26,9 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Matrix that servers build -> the modules of a file that it consists of."""
-_CALLED: Mapping[tuple[Server, str], str] = {("sglang", "fused_qkv_a_proj"): "fused_qkv_a_proj_with_mqa"}
+_CALLED: Mapping[tuple[Server, str], str] = {
+    ("sglang", "fused_qkv_a_proj"): "fused_qkv_a_proj_with_mqa"
+}
 """Names of such matrices that differ in one server."""
 
 _NESTED = "quantization"
@@ -33,11 +37,13 @@ _MIXED = "MIXED_PRECISION"
 """ModelOpt's `quant_algo` under which only the modules in `quantized_layers` are quantised."""
 _EXPERTS = re.compile(r".*\.experts(?=\.|$)")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-"""Modules of latent attention: under ModelOpt, SGLang takes an entry that ends in one of them for all layers."""
+"""Modules of latent attention: under ModelOpt, SGLang takes an entry that ends in one of them for
+all layers."""
 
 
 def stack_of(module: str) -> str:
-    """The module that holds all experts of a layer if `module` is inside it; otherwise `module` itself."""
+    """The module that holds all experts of a layer if `module` is inside it; otherwise `module`
+    itself."""
     found = _EXPERTS.match(module)
     return found[0] if found else module
 
@@ -71,8 +77,8 @@ def _path(entry: str, name: str) -> bool:
 
 @_any
 def _names_expert(entry: str, name: str) -> bool:
-    """Whether an entry names something inside a stack of experts, which stands for the stack; servers ask this about
-    all names with `experts`, those of shared experts too."""
+    """Whether an entry names something inside a stack of experts, which stands for the stack;
+    servers ask this about all names with `experts`, those of shared experts too."""
     return "experts" in name and name in entry
 
 
@@ -83,7 +89,8 @@ def _is_match(entry: str, name: str) -> bool:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the beginning of a name; one that is no regular expression matches nothing."""
+    """Whether a pattern matches the beginning of a name; one that is no regular expression matches
+    nothing."""
     try:
         return re.match(pattern, name) is not None
     except re.error:
@@ -99,7 +106,8 @@ def _regex_or_end(entry: str, name: str) -> bool:
 
 
 def _first_expert(rule: Rule) -> Rule:
-    """Servers ask for the three matrices of expert 0, whether it has them or not, and want one answer."""
+    """Servers ask for the three matrices of expert 0, whether it has them or not, and want one
+    answer."""
     parts = ("gate_proj", "up_proj", "down_proj")
     return lambda entries, stack: all(rule(entries, f"{stack}.0.{part}") for part in parts)
 
@@ -142,7 +150,8 @@ class Module:
     name: str
     """The module's own name, such as `mtp.layers.0.self_attn.q_proj`."""
     matrix: str
-    """Name of the matrix that the server builds from it, such as `mtp.layers.0.self_attn.qkv_proj`."""
+    """Name of the matrix that the server builds from it, such as
+    `mtp.layers.0.self_attn.qkv_proj`."""
     file_name: str
     """Its name in the file."""
 
@@ -160,7 +169,8 @@ class Reading:
     keys: Callable[[str], tuple[str, ...]]
     """Keys of the list by `quant_algo`. The server reads the first one that is there."""
     alone: Rule
-    """Whether the list leaves out a matrix that is one module of the file, or whose modules are not looked for."""
+    """Whether the list leaves out a matrix that is one module of the file, or whose modules are not
+    looked for."""
     experts: Rule
     """Whether it leaves out all experts of a layer. Called with the name of the stack."""
     together: Rule = _never
@@ -168,10 +178,11 @@ class Reading:
     part: Rule | None = None
     """Whether it leaves out one module of such a matrix; None: modules are not looked for."""
     parts_unless: Rule | None = None
-    """If set, modules of a matrix must agree even where the list leaves out the matrix, unless this holds for the
-    matrix's name."""
+    """If set, modules of a matrix must agree even where the list leaves out the matrix, unless this
+    holds for the matrix's name."""
     needs_table: bool = False
-    """Whether modules are looked for only if the server's model says what its matrices consist of."""
+    """Whether modules are looked for only if the server's model says what its matrices consist
+    of."""
     skips_empty: bool = False
     """Whether an empty list counts as absent."""
     renames: bool = False
@@ -179,8 +190,8 @@ class Reading:
     variants: Callable[[str], tuple[str, ...]] = _as_it_is
     """The forms in which an entry is compared."""
     dtypes: str = ""
-    """When unquantised modules, but not experts, are recognised in the files without a list: `always` or `unlisted`,
-    which is where there is no list; empty: never."""
+    """When unquantised modules, but not experts, are recognised in the files without a list:
+    `always` or `unlisted`, which is where there is no list; empty: never."""
 
 
 def _keys(*names: str) -> Callable[[str], tuple[str, ...]]:
@@ -190,7 +201,11 @@ def _keys(*names: str) -> Callable[[str], tuple[str, ...]]:
 def _sglang_modelopt_keys(algorithm: str) -> tuple[str, ...]:
     if algorithm == _MIXED:
         return "ignore", "exclude_modules"
-    return ("ignore", "modules_to_not_convert", "exclude_modules") if "NVFP4" in algorithm else ("ignore",)
+    return (
+        ("ignore", "modules_to_not_convert", "exclude_modules")
+        if "NVFP4" in algorithm
+        else ("ignore",)
+    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +213,8 @@ class Method:
     """The format in which a quantisation method lists the modules that it leaves out."""
 
     keys: tuple[str, ...]
-    """Keys under which a list is written: the first one that is there already, otherwise the last."""
+    """Keys under which a list is written: the first one that is there already, otherwise the
+    last."""
     servers: Mapping[Server, Reading]
     entry: Callable[[str], str] = stack_of
     """Makes the entry that leaves out a module, or all experts of its layer."""
@@ -242,7 +258,9 @@ METHODS: Mapping[str, Method] = {
     "compressed-tensors": Method(
         ("ignore",),
         {
-            "vllm": Reading(_keys("ignore"), _regex, _first_expert(_regex), together=_regex, part=_regex),
+            "vllm": Reading(
+                _keys("ignore"), _regex, _first_expert(_regex), together=_regex, part=_regex
+            ),
             "sglang": Reading(
                 _keys("ignore"),
                 _regex_or_end,
@@ -283,7 +301,12 @@ METHODS: Mapping[str, Method] = {
         ("modules_to_not_convert",),
         {
             "vllm": Reading(
-                _keys("modules_to_not_convert"), _inside, _inside, together=_inside, part=_inside, dtypes="unlisted"
+                _keys("modules_to_not_convert"),
+                _inside,
+                _inside,
+                together=_inside,
+                part=_inside,
+                dtypes="unlisted",
             ),
             "sglang": Reading(_keys("modules_to_not_convert"), _inside, _inside),
         },
@@ -297,7 +320,8 @@ METHODS: Mapping[str, Method] = {
         lambda module: f"-:{_as_regex(module)}",
     ),
 }
-"""Methods by the beginning of `quant_method`. GPTQ's list is an object, whose keys are the entries."""
+"""Methods by the beginning of `quant_method`. GPTQ's list is an object, whose keys are the
+entries."""
 
 
 @dataclass(frozen=True)
@@ -315,9 +339,12 @@ class IgnoreList:
     """Length of the base's pattern."""
 
     @classmethod
-    def of(cls, config: Mapping[str, object], facts: Serving = USUAL, letters: int = 0) -> "IgnoreList | None":
+    def of(
+        cls, config: Mapping[str, object], facts: Serving = USUAL, letters: int = 0
+    ) -> "IgnoreList | None":
         """The list of a config; None if its quantisation method is not known."""
-        name, inner = str(config.get("quant_method", "")).lower(), config.get(_NESTED)
+        name = str(config.get("quant_method", "")).lower()
+        inner = config.get(_NESTED)
         method = next((method for start, method in METHODS.items() if name.startswith(start)), None)
         if method is None:
             return None
@@ -349,7 +376,11 @@ class IgnoreList:
     def _read_by(self, server: Server) -> list[str]:
         reading = self.method.servers[server]
         keys = ("exclude_modules",) if self._is_old_modelopt else reading.keys(self.algorithm)
-        there = [key for key in keys if self.settings.get(key) or (key in self.settings and not reading.skips_empty)]
+        there = [
+            key
+            for key in keys
+            if self.settings.get(key) or (key in self.settings and not reading.skips_empty)
+        ]
         found = self.settings.get(there[0]) if there else None
         return [str(entry) for entry in found] if isinstance(found, list | Mapping) else []
 
@@ -358,12 +389,18 @@ class IgnoreList:
         called = self.facts.called.get(server, lambda name, letters: name)
         own = {name: called(name, self.letters) for name in names}
         together = {*own.values()}
-        return {name: Module(own[name], self._matrix(server, own[name], together), name) for name in own}
+        return {
+            name: Module(own[name], self._matrix(server, own[name], together), name) for name in own
+        }
 
     def _matrix(self, server: Server, name: str, names: set[str]) -> str:
         start, dot, last = name.rpartition(".")
         for matrix, parts in FUSED.items():
-            if last in parts and stack_of(name) == name and all(start + dot + part in names for part in parts):
+            if (
+                last in parts
+                and stack_of(name) == name
+                and all(start + dot + part in names for part in parts)
+            ):
                 return start + dot + _CALLED.get((server, matrix), matrix)
         return name
 
@@ -379,13 +416,15 @@ class IgnoreList:
         names = list(layers) if isinstance(layers, Mapping) else []
         inside = f"{module.stack}." if module.stack else ""
         return any(
-            name in (module.name, module.matrix, module.stack) or (inside and str(name).startswith(inside))
+            name in (module.name, module.matrix, module.stack)
+            or (inside and str(name).startswith(inside))
             for name in names
         )
 
     def lists(self, server: Server, entries: Sequence[str], module: Module) -> bool:
         """Whether entries make a server leave out a module."""
-        reading, entries = self.method.servers[server], self._compared(server, entries)
+        reading = self.method.servers[server]
+        entries = self._compared(server, entries)
         if module.stack:
             return reading.experts(entries, module.stack)
         if module.matrix == module.name:
@@ -411,8 +450,11 @@ class IgnoreList:
         return reading.parts_unless(entries, module.matrix) or reading.part(entries, module.name)
 
     def _looks_for_parts(self, server: Server, module: Module) -> bool:
-        reading, last = self.method.servers[server], module.matrix.rpartition(".")[2]
-        return reading.part is not None and not (reading.needs_table and last in self.facts.no_table.get(server, ()))
+        reading = self.method.servers[server]
+        last = module.matrix.rpartition(".")[2]
+        return reading.part is not None and not (
+            reading.needs_table and last in self.facts.no_table.get(server, ())
+        )
 
     def sees_dtype(self, server: Server, module: Module) -> bool:
         """Whether a server recognises in the files that a module is not quantised."""
@@ -424,21 +466,29 @@ class IgnoreList:
         return not self._read_by(server) and module.name == module.file_name
 
     def built_plain(self, server: Server, names: Iterable[str]) -> set[str]:
-        """The modules of heads that a server builds without quantisation, whatever the config says."""
-        apply = [one for one in self.facts.unquantized if server in one.servers and one.algorithm in self.algorithm]
+        """The modules of heads that a server builds without quantisation, whatever the config
+        says."""
+        apply = [
+            one
+            for one in self.facts.unquantized
+            if server in one.servers and one.algorithm in self.algorithm
+        ]
         plain = {name for name in names if any(re.search(one.pattern, name) for one in apply)}
         if server in self.method.output_in:
             return plain
         return plain | {name for name in names if re.search(OUTPUT_COPY, name)}
 
     def unlisted(self, server: Server, names: Sequence[str]) -> list[Module]:
-        """The unquantised modules of heads that a server would quantise, since the config does not leave them out."""
+        """The unquantised modules of heads that a server would quantise, since the config does not
+        leave them out."""
         plain = self.built_plain(server, names)
         modules = self.modules(server, names)
         return [
             module
             for name, module in modules.items()
-            if name not in plain and not self.leaves_out(server, module) and not self.sees_dtype(server, module)
+            if name not in plain
+            and not self.leaves_out(server, module)
+            and not self.sees_dtype(server, module)
         ]
 
     def can_list(self, server: Server, module: Module) -> bool:
@@ -452,9 +502,11 @@ class IgnoreList:
         globs = self.method.entry is _as_glob and module.name.rpartition(".")[2] in _LATENT
         return module.name if self._looks_for_parts(server, module) and not globs else module.matrix
 
-    def with_entries(self, config: Mapping[str, object], entries: Iterable[str]) -> dict[str, object]:
-        """The config with further entries in its list. In an object the first entry that matches decides, so that new
-        ones are put before the others."""
+    def with_entries(
+        self, config: Mapping[str, object], entries: Iterable[str]
+    ) -> dict[str, object]:
+        """The config with further entries in its list. In an object the first entry that matches
+        decides, so that new ones are put before the others."""
         kept = self.settings.get(self.key)
         old = kept if isinstance(kept, list | Mapping) else []
         new = [entry for entry in dict.fromkeys(entries) if entry not in old]
@@ -476,7 +528,9 @@ def module_of(name: str) -> str:
 def linears(shapes: Mapping[str, Shape], facts: Serving) -> list[str]:
     """The modules that servers may quantise: matrices, but not embeddings and the like."""
     modules = (module_of(name) for name, shape in shapes.items() if len(shape) > 1)
-    return sorted(m for m in modules if not any(re.search(pattern, m) for pattern in facts.no_linears))
+    return sorted(
+        m for m in modules if not any(re.search(pattern, m) for pattern in facts.no_linears)
+    )
 
 
 def with_heads_listed(
@@ -489,34 +543,46 @@ def with_heads_listed(
 ) -> dict[str, object]:
     """A `quantization_config` whose list says that the modules of heads are not quantised.
 
-    Entries that would match a quantised module of the base in some server are not added; `lint` reports such heads.
+    Entries that would match a quantised module of the base in some server are not added; `lint`
+    reports such heads.
 
     Args:
         heads: modules of the heads, none of which is quantised.
         quantized: modules of the base that are quantised.
-        plain: matrices of the base that are not quantised. They are listed too where a server reads the files only as
-            long as there is no list.
+        plain: matrices of the base that are not quantised. They are listed too where a server reads
+            the files only as long as there is no list.
         letters: length of the base's pattern.
     """
     ignored = IgnoreList.of(config, facts, letters)
     if ignored is None:
         return dict(config)
     config = dict(config)
-    if not ignored.entries and any(reading.dtypes == "unlisted" for reading in ignored.method.servers.values()):
+    if not ignored.entries and any(
+        reading.dtypes == "unlisted" for reading in ignored.method.servers.values()
+    ):
         base = replace(ignored, facts=replace(facts, called={}))
         modules = base.modules("vllm", plain).values()
         config = base.with_entries(config, _safe(base, "vllm", modules, quantized))
-    for server in reversed(SERVERS):  # vLLM last, since it reads the files as long as there is no list
+    # vLLM last, since it reads the files as long as there is no list
+    for server in reversed(SERVERS):
         ignored = IgnoreList.of(config, facts, letters)
         assert ignored is not None
-        config = ignored.with_entries(config, _safe(ignored, server, ignored.unlisted(server, heads), quantized))
+        config = ignored.with_entries(
+            config, _safe(ignored, server, ignored.unlisted(server, heads), quantized)
+        )
     return config
 
 
-def _safe(ignored: IgnoreList, server: Server, modules: Iterable[Module], quantized: Sequence[str]) -> Iterator[str]:
-    """Entries for modules, except for matrices of which an entry matches a quantised module of the base."""
+def _safe(
+    ignored: IgnoreList, server: Server, modules: Iterable[Module], quantized: Sequence[str]
+) -> Iterator[str]:
+    """Entries for modules, except for matrices of which an entry matches a quantised module of the
+    base."""
     base = replace(ignored, facts=replace(ignored.facts, called={}))
-    others = {one: {m.stack or m.name: m for m in base.modules(one, quantized).values()} for one in SERVERS}
+    others = {
+        one: {m.stack or m.name: m for m in base.modules(one, quantized).values()}
+        for one in SERVERS
+    }
     entries = {module: ignored.method.entry(ignored.to_list(server, module)) for module in modules}
     unsafe = {
         entry

@@ -1,6 +1,8 @@
-"""Find problems that vLLM and SGLang would have with a Hugging Face directory, without running them.
+"""Find problems that vLLM and SGLang would have with a Hugging Face directory, without running
+them.
 
-The rules here hold for every family; `Family.serving` states the facts that they need, and further rules of the family.
+The rules here hold for every family; `Family.serving` states the facts that they need, and further
+rules of the family.
 """
 
 import json
@@ -11,7 +13,12 @@ from pathlib import Path
 
 import torch
 
-from mtpkit.checkpoint.directory import detect_layout, hf_settings, load_config, quantization_settings
+from mtpkit.checkpoint.directory import (
+    detect_layout,
+    hf_settings,
+    load_config,
+    quantization_settings,
+)
 from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
 from mtpkit.checkpoint.layouts.huggingface import HFReader
@@ -26,7 +33,8 @@ from mtpkit.model.kinds import kinds_in, uneven_sizes
 _WIDTH = 2000
 """Most characters of names in a finding, which is a report and may be longer than an error line."""
 _NORM_SHIFT = 0.5
-"""If the mean of norms differs from the usual one by more, an offset of 1 may be missing or have been added twice."""
+"""If the mean of norms differs from the usual one by more, an offset of 1 may be missing or have
+been added twice."""
 _GROUPS = "mamba_num_groups"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
@@ -39,11 +47,15 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
         ranks: tensor-parallel ranks of the server.
 
     Raises:
-        UserError: the directory has another layout, its files are damaged, or its config cannot be represented.
+        UserError: the directory has another layout, its files are damaged, or its config cannot be
+            represented.
     """
     directory = Path(directory)
     if detect_layout(directory) != "hf":
-        raise UserError(f"{directory} has the Megatron layout, which no server reads; use `export` to convert it")
+        raise UserError(
+            f"{directory} has the Megatron layout, which no server reads; use `export` to"
+            " convert it"
+        )
     config = load_config(directory, any_quantization=True)
     family = get_family(config.family)
     reader = HFReader(directory, family.published_name, family.carried)
@@ -63,7 +75,12 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
         ranks=ranks,
     )
     wanted = {server} if server else {*SERVERS}
-    found = [finding for rule in _rules(family) for finding in rule(subject) if wanted & {*finding.servers}]
+    found = [
+        finding
+        for rule in _rules(family)
+        for finding in rule(subject)
+        if wanted & {*finding.servers}
+    ]
     return sorted(found, key=lambda finding: not finding.fatal)
 
 
@@ -74,39 +91,55 @@ def _rules(family: Family) -> list[Rule]:
     def architecture(subject: Subject) -> Iterator[Finding]:
         names = subject.hf.get("architectures")
         if not isinstance(names, list) or names[:1] != [family.architecture]:
-            yield Finding(f"architectures {shown(names)}: servers choose the model by it; write {family.architecture}")
+            yield Finding(
+                f"architectures {shown(names)}: servers choose the model by it; write"
+                f" {family.architecture}"
+            )
 
     def depth(subject: Subject) -> Iterator[Finding]:
         stated = subject.setting(facts.count_key)
-        count, stored = facts.count_default if stated is None else stated, subject.config.mtp.num_layers
+        count = facts.count_default if stated is None else stated
+        stored = subject.config.mtp.num_layers
         pattern = subject.config.mtp.pattern
         if not stored:
             assumed = f"{facts.count_key} is absent, which counts as {shown(count)}"
             given = assumed if stated is None else f"{facts.count_key} is {shown(count)}"
-            lack = "there are no heads to draft with" if count == 0 else "no tensor of a head is stored"
+            lack = (
+                "there are no heads to draft with"
+                if count == 0
+                else "no tensor of a head is stored"
+            )
             yield Finding(f"{given}: {lack}; train heads, or stitch some into the directory")
             return
         if count != stored:
-            yield Finding(f"{facts.count_key} is {shown(count)}, but {stored} MTP layers are stored")
+            yield Finding(
+                f"{facts.count_key} is {shown(count)}, but {stored} MTP layers are stored"
+            )
         if stored > 1:
             deaf = tuple(server for server in SERVERS if server not in facts.depths)
-            limits: Mapping[Server, str] = {"vllm": "vLLM runs only the first", "sglang": "SGLang takes no more than 1"}
+            limits: Mapping[Server, str] = {
+                "vllm": "vLLM runs only the first",
+                "sglang": "SGLang takes no more than 1",
+            }
             yield Finding(
-                f"{stored} MTP layers are stored: {', '.join(limits[server] for server in deaf)}; export the one layer "
-                "of a repeated head, not its depths",
+                f"{stored} MTP layers are stored: {', '.join(limits[server] for server in deaf)};"
+                " export the one layer of a repeated head, not its depths",
                 servers=deaf,
             )
         if not facts.builds(pattern):
             allowed = facts.head_patterns or [f"layers {', '.join(facts.head_letters)}"]
             yield Finding(
-                f"heads of layers {pattern!r}: servers build {listed(allowed)} only; train heads with a heads.pattern "
-                "of these"
+                f"heads of layers {pattern!r}: servers build {listed(allowed)} only; train heads"
+                " with a heads.pattern of these"
             )
 
     def tied(subject: Subject) -> Iterator[Finding]:
         deaf = tuple(server for server in SERVERS if server not in facts.ties)
         if subject.config.tie_word_embeddings and deaf:
-            text = "embeddings are tied, but the server ignores that: store lm_head, set tie_word_embeddings=false"
+            text = (
+                "embeddings are tied, but the server ignores that: store lm_head, set"
+                " tie_word_embeddings=false"
+            )
             yield Finding(text, True, deaf)
 
     def needs(subject: Subject) -> Iterator[Finding]:
@@ -124,7 +157,8 @@ def _rules(family: Family) -> list[Rule]:
         rounded = [
             name
             for name, info in subject.found.items()
-            if info.dtype != torch.float32 and any(re.search(pattern, name) for pattern in facts.fp32)
+            if info.dtype != torch.float32
+            and any(re.search(pattern, name) for pattern in facts.fp32)
         ]
         if rounded:
             yield Finding(f"not stored in fp32, and so rounded: {listed(rounded, most=4)}", False)
@@ -139,22 +173,43 @@ def _rules(family: Family) -> list[Rule]:
     def sizes(subject: Subject) -> Iterator[Finding]:
         return _sizes(subject, facts.split_input)
 
-    shared = [architecture, _names, depth, sizes, tied, needs, fed, quantized, _dtype, fp32, norms, _files]
+    shared = [
+        architecture,
+        _names,
+        depth,
+        sizes,
+        tied,
+        needs,
+        fed,
+        quantized,
+        _dtype,
+        fp32,
+        norms,
+        _files,
+    ]
     return [*shared, *facts.rules]
 
 
 def _fed(subject: Subject, family: Family) -> Iterator[Finding]:
     """Heads whose inputs differ from what a server feeds them.
 
-    If the directory says how its heads were trained, every difference is reported that their number of depths lets
-    show. For published heads that is not known: differences are reported if the file states the input, and always for
-    the hidden state of the base, which costs the most.
+    If the directory says how its heads were trained, every difference is reported that their number
+    of depths lets show. For published heads that is not known: differences are reported if the file
+    states the input, and always for the hidden state of the base, which costs the most.
     """
-    usual, feeds, heads = MtpConfig().rules, family.serving.feeds, subject.config.mtp
+    usual = MtpConfig().rules
+    feeds = family.serving.feeds
+    heads = subject.config.mtp
     for key, value in heads.rules.items() if heads.num_layers else ():
-        deaf = tuple(server for server in SERVERS if feeds.get(server, {}).get(key, usual[key]) != value)
+        deaf = tuple(
+            server for server in SERVERS if feeds.get(server, {}).get(key, usual[key]) != value
+        )
         shows = key != "mtp_reads_of_depth" or heads.num_depths > 1
-        told = (heads.depths_known and shows) or value != family.usual_rules[key] or key == "mtp_reads_of_base"
+        told = (
+            (heads.depths_known and shows)
+            or value != family.usual_rules[key]
+            or key == "mtp_reads_of_base"
+        )
         if deaf and told:
             trained = f"the heads were trained with {key} {json.dumps(value)}"
             text = f"{trained}, but are fed otherwise: fewer drafts are accepted"
@@ -165,40 +220,63 @@ def _unmet(need: Need, found: object) -> Finding | None:
     if found is None:
         return Finding(f"config.json lacks {need.key}: {need.why}", need.fatal, need.servers)
     if need.value is not None and found != need.value:
-        return Finding(f"{need.key} {shown(found)} instead of {need.value!r}: {need.why}", need.fatal, need.servers)
+        return Finding(
+            f"{need.key} {shown(found)} instead of {need.value!r}: {need.why}",
+            need.fatal,
+            need.servers,
+        )
     return None
 
 
 def _names(subject: Subject) -> Iterator[Finding]:
-    """A server skips a tensor with a wrong name or shape, fails on it, or leaves its own weight uninitialised."""
-    found, expected, quantized = subject.found, subject.expected, subject.quantized
+    """A server skips a tensor with a wrong name or shape, fails on it, or leaves its own weight
+    uninitialised."""
+    found = subject.found
+    expected = subject.expected
+    quantized = subject.quantized
     both = found.keys() & expected.keys()
     for title, names in (
         ("missing", expected.keys() - found.keys() - quantized.keys()),
         ("unexpected", found.keys() - expected.keys() - set().union(*quantized.values())),
-        ("not floating-point numbers", {n for n in both - quantized.keys() if found[n].dtype not in FLOATS}),
+        (
+            "not floating-point numbers",
+            {n for n in both - quantized.keys() if found[n].dtype not in FLOATS},
+        ),
     ):
         for whose, part in (("of the heads", names & subject.heads), ("", names - subject.heads)):
             if part:
-                yield Finding(f"{len(part)} tensors {whose} {title}: ".replace("  ", " ") + _listed(part))
-    packed = {name for name in both & quantized.keys() if found[name].dtype != FP8}  # several numbers per element
-    odd = sorted(name for name in both - packed if tuple(found[name].shape) != tuple(expected[name]))
+                yield Finding(
+                    f"{len(part)} tensors {whose} {title}: ".replace("  ", " ") + _listed(part)
+                )
+    # several numbers per element
+    packed = {name for name in both & quantized.keys() if found[name].dtype != FP8}
+    odd = sorted(
+        name for name in both - packed if tuple(found[name].shape) != tuple(expected[name])
+    )
     if odd:
-        shapes = [f"{name} {list(found[name].shape)} instead of {list(expected[name])}" for name in odd]
+        shapes = [
+            f"{name} {list(found[name].shape)} instead of {list(expected[name])}" for name in odd
+        ]
         yield Finding(f"{len(odd)} tensors of another shape: {_listed(shapes)}")
 
 
 def _sizes(subject: Subject, split_input: tuple[Server, ...]) -> Iterator[Finding]:
-    """Sizes that the number of tensor-parallel ranks must divide. A single group of Mamba2 is copied to all ranks, in
-    SGLang unless the model is quantised."""
-    ranks, config = subject.ranks, subject.config
+    """Sizes that the number of tensor-parallel ranks must divide. A single group of Mamba2 is
+    copied to all ranks, in SGLang unless the model is quantised."""
+    ranks = subject.ranks
+    config = subject.config
     for size in uneven_sizes(config, ranks):
         if size.key == _GROUPS and size.size == 1:
             if quantization_settings(subject.directory) is not None:
-                text = f"{size.key} 1: a quantised model cannot be split over tensor-parallel size {ranks}"
+                text = (
+                    f"{size.key} 1: a quantised model cannot be split over tensor-parallel size"
+                    f" {ranks}"
+                )
                 yield Finding(text, servers=("sglang",))
             continue
-        share = "does not divide it, nor the other way round" if size.shared else "does not divide it"
+        share = (
+            "does not divide it, nor the other way round" if size.shared else "does not divide it"
+        )
         yield Finding(f"{size.key} {size.size}: tensor-parallel size {ranks} {share}")
     if config.hidden_size % ranks and config.mtp.num_layers and split_input:
         text = f"hidden_size {config.hidden_size}: tensor-parallel size {ranks} does not divide it"
@@ -222,12 +300,17 @@ def _dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[Finding]:
-    """Norms whose mean is far from the usual one may be stored with a different offset than servers expect."""
+    """Norms whose mean is far from the usual one may be stored with a different offset than servers
+    expect."""
     groups: dict[tuple[str, str], list[float]] = {}
     endless = []
     for name in sorted(subject.found.keys() & subject.expected.keys()):
         pattern = next((pattern for pattern, _ in means if re.search(pattern, name)), None)
-        if pattern is None or len(subject.found[name].shape) != 1 or subject.found[name].dtype not in FLOATS:
+        if (
+            pattern is None
+            or len(subject.found[name].shape) != 1
+            or subject.found[name].dtype not in FLOATS
+        ):
             continue
         whose = "heads" if name in subject.heads else "base"
         tensor = subject.read(name)
@@ -238,7 +321,8 @@ def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[F
     if endless:
         yield Finding(f"NaN or infinity in {_listed(endless)}")
     for (pattern, whose), values in groups.items():
-        usual, middle = dict(means)[pattern], sorted(values)[len(values) // 2]
+        usual = dict(means)[pattern]
+        middle = sorted(values)[len(values) // 2]
         if abs(middle - usual) > _NORM_SHIFT:
             what = f"norms of the {whose} matching {pattern!r}: median mean {middle:.2f}"
             yield Finding(f"{what}, usually about {usual:g}; an offset of 1 may be wrong", False)
@@ -251,8 +335,14 @@ def _files(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"no tokenizer; looked for {listed(_TOKENIZERS)}", False)
     code = subject.hf.get("auto_map")
     if isinstance(code, Mapping):
-        names = [name for value in code.values() for name in (value if isinstance(value, list) else [value])]
-        files = {f"{str(name).partition('.')[0]}.py" for name in names if name and "--" not in str(name)}
+        names = [
+            name
+            for value in code.values()
+            for name in (value if isinstance(value, list) else [value])
+        ]
+        files = {
+            f"{str(name).partition('.')[0]}.py" for name in names if name and "--" not in str(name)
+        }
         if missing := sorted(name for name in files if not is_there(directory / name)):
             yield Finding(f"auto_map names code that is not there: {listed(missing)}")
 

@@ -1,4 +1,5 @@
-"""Load weights from a model directory of either layout into a model, or build a model from a directory alone."""
+"""Load weights from a model directory of either layout into a model, or build a model from a
+directory alone."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,7 +17,13 @@ from tqdm import tqdm
 
 from mtpkit.checkpoint.directory import load_config, open_weights
 from mtpkit.checkpoint.layouts.megatron import is_stacked, parameters, split_slice
-from mtpkit.checkpoint.tensors import Shape, TensorInfo, TensorSource, bits_equal, require_same_names
+from mtpkit.checkpoint.tensors import (
+    Shape,
+    TensorInfo,
+    TensorSource,
+    bits_equal,
+    require_same_names,
+)
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model
 from mtpkit.model.stages import StageBalance
@@ -35,18 +42,23 @@ def load_model(
     sequence_parallel: bool | None = None,
     balance: StageBalance = "memory",
 ) -> HybridModel:
-    """Build the model that a directory of either layout describes and load its weights, one tensor at a time.
+    """Build the model that a directory of either layout describes and load its weights, one tensor
+    at a time.
 
     If the model is split over processes, each process loads its part.
 
     Args:
         expert_tensor_parallel, balance: see `build_model`.
-        sequence_parallel: None: on if there are several tensor-parallel ranks. Decoding needs False.
+        sequence_parallel: None: on if there are several tensor-parallel ranks. Decoding needs
+            False.
 
     Raises:
-        UserError: there is no checkpoint, its config cannot be built, or its weights do not fit the config.
+        UserError: there is no checkpoint, its config cannot be built, or its weights do not fit the
+            config.
     """
-    source = open_weights(directory, fit_config=True, device=default_device() if device is None else device)
+    source = open_weights(
+        directory, fit_config=True, device=default_device() if device is None else device
+    )
     model = build_model(
         load_config(directory),
         dtype=dtype,
@@ -72,16 +84,19 @@ def load_model_weights(
     allow_missing_heads: bool = False,
     source: TensorSource | None = None,
 ) -> None:
-    """Copy weights into a model's parameters, casting them to its dtypes. At any parallelism, each rank takes its part.
+    """Copy weights into a model's parameters, casting them to its dtypes. At any parallelism, each
+    rank takes its part.
 
     Args:
         strict: tensors that the model does not have are an error.
-        allow_missing_heads: leave the model's `mtp.*` as they are unless the checkpoint has exactly these heads.
+        allow_missing_heads: leave the model's `mtp.*` as they are unless the checkpoint has exactly
+            these heads.
         source: the opened weights of the directory, if they are open already.
 
     Raises:
-        UserError: tensors are missing, unexpected, of another shape or no floats, which is checked before a parameter
-            changes; or they are not finite, which is known after all are read. The message names them.
+        UserError: tensors are missing, unexpected, of another shape or no floats, which is checked
+            before a parameter changes; or they are not finite, which is known after all are read.
+            The message names them.
     """
     device = next(model.parameters()).device
     source = open_weights(directory, device=device) if source is None else source
@@ -97,7 +112,12 @@ def load_model_weights(
     # In the checkpoint's order, so that a tensor that splits into several is read once.
     sizes = {name: info.nbytes for name, info in source.tensors.items() if name in expected}
     with tqdm(
-        total=sum(sizes.values()), unit="B", unit_scale=True, desc="reading weights", delay=1, disable=None
+        total=sum(sizes.values()),
+        unit="B",
+        unit_scale=True,
+        desc="reading weights",
+        delay=1,
+        disable=None,
     ) as bar:
         for name, nbytes in sizes.items():
             value = source.read(name)
@@ -111,16 +131,24 @@ def load_model_weights(
 
 @torch.no_grad()
 def unchanged_base(model: HybridModel, directory: Path | str) -> set[str]:
-    """Keys on disk of the base's tensors that are still equal to what `load_model` reads from a directory. Collective.
+    """Keys on disk of the base's tensors that are still equal to what `load_model` reads from a
+    directory. Collective.
 
     The set is empty if the directory's base has other tensors than the model's.
     """
     source = open_weights(directory)
-    found = {name: info.shape for name, info in source.tensors.items() if not name.startswith("mtp.")}
-    expected = {name: shape for name, shape in parameters(model.mtpkit_config).items() if not name.startswith("mtp.")}
+    found = {
+        name: info.shape for name, info in source.tensors.items() if not name.startswith("mtp.")
+    }
+    expected = {
+        name: shape
+        for name, shape in parameters(model.mtpkit_config).items()
+        if not name.startswith("mtp.")
+    }
     if found != expected:
         return set()
-    targets, changed = _targets(model), set()
+    targets = _targets(model)
+    changed = set()
     for name in (name for name in found if name in targets):
         value = source.read(name)
         shards = [(shard.data.cpu(), value[_local_slice(shard)]) for shard in targets[name]]
@@ -131,12 +159,17 @@ def unchanged_base(model: HybridModel, directory: Path | str) -> set[str]:
     return {split_slice(name)[0] for name in found}.difference(*gathered)
 
 
-def _require_all_targets(model: HybridModel, targets: Mapping[str, Sequence[ShardedTensor]]) -> None:
-    """Check that a checkpoint's tensors fill every parameter, since nothing else initialises their memory."""
+def _require_all_targets(
+    model: HybridModel, targets: Mapping[str, Sequence[ShardedTensor]]
+) -> None:
+    """Check that a checkpoint's tensors fill every parameter, since nothing else initialises their
+    memory."""
     filled: Counter[int] = Counter()
     for shard in (shard for shards in targets.values() for shard in shards):
         filled[shard.data.untyped_storage().data_ptr()] += shard.data.numel()
-    unfilled = [n for n, p in model.named_parameters() if filled[p.untyped_storage().data_ptr()] < p.numel()]
+    unfilled = [
+        n for n, p in model.named_parameters() if filled[p.untyped_storage().data_ptr()] < p.numel()
+    ]
     if unfilled:
         raise MtpkitError(f"no tensor of a checkpoint fills {listed(unfilled)}")
 
@@ -154,10 +187,14 @@ class ModelTensors:
 
     def __init__(self, model: HybridModel) -> None:
         self._shards = _targets(model)
-        self.tensors = {name: TensorInfo(_global_shape(s[0]), s[0].dtype) for name, s in self._shards.items()}
+        self.tensors = {
+            name: TensorInfo(_global_shape(s[0]), s[0].dtype) for name, s in self._shards.items()
+        }
         for name, shards in self._shards.items():
             if sum(shard.data.numel() for shard in shards) < math.prod(self.tensors[name].shape):
-                raise UserError("the model is spread over processes; save it with save_model and convert that")
+                raise UserError(
+                    "the model is spread over processes; save it with save_model and convert that"
+                )
 
     def read(self, name: str) -> Tensor:
         shards, (shape, dtype) = self._shards[name], self.tensors[name]
@@ -177,7 +214,9 @@ def _targets(model: HybridModel) -> dict[str, list[ShardedTensor]]:
         if isinstance(shard, ShardedTensor):
             assert shard.data.untyped_storage().data_ptr() in own, f"{shard.key} is a copy"
             stacked = is_stacked(shard.key)
-            targets[f"{shard.key}[{shard.global_offset[0]}]" if stacked else shard.key].append(shard)
+            targets[f"{shard.key}[{shard.global_offset[0]}]" if stacked else shard.key].append(
+                shard
+            )
     return targets
 
 
@@ -187,4 +226,6 @@ def _global_shape(shard: ShardedTensor) -> Shape:
 
 def _local_slice(shard: ShardedTensor) -> tuple[slice, ...]:
     offsets = shard.global_offset[shard.prepend_axis_num :]
-    return tuple(slice(start, start + size) for start, size in zip(offsets, shard.local_shape, strict=True))
+    return tuple(
+        slice(start, start + size) for start, size in zip(offsets, shard.local_shape, strict=True)
+    )

@@ -1,8 +1,8 @@
 """Data that a Megatron directory keeps from its Hugging Face original, besides weights and config.
 
-`carried.safetensors` holds the tensors outside the text model, under their names on disk. `mtpkit_original.json`
-records how the other tensors were stored where there is a choice, and the values that Megatron's layout rounds. Each
-file exists only if there is something to keep.
+`carried.safetensors` holds the tensors outside the text model, under their names on disk.
+`mtpkit_original.json` records how the other tensors were stored where there is a choice, and the
+values that Megatron's layout rounds. Each file exists only if there is something to keep.
 """
 
 import json
@@ -24,16 +24,19 @@ from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, read_json, staged_file
 
-CARRIED, ORIGINAL = "carried.safetensors", "mtpkit_original.json"
+CARRIED = "carried.safetensors"
+ORIGINAL = "mtpkit_original.json"
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 def keep_original(source: Path, directory: Path, family: Family, config: ModelConfig) -> None:
-    """Write the two files about a Hugging Face directory into a Megatron directory that has neither."""
+    """Write the two files about a Hugging Face directory into a Megatron directory that has
+    neither."""
     reader = HFReader(source, family.published_name, family.carried)
     table = family.table(config)
-    stored, rounded = table.stored_in(reader.tensors), table.rounded_in(reader)
+    stored = table.stored_in(reader.tensors)
+    rounded = table.rounded_in(reader)
     if stored.ways or stored.lacking or rounded:
         values = {
             "ways": dict(stored.ways),
@@ -50,7 +53,8 @@ def keep_original(source: Path, directory: Path, family: Family, config: ModelCo
 
 
 def link_original(source: Path, directory: Path) -> None:
-    """Add the two files of one Megatron directory to another, as hard links if the file system supports them."""
+    """Add the two files of one Megatron directory to another, as hard links if the file system
+    supports them."""
     for name in (ORIGINAL, CARRIED):
         if (source / name).exists() and not (directory / name).exists():
             with staged_file(directory / name) as staging:
@@ -66,7 +70,8 @@ def _as_json(tensor: Tensor) -> dict[str, object]:
 
 
 def read_stored(places: Iterable[Path]) -> Stored:
-    """Read how the original stored its tensors; the family's default if there is no record. See `Table.check`.
+    """Read how the original stored its tensors; the family's default if there is no record. See
+    `Table.check`.
 
     Args:
         places: directories to look in, nearest first.
@@ -78,30 +83,40 @@ def read_stored(places: Iterable[Path]) -> Stored:
     if path is None:
         return Stored()
     values = read_json(path)
-    ways, lacking, rounded = values.get("ways", {}), values.get("lacking", []), values.get("rounded", {})
+    ways = values.get("ways", {})
+    lacking = values.get("lacking", [])
+    rounded = values.get("rounded", {})
     texts = isinstance(ways, dict) and isinstance(lacking, list) and isinstance(rounded, dict)
     if not texts or not all(isinstance(text, str) for text in (*ways.values(), *lacking)):
         raise UserError(f"{path} holds {shown(values)}; import the checkpoint again")
-    return Stored(ways, tuple(lacking), {name: _from_json(value, path) for name, value in rounded.items()})
+    return Stored(
+        ways, tuple(lacking), {name: _from_json(value, path) for name, value in rounded.items()}
+    )
 
 
 def _from_json(found: object, where: Path) -> Tensor:
     """The flat tensor that `_as_json` wrote."""
-    values, dtype = (found.get("values"), found.get("dtype")) if isinstance(found, dict) else (None, None)
+    values, dtype = (
+        (found.get("values"), found.get("dtype")) if isinstance(found, dict) else (None, None)
+    )
     numbers = isinstance(values, list) and all(type(value) is float for value in values)
     if not numbers or dtype not in _DTYPES:
-        raise UserError(f"{where}: rounded {shown(found)} is no tensor; import the checkpoint again")
+        raise UserError(
+            f"{where}: rounded {shown(found)} is no tensor; import the checkpoint again"
+        )
     return torch.tensor(values, dtype=torch.float64).to(_DTYPES[dtype])
 
 
 def open_carried(places: Iterable[Path]) -> CarriedTensors | None:
-    """The tensors of the original outside the text model, if there are any. Raises as `HFReader` does."""
+    """The tensors of the original outside the text model, if there are any. Raises as `HFReader`
+    does."""
     place = next((place for place in places if is_there(place / CARRIED)), None)
     return None if place is None else HFReader(place, carried=("",), single=CARRIED).carried
 
 
 def find_carried(directory: Path) -> CarriedTensors | None:
-    """The tensors of a model directory of either layout that are outside the text model, if there are any."""
+    """The tensors of a model directory of either layout that are outside the text model, if there
+    are any."""
     if detect_layout(directory) == "megatron":
         return open_carried(beside(directory))
     family = get_family(load_config(directory).family)

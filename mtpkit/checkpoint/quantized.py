@@ -1,7 +1,8 @@
 """Weights stored in fp8 with a scale per block of 128 x 128, read as bf16 or fp32.
 
-`X` is e4m3, [..., out, in], and `X_scale_inv` fp32, [..., ceil(out / 128), ceil(in / 128)]: a weight is its fp8 value
-times the scale of its block; blocks at the edges may be partial (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3).
+`X` is e4m3, [..., out, in], and `X_scale_inv` fp32, [..., ceil(out / 128), ceil(in / 128)]: a
+weight is its fp8 value times the scale of its block; blocks at the edges may be partial
+(DeepSeek-AI 2024, arXiv:2412.19437, section 3.3).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +27,23 @@ _ROWS = 16
 _INSTEAD = ("weight_packed", "qweight", "packed")
 """Name endings of tensors that are stored in place of a weight."""
 _BESIDE = (
-    *("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
-    *("weight_shape", "weight_g_idx", "input_scale", "input_global_scale", "k_scale", "v_scale", "scale_inv", "scale"),
+    *(
+        "weight_scale_inv",
+        "weight_scale",
+        "weight_scale_2",
+        "weight_global_scale",
+        "weight_zero_point",
+    ),
+    *(
+        "weight_shape",
+        "weight_g_idx",
+        "input_scale",
+        "input_global_scale",
+        "k_scale",
+        "v_scale",
+        "scale_inv",
+        "scale",
+    ),
     *("qzeros", "scales", "g_idx"),
 )
 """Name endings of further tensors of a quantised weight."""
@@ -46,21 +62,27 @@ class BlockFp8:
         return (*leading, -(-out // self.rows), -(-width // self.columns))
 
     def dequantize(self, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert fp8 [..., out, in] and the scales of its blocks to `dtype`: multiply in fp32, then round once."""
+        """Convert fp8 [..., out, in] and the scales of its blocks to `dtype`: multiply in fp32,
+        then round once."""
         if weight.dim() > 2:
-            return torch.stack([self.dequantize(w, s, dtype) for w, s in zip(weight, scale, strict=True)])
+            return torch.stack(
+                [self.dequantize(w, s, dtype) for w, s in zip(weight, scale, strict=True)]
+            )
         result = torch.empty(weight.shape, dtype=dtype)
         step = self.rows * _ROWS
         for at in range(0, len(weight), step):
             part = weight[at : at + step].float()
             scales = scale[at // self.rows : at // self.rows + _ROWS].float()
             by_row = scales.repeat_interleave(self.rows, 0)[: len(part)]
-            result[at : at + step] = part.mul_(by_row.repeat_interleave(self.columns, 1)[:, : part.shape[1]])
+            result[at : at + step] = part.mul_(
+                by_row.repeat_interleave(self.columns, 1)[:, : part.shape[1]]
+            )
         return result
 
 
 def read_block_fp8(file: Values) -> BlockFp8 | None:
-    """The block size of a `config.json`; None if it has no `quantization_config`, or one with a problem.
+    """The block size of a `config.json`; None if it has no `quantization_config`, or one with a
+    problem.
 
     A quantisation other than block fp8 is recorded as a problem.
     """
@@ -68,13 +90,20 @@ def read_block_fp8(file: Values) -> BlockFp8 | None:
     if found is None:
         return None
     block = found.get("weight_block_size") if isinstance(found, Mapping) else None
-    known = isinstance(found, Mapping) and found.get("quant_method") == "fp8" and found.get("fmt", "e4m3") == "e4m3"
+    known = (
+        isinstance(found, Mapping)
+        and found.get("quant_method") == "fp8"
+        and found.get("fmt", "e4m3") == "e4m3"
+    )
     sizes = (
-        isinstance(block, list) and len(block) == 2 and all(type(size) is int and 0 < size < 2**20 for size in block)
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and 0 < size < 2**20 for size in block)
     )
     if not known or not sizes:
         file.problems.append(
-            f"{CONFIG} {shown(found)} is not supported, only quant_method 'fp8' with fmt 'e4m3' and weight_block_size"
+            f"{CONFIG} {shown(found)} is not supported, only quant_method 'fp8' with fmt 'e4m3' and"
+            " weight_block_size"
         )
         return None
     assert isinstance(block, list)
@@ -85,12 +114,21 @@ class Dequantized:
     """A source whose fp8 weights are read as `dtype`; their scales are hidden.
 
     Raises:
-        UserError: weights lack their scale, or scales have another shape or dtype; the message names them all.
+        UserError: weights lack their scale, or scales have another shape or dtype; the message
+            names them all.
     """
 
-    def __init__(self, source: Tensors, block: BlockFp8, where: object, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._source, self._block, self._dtype = source, block, dtype
-        quantized = {name for name, info in source.tensors.items() if info.dtype == FP8 and len(info.shape) > 1}
+    def __init__(
+        self, source: Tensors, block: BlockFp8, where: object, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._source = source
+        self._block = block
+        self._dtype = dtype
+        quantized = {
+            name
+            for name, info in source.tensors.items()
+            if info.dtype == FP8 and len(info.shape) > 1
+        }
         if problems := list(self._misfits(quantized)):
             raise UserError(f"{where}: {listed(problems, width=240, separator='; ')}")
         scales = {name + SCALE for name in quantized}
@@ -104,9 +142,13 @@ class Dequantized:
     def _misfits(self, quantized: set[str]) -> Iterator[str]:
         found = self._source.tensors
         if missing := sorted(name + SCALE for name in quantized if name + SCALE not in found):
-            yield f"{len(missing)} missing, without which fp8 weights cannot be read: {listed(missing)}"
+            yield (
+                f"{len(missing)} missing, without which fp8 weights cannot be read:"
+                f" {listed(missing)}"
+            )
         for name in sorted(quantized):
-            scale, shape = found.get(name + SCALE), self._block.scale_shape(found[name].shape)
+            scale = found.get(name + SCALE)
+            shape = self._block.scale_shape(found[name].shape)
             if scale is not None and scale != (shape, torch.float32):
                 have = f"{list(scale.shape)} {scale.dtype}".replace("torch.", "")
                 yield f"{name}{SCALE} {have} instead of {list(shape)} float32"
@@ -118,10 +160,14 @@ class Dequantized:
         return self._block.dequantize(weight, self._source.read(name + SCALE), self._dtype)
 
 
-def find_quantized(found: Mapping[str, TensorInfo], expected: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The names among `expected` that are stored quantised, each with the tensors stored beside or in place of it.
+def find_quantized(
+    found: Mapping[str, TensorInfo], expected: Iterable[str]
+) -> dict[str, frozenset[str]]:
+    """The names among `expected` that are stored quantised, each with the tensors stored beside or
+    in place of it.
 
-    Example: an fp8 `X.weight` has `X.weight_scale_inv` beside it; `X.qweight` may be in place of `X.weight`.
+    Example: an fp8 `X.weight` has `X.weight_scale_inv` beside it; `X.qweight` may be in place of
+    `X.weight`.
     """
     quantized = {}
     for name in expected:

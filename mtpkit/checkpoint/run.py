@@ -1,12 +1,14 @@
-"""Checkpoints of a training run: every rank saves its part, and an iteration appears whole or not at all.
+"""Checkpoints of a training run: every rank saves its part, and an iteration appears whole or not
+at all.
 
-`RUN/mtpkit.json`, `config.json`, `tokenizer.json`, ... go with the weights; `RUN/iter_0000100/` is a `torch_dist`
-checkpoint of model, optimizer and common state; `RUN/latest_checkpointed_iteration.txt` is replaced last.
+`RUN/mtpkit.json`, `config.json`, `tokenizer.json`, ... go with the weights; `RUN/iter_0000100/` is
+a `torch_dist` checkpoint of model, optimizer and common state;
+`RUN/latest_checkpointed_iteration.txt` is replaced last.
 
-If the ranks do not save the frozen base, its tensors are copied once from its model directory, one at a time and in
-their stored dtypes, into separate files beside those of the ranks: `base_0.distcp`, ... Later checkpoints of the run
-hold hard links to these files, so every checkpoint is complete and the base is on disk only once. The base need not be
-in memory.
+If the ranks do not save the frozen base, its tensors are copied once from its model directory, one
+at a time and in their stored dtypes, into separate files beside those of the ranks:
+`base_0.distcp`, ... Later checkpoints of the run hold hard links to these files, so every
+checkpoint is complete and the base is on disk only once. The base need not be in memory.
 """
 
 import contextlib
@@ -24,7 +26,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.safe_globals import register_safe_globals
@@ -51,7 +57,14 @@ from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import unchanged_base
 from mtpkit.checkpoint.original import keep_original, link_original
-from mtpkit.checkpoint.tensors import ANOTHER_COPY, FLOATS, Shape, is_finite, refuse_not_finite, require_same_names
+from mtpkit.checkpoint.tensors import (
+    ANOTHER_COPY,
+    FLOATS,
+    Shape,
+    is_finite,
+    refuse_not_finite,
+    require_same_names,
+)
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.files import (
@@ -81,22 +94,32 @@ DIVERGED = "the training diverged: lower the learning rate, and go on from an ea
 """Advice if weights to be saved are not finite."""
 
 
-def save_model(model: HybridModel, directory: Path | str, companions: Path | str | None = None) -> None:
-    """Save a model's weights as the release of `directory`, with its config and the tokenizer found in `companions`.
+def save_model(
+    model: HybridModel, directory: Path | str, companions: Path | str | None = None
+) -> None:
+    """Save a model's weights as the release of `directory`, with its config and the tokenizer found
+    in `companions`.
 
-    Tensors of the base that were loaded from `companions` and have not changed keep their dtypes from there, whatever
-    dtype the model has. Collective: every rank calls it. Errors as in `save_checkpoint`.
+    Tensors of the base that were loaded from `companions` and have not changed keep their dtypes
+    from there, whatever dtype the model has. Collective: every rank calls it. Errors as in
+    `save_checkpoint`.
     """
     state = model.sharded_state_dict()
     stored = unchanged_base(model, companions) if companions is not None else set()
-    state = {name: part for name, part in state.items() if not (keys := _tensor_keys(part)) or keys - stored}
+    state = {
+        name: part
+        for name, part in state.items()
+        if not (keys := _tensor_keys(part)) or keys - stored
+    }
     base = companions if stored else None
     save_checkpoint(directory, None, state, {}, model.mtpkit_config, companions, base)
 
 
 def _tensor_keys(part: object) -> set[str]:
     """Keys on disk of the tensors of an entry of a sharded state dict."""
-    return {t.key for t in nested_values(load_preprocess({"": part})[0]) if isinstance(t, ShardedTensor)}
+    return {
+        t.key for t in nested_values(load_preprocess({"": part})[0]) if isinstance(t, ShardedTensor)
+    }
 
 
 def save_checkpoint(
@@ -108,20 +131,24 @@ def save_checkpoint(
     companions: Path | str | None = None,
     base: Path | str | None = None,
 ) -> Path:
-    """Save one iteration of a run (None: a release) and make it the latest. Collective: every rank calls it.
+    """Save one iteration of a run (None: a release) and make it the latest. Collective: every rank
+    calls it.
 
     Args:
         sharded_state_dict: megatron-core's, of the model and the optimizer; any nesting.
         common_state: values that are equal on all ranks, such as the iteration and the schedule.
         companions: model directory whose tokenizer and config.json are copied along.
-        base: model directory of the base, whose tensors are added where `sharded_state_dict` lacks them.
+        base: model directory of the base, whose tensors are added where `sharded_state_dict` lacks
+            them.
 
     Returns:
         The directory of the iteration.
 
     Raises:
-        StorageError: writing failed, for instance on a full disk; the previous iteration stays the latest.
-        UserError: the base cannot be read, or the state is not finite; the previous iteration stays the latest.
+        StorageError: writing failed, for instance on a full disk; the previous iteration stays the
+            latest.
+        UserError: the base cannot be read, or the state is not finite; the previous iteration stays
+            the latest.
     """
     directory = Path(directory)
     target = directory / iteration_name(iteration)
@@ -151,11 +178,19 @@ def _prepare(staging: Path) -> None:
 
 
 def _publish(
-    staging: Path, target: Path, iteration: int | None, config: ModelConfig, companions: Path | str | None
+    staging: Path,
+    target: Path,
+    iteration: int | None,
+    config: ModelConfig,
+    companions: Path | str | None,
 ) -> None:
-    """Put the checkpoint in place. The tracker file comes last: until then the previous iteration is the latest."""
+    """Put the checkpoint in place. The tracker file comes last: until then the previous iteration
+    is the latest."""
     run = target.parent
-    if companions is not None and (source := find_companions(companions)).resolve() != run.resolve():
+    if (
+        companions is not None
+        and (source := find_companions(companions)).resolve() != run.resolve()
+    ):
         copy_companions(source, run)
         _copy_original(source, run)
         if (source / "config.json").exists():
@@ -167,7 +202,8 @@ def _publish(
 
 
 def _copy_original(source: Path, run: Path) -> None:
-    """Copy to a run, once, what a directory keeps of its original (see `mtpkit.checkpoint.original`)."""
+    """Copy to a run, once, what a directory keeps of its original (see
+    `mtpkit.checkpoint.original`)."""
     if detect_layout(source) == "megatron":
         link_original(source, run)
     elif not (run / OWN_CONFIG).exists():
@@ -176,10 +212,11 @@ def _copy_original(source: Path, run: Path) -> None:
 
 
 def _add_base(staging: Path, target: Path, source: Path) -> None:
-    """Add the tensors of the base that a saved checkpoint lacks, in the dtypes in which the base is stored.
+    """Add the tensors of the base that a saved checkpoint lacks, in the dtypes in which the base is
+    stored.
 
-    The files of the base in the run's newest checkpoint are linked. Without such files, the base is read from `source`,
-    a model directory of either layout, whose heads are left out.
+    The files of the base in the run's newest checkpoint are linked. Without such files, the base is
+    read from `source`, a model directory of either layout, whose heads are left out.
     """
     with storage_errors(target):  # its errors can be sent to all ranks, unlike torch's
         own = read_index(staging)
@@ -193,7 +230,8 @@ def _add_base(staging: Path, target: Path, source: Path) -> None:
 
 
 def _write_base(directory: Path, source: Path, own: Metadata) -> Metadata:
-    """Write the base's files into a checkpoint with the index `own`; return the index of their tensors."""
+    """Write the base's files into a checkpoint with the index `own`; return the index of their
+    tensors."""
     base = open_weights(source)
     base.tensors = {
         name: info
@@ -205,7 +243,10 @@ def _write_base(directory: Path, source: Path, own: Metadata) -> Metadata:
     staging = directory / ".base"
     staging.mkdir()
     write_megatron(staging, base, {})
-    names = {path.name: f"{PREFIX}{number}.distcp" for number, path in enumerate(sorted(staging.glob("*.distcp")))}
+    names = {
+        path.name: f"{PREFIX}{number}.distcp"
+        for number, path in enumerate(sorted(staging.glob("*.distcp")))
+    }
     written = read_index(staging)
     for old, new in names.items():
         (staging / old).rename(directory / new)
@@ -219,7 +260,8 @@ def _write_base(directory: Path, source: Path, own: Metadata) -> Metadata:
 
 
 def _link_base(directory: Path, previous: Path | None) -> Metadata | None:
-    """Link the base's files of the checkpoint `previous` and return their index; None if it has none."""
+    """Link the base's files of the checkpoint `previous` and return their index; None if it has
+    none."""
     files = sorted(previous.glob(f"{PREFIX}*.distcp")) if previous is not None else []
     if previous is None or not files:
         return None
@@ -230,7 +272,9 @@ def _link_base(directory: Path, previous: Path | None) -> Metadata | None:
             shutil.copyfile(file, directory / file.name)
     before = read_index(previous)
     places = before.storage_data.items()
-    return _part(before, {index: place for index, place in places if place.relative_path.startswith(PREFIX)})
+    return _part(
+        before, {index: place for index, place in places if place.relative_path.startswith(PREFIX)}
+    )
 
 
 def _part(metadata: Metadata, storage: Mapping[MetadataIndex, object]) -> Metadata:
@@ -243,24 +287,30 @@ def _part(metadata: Metadata, storage: Mapping[MetadataIndex, object]) -> Metada
 def load_checkpoint(
     directory: Path | str, sharded_state_dict: Mapping[str, object], partial: bool = False
 ) -> dict[str, Any]:
-    """Load the latest iteration of a run, at whatever parallelism it was saved. Collective: every rank calls it.
+    """Load the latest iteration of a run, at whatever parallelism it was saved. Collective: every
+    rank calls it.
 
     Args:
-        sharded_state_dict: what to load, as given to `save_checkpoint`; its tensors are overwritten.
+        sharded_state_dict: what to load, as given to `save_checkpoint`; its tensors are
+            overwritten.
         partial: ignore tensors in the checkpoint that `sharded_state_dict` lacks.
 
     Returns:
-        `sharded_state_dict`'s nesting with plain tensors, and the entries of the common state beside it.
+        `sharded_state_dict`'s nesting with plain tensors, and the entries of the common state
+        beside it.
 
     Raises:
-        UserError: tensors are missing, unexpected, of another shape or not finite; or a file is damaged.
+        UserError: tensors are missing, unexpected, of another shape or not finite; or a file is
+            damaged.
     """
     path = find_torch_dist(directory)
     require_file(path / "metadata.json")  # megatron-core opens this file
     stored = MegatronReader(path)
     asked = _without_absent_extra_states(sharded_state_dict, stored.keys)
     flat = list(nested_values(load_preprocess(asked)[0]))
-    shapes = _over_all_ranks({t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)})
+    shapes = _over_all_ranks(
+        {t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)}
+    )
     objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
     if missing := objects.keys() - stored.keys:
         raise UserError(f"{path}: missing {listed(sorted(missing))}")
@@ -269,7 +319,9 @@ def load_checkpoint(
         with _without_code():
             state = dist_checkpointing.load(asked, str(path))
     except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
-        reason = next((line for line in reversed(str(error).splitlines()) if line), type(error).__name__)
+        reason = next(
+            (line for line in reversed(str(error).splitlines()) if line), type(error).__name__
+        )
         raise UserError(f"{path} is damaged or cut off ({reason})") from error
     _require_finite(path, asked)
     return state
@@ -277,7 +329,8 @@ def load_checkpoint(
 
 @contextlib.contextmanager
 def _without_code() -> Iterator[None]:
-    """Let torch load only the kinds of objects that megatron-core saves, because other pickles can run code."""
+    """Let torch load only the kinds of objects that megatron-core saves, because other pickles can
+    run code."""
     register_safe_globals()
     before = os.environ.get(WEIGHTS_ONLY)
     os.environ[WEIGHTS_ONLY] = "1"
@@ -289,21 +342,33 @@ def _without_code() -> Iterator[None]:
             os.environ[WEIGHTS_ONLY] = before
 
 
-def _require_finite(where: Path | str, sharded_state_dict: Mapping[str, object], advice: str = ANOTHER_COPY) -> None:
-    """Refuse a state that holds NaN or infinity on any rank, with the same error on every rank. Collective."""
+def _require_finite(
+    where: Path | str, sharded_state_dict: Mapping[str, object], advice: str = ANOTHER_COPY
+) -> None:
+    """Refuse a state that holds NaN or infinity on any rank, with the same error on every rank.
+    Collective."""
     shards = nested_values(load_preprocess(dict(sharded_state_dict))[0])
-    held = [shard for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None]
+    held = [
+        shard for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None
+    ]
     names: dict[str, Shape] = {
         shard.key: () for shard in held if shard.data.dtype in FLOATS and not is_finite(shard.data)
     }
     refuse_not_finite(where, sorted(_over_all_ranks(names)), advice)
 
 
-def _without_absent_extra_states(sharded_state_dict: Mapping[str, object], stored: Set[str]) -> dict[str, object]:
-    """Replace `_extra_state` objects that the checkpoint lacks with None; they hold fp8 scales or nothing."""
+def _without_absent_extra_states(
+    sharded_state_dict: Mapping[str, object], stored: Set[str]
+) -> dict[str, object]:
+    """Replace `_extra_state` objects that the checkpoint lacks with None; they hold fp8 scales or
+    nothing."""
 
     def replace(value: object) -> object:
-        if isinstance(value, ShardedObject) and value.key.endswith("_extra_state") and value.unique_key not in stored:
+        if (
+            isinstance(value, ShardedObject)
+            and value.key.endswith("_extra_state")
+            and value.unique_key not in stored
+        ):
             return LocalNonpersistentObject(None)
         return value
 

@@ -1,4 +1,5 @@
-"""Put trained heads into an existing Hugging Face checkpoint; everything else in it stays as it is."""
+"""Put trained heads into an existing Hugging Face checkpoint; everything else in it stays as it
+is."""
 
 import hashlib
 import json
@@ -38,7 +39,8 @@ from mtpkit.model.kinds import kinds_in
 HEADS_FILE = "model-heads.safetensors"
 """File for the heads if the checkpoint had none before."""
 BASE_FILE = "model-base.safetensors"
-"""New name of a checkpoint's only file if heads get their own: transformers would read `model.safetensors` alone."""
+"""New name of a checkpoint's only file if heads get their own: transformers would read
+`model.safetensors` alone."""
 
 _THREADS = 4
 
@@ -53,7 +55,8 @@ _WITHOUT_EFFECT = {
     "eos_token_ids",
     "pad_token_id",
 }
-"""Settings that may differ between a base and the model whose heads it gets: heads do not depend on them."""
+"""Settings that may differ between a base and the model whose heads it gets: heads do not depend on
+them."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +73,37 @@ class Stitched:
     kept: int
     """Number of tensors that are not heads."""
     hashed: int
-    """Number of kept tensors that were read again and have the same hash as in the source. The remaining ones are in
-    linked files, which are the source's own."""
+    """Number of kept tensors that were read again and have the same hash as in the source. The
+    remaining ones are in linked files, which are the source's own."""
 
 
 def stitch(
-    source: Path | str, trained: Path | str, destination: Path | str, link: bool = False, force: bool = False
+    source: Path | str,
+    trained: Path | str,
+    destination: Path | str,
+    link: bool = False,
+    force: bool = False,
 ) -> Stitched:
     """Write a Hugging Face checkpoint with the heads of another model directory.
 
-    Only the index and the files that hold heads are rewritten. In `config.json`, and in ModelOpt's file beside it,
-    only the keys about heads and the lists of unquantised modules change. Every other tensor is proved unchanged: by
-    its SHA-256 after writing, or because it is in the same file as before.
+    Only the index and the files that hold heads are rewritten. In `config.json`, and in ModelOpt's
+    file beside it, only the keys about heads and the lists of unquantised modules change. Every
+    other tensor is proved unchanged: by its SHA-256 after writing, or because it is in the same
+    file as before.
 
     Args:
         source: the checkpoint in the Hugging Face layout; it is not changed.
-        trained: model directory of either layout, such as a training run, whose base has the same sizes.
-        link: hard-link the other files instead of copying them, which needs no disk space. They are then the source's
-            own files: a program that changes one in place changes both checkpoints.
+        trained: model directory of either layout, such as a training run, whose base has the same
+            sizes.
+        link: hard-link the other files instead of copying them, which needs no disk space. They are
+            then the source's own files: a program that changes one in place changes both
+            checkpoints.
         force: replace a checkpoint at the destination.
 
     Raises:
-        UserError: a directory is damaged or does not fit its config (every offending tensor is named), the two differ
-            in sizes, `trained` has no heads, or the destination is in use; nothing is left behind.
+        UserError: a directory is damaged or does not fit its config (every offending tensor is
+            named), the two differ in sizes, `trained` has no heads, or the destination is in use;
+            nothing is left behind.
         StorageError: writing failed, or files cannot be linked; nothing is left behind.
     """
     source, destination = check_paths(source, destination, "hf", force)
@@ -103,7 +114,9 @@ def stitch(
             _keep(source / file, staging / plan.names.get(file, file), link)
         copy_companions(source, staging)
         plan.write(staging)
-        hashed = _prove_unchanged(plan.reader, HFReader(staging, plan.family.published_name, plan.family.carried), plan)
+        hashed = _prove_unchanged(
+            plan.reader, HFReader(staging, plan.family.published_name, plan.family.carried), plan
+        )
     return Stitched(
         heads=tuple(plan.heads),
         head_bytes=sum(plan.mapped.tensors[name].nbytes for name in plan.heads),
@@ -126,13 +139,19 @@ class _Plan:
         self.config = _with_heads(old, load_config(trained), source, trained)
         self.family: Family = get_family(self.config.family)
         if misfits := list(self.family.misfits(self.config)):
-            raise UserError(f"{trained}: a {self.family.model_type} checkpoint cannot have {listed(misfits)}")
-        self.source, self.reader = source, HFReader(source, self.family.published_name, self.family.carried)
+            raise UserError(
+                f"{trained}: a {self.family.model_type} checkpoint cannot have {listed(misfits)}"
+            )
+        self.source, self.reader = (
+            source,
+            HFReader(source, self.family.published_name, self.family.carried),
+        )
         table = self.family.table(old)
         stored = table.stored_in(self.reader.tensors)
         self.quantized = check_base(source, self.reader, table.hf_shapes(stored))
         old_heads = table.mtp_names(stored)
-        old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}  # drops their scales, too
+        # drops their scales, too
+        old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}
         table = self.family.table(self.config)
         copied = _Part(CheckedTensors(self.reader, source), {*table.copies.values()})
         self.mapped: MappedTensors = table.heads_to_hf(_heads_of(trained), copied, trained, stored)
@@ -141,7 +160,8 @@ class _Plan:
         self._assign(old_heads)
 
     def _assign(self, old_heads: set[str]) -> None:
-        """Heads under old names stay in their files; new names go into the last of these, or into `HEADS_FILE`."""
+        """Heads under old names stay in their files; new names go into the last of these, or into
+        `HEADS_FILE`."""
         places = self.reader.places
         files = sorted({place.file for place in places.values()})
         touched = {places[name].file for name in old_heads if name in places}
@@ -153,7 +173,9 @@ class _Plan:
             if places[name].file in touched:
                 self.written[places[name].file].append(name)
         for name in self.heads:
-            self.written[places[name].file if name in old_heads & places.keys() else new].append(name)
+            self.written[places[name].file if name in old_heads & places.keys() else new].append(
+                name
+            )
         self.written = {file: names for file, names in self.written.items() if names}
 
     def write(self, staging: Path) -> None:
@@ -162,7 +184,9 @@ class _Plan:
         weight_map: dict[str, str] = {}
         total = 0
         contents = {file: _Content(self, names, heads) for file, names in self.written.items()}
-        written = sum(info.nbytes for content in contents.values() for info in content.tensors.values())
+        written = sum(
+            info.nbytes for content in contents.values() for info in content.tensors.values()
+        )
         with progress("writing heads", written) as bar:
             for file, content in contents.items():
                 write_shard(staging / file, list(content.tensors), content, bar)
@@ -180,25 +204,39 @@ class _Plan:
         facts = self.family.serving
         modules = linears({name: info.shape for name, info in self.mapped.tensors.items()}, facts)
         others = [module_of(name) for name in self.quantized.keys() - self.mapped.tensors.keys()]
-        base = linears({name: self.reader.info(name).shape for name in self.others if name.endswith(".weight")}, facts)
+        base = linears(
+            {
+                name: self.reader.info(name).shape
+                for name in self.others
+                if name.endswith(".weight")
+            },
+            facts,
+        )
         plain = [module for module in base if module not in others]
         letters = len(self.config.pattern)
-        for file, settings in list_heads(self.source, config, modules, others, plain, facts, letters).items():
+        for file, settings in list_heads(
+            self.source, config, modules, others, plain, facts, letters
+        ).items():
             (staging / file).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 class _Content:
-    """The tensors of one file under their names on disk: heads converted by the table, others copied byte for byte."""
+    """The tensors of one file under their names on disk: heads converted by the table, others
+    copied byte for byte."""
 
     def __init__(self, plan: _Plan, names: list[str], heads: set[str]) -> None:
-        self._plan, self._heads = plan, heads
+        self._plan = plan
+        self._heads = heads
         self._names = {n if n in heads else plan.reader.places[n].stored: n for n in names}
         infos = {stored: self._info(name) for stored, name in self._names.items()}
-        order = sorted(infos, key=lambda stored: -infos[stored].dtype.itemsize)  # keeps every tensor aligned
+        # keeps every tensor aligned
+        order = sorted(infos, key=lambda stored: -infos[stored].dtype.itemsize)
         self.tensors = {stored: infos[stored] for stored in order}
 
     def _info(self, name: str) -> TensorInfo:
-        return self._plan.mapped.tensors[name] if name in self._heads else self._plan.reader.info(name)
+        return (
+            self._plan.mapped.tensors[name] if name in self._heads else self._plan.reader.info(name)
+        )
 
     def read(self, stored: str) -> Tensor:
         name = self._names[stored]
@@ -232,18 +270,29 @@ def _with_heads(base: ModelConfig, trained: ModelConfig, source: Path, where: Pa
     """The config of a base with the heads of another model.
 
     Raises:
-        UserError: the other model has no heads, or settings that heads depend on differ; the message names them.
+        UserError: the other model has no heads, or settings that heads depend on differ; the
+            message names them.
     """
     if not trained.mtp.num_layers:
-        raise UserError(f"{where} has no heads to put into {source}; train some, or name another directory")
-    mine, theirs = base.values(), trained.values()
+        raise UserError(
+            f"{where} has no heads to put into {source}; train some, or name another directory"
+        )
+    mine = base.values()
+    theirs = trained.values()
     own = {key for kind in kinds_in(base.pattern) for key in keys_of(kind.section).values()}
-    sizes = {key for kind in kinds_in(trained.mtp.pattern) for key in keys_of(kind.section).values()}
+    sizes = {
+        key for kind in kinds_in(trained.mtp.pattern) for key in keys_of(kind.section).values()
+    }
     everywhere = {key for key in keys_of(type(base)).values() if key in mine} - _WITHOUT_EFFECT
     values = {key: (mine.get(key), theirs.get(key)) for key in sorted(everywhere | (sizes & own))}
     if odd := [f"{key} {shown(a)} and {shown(b)}" for key, (a, b) in values.items() if a != b]:
-        raise UserError(f"{source} and {where} differ, so that the heads of one do not fit the other: {listed(odd)}")
-    changed = {key: value for key, value in theirs.items() if key.startswith("mtp_") or key in sizes - own}
+        raise UserError(
+            f"{source} and {where} differ, so that the heads of one do not fit the other:"
+            f" {listed(odd)}"
+        )
+    changed = {
+        key: value for key, value in theirs.items() if key.startswith("mtp_") or key in sizes - own
+    }
     return base.replace(**changed)
 
 
@@ -254,7 +303,9 @@ def _keep(source: Path, target: Path, link: bool) -> None:
         try:
             os.link(source, target)
         except OSError as error:
-            raise StorageError(f"{source} cannot be linked: {error.strerror}; leave --link out to copy it") from error
+            raise StorageError(
+                f"{source} cannot be linked: {error.strerror}; leave --link out to copy it"
+            ) from error
     else:
         shutil.copyfile(source, target)
 
@@ -265,13 +316,19 @@ def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
     Raises:
         MtpkitError: some differ; the message names them.
     """
-    missing = [name for name in plan.others if name not in after.places or before.info(name) != after.info(name)]
+    missing = [
+        name
+        for name in plan.others
+        if name not in after.places or before.info(name) != after.info(name)
+    ]
     same = {
         file
         for file in plan.kept_files
         if (before.directory / file).samefile(after.directory / plan.names.get(file, file))
     }
-    hashed = [name for name in plan.others if name not in missing and before.places[name].file not in same]
+    hashed = [
+        name for name in plan.others if name not in missing and before.places[name].file not in same
+    ]
     budget = Budget()
     with (
         progress("hashing", sum(before.info(name).nbytes for name in hashed)) as bar,
@@ -291,7 +348,8 @@ def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
         odd = [name for name, wrong in zip(hashed, pool.map(differs, hashed), strict=True) if wrong]
     if missing or odd:
         raise MtpkitError(
-            f"{after.directory}: not as in {before.directory}: {listed(missing + odd)}; is the disk sound?"
+            f"{after.directory}: not as in {before.directory}: {listed(missing + odd)}; is the disk"
+            " sound?"
         )
     return len(hashed)
 

@@ -1,9 +1,15 @@
-"""Support for quantised checkpoints in `stitch` without reading weights: tensor names, list of unquantised modules."""
+"""Support for quantised checkpoints in `stitch` without reading weights: tensor names, list of
+unquantised modules."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mtpkit.checkpoint.directory import MODELOPT, hf_settings, modelopt_settings, quantization_settings
+from mtpkit.checkpoint.directory import (
+    MODELOPT,
+    hf_settings,
+    modelopt_settings,
+    quantization_settings,
+)
 from mtpkit.checkpoint.families.serving import Serving
 from mtpkit.checkpoint.ignored import with_heads_listed
 from mtpkit.checkpoint.quantized import CONFIG, Dequantized, find_quantized, read_block_fp8
@@ -11,15 +17,17 @@ from mtpkit.checkpoint.tensors import Shape, Tensors, require_same_names
 from mtpkit.checkpoint.values import Values
 
 
-def check_base(source: Path, found: Tensors, expected: Mapping[str, Shape]) -> dict[str, frozenset[str]]:
+def check_base(
+    source: Path, found: Tensors, expected: Mapping[str, Shape]
+) -> dict[str, frozenset[str]]:
     """Check that a checkpoint holds the tensors that its config calls for, under any quantisation.
 
     Returns:
         The names of quantised weights, each with the tensors stored beside or in place of it.
 
     Raises:
-        UserError: tensors are missing, unexpected or of another shape, or scales of block fp8 do not fit; the message
-            names them all.
+        UserError: tensors are missing, unexpected or of another shape, or scales of block fp8 do
+            not fit; the message names them all.
     """
     if quantization_settings(source) is None:
         require_same_names(source, found.tensors, expected)
@@ -30,7 +38,9 @@ def check_base(source: Path, found: Tensors, expected: Mapping[str, Shape]) -> d
     apart = {} if block else quantized
     taken = apart.keys() | {name for names in apart.values() for name in names}
     plain = {name: info for name, info in tensors.items() if name not in taken}
-    require_same_names(source, plain, {name: shape for name, shape in expected.items() if name not in apart})
+    require_same_names(
+        source, plain, {name: shape for name, shape in expected.items() if name not in apart}
+    )
     return quantized
 
 
@@ -43,7 +53,8 @@ def list_heads(
     facts: Serving,
     letters: int,
 ) -> dict[str, Mapping[str, object]]:
-    """`config.json`, and ModelOpt's file if there is one, with the heads added to their lists of unquantised modules.
+    """`config.json`, and ModelOpt's file if there is one, with the heads added to their lists of
+    unquantised modules.
 
     Args:
         config: the `config.json` to change.
@@ -62,5 +73,7 @@ def list_heads(
         files["config.json"] = {**config, CONFIG: with_heads(settings)}
     if (own := modelopt_settings(source)) is not None:
         changed = with_heads({"quant_method": "modelopt", **own})
-        files[MODELOPT] = {key: value for key, value in changed.items() if key != "quant_method" or key in own}
+        files[MODELOPT] = {
+            key: value for key, value in changed.items() if key != "quant_method" or key in own
+        }
     return files

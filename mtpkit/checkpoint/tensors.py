@@ -39,7 +39,8 @@ class Tensors(Protocol):
     tensors: dict[str, TensorInfo]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor in its stored dtype, on the CPU unless the source was opened for another device.
+        """The whole tensor in its stored dtype, on the CPU unless the source was opened for another
+        device.
 
         Raises:
             UserError: the file that holds it is damaged or missing.
@@ -48,7 +49,8 @@ class Tensors(Protocol):
 
 
 class TensorSource(Tensors, Protocol):
-    """A checkpoint, or a view of one under other names, that checks the values of tensors as they are read."""
+    """A checkpoint, or a view of one under other names, that checks the values of tensors as they
+    are read."""
 
     def require_finite(self) -> None:
         """Check the values of all tensors that were read so far.
@@ -60,7 +62,8 @@ class TensorSource(Tensors, Protocol):
 
 
 class CheckedTensors:
-    """Tensors whose values are checked as they are read; on a GPU, reading does not wait for the result.
+    """Tensors whose values are checked as they are read; on a GPU, reading does not wait for the
+    result.
 
     Several threads may read from it on the CPU, but only one on a GPU.
 
@@ -70,7 +73,8 @@ class CheckedTensors:
     """
 
     def __init__(self, source: Tensors, where: Path | str, device: torch.device = _CPU) -> None:
-        self._source, self._where = source, where
+        self._source = source
+        self._where = where
         self.tensors = source.tensors
         self._upload = Uploader(device) if device.type == "cuda" else None
         self._finite: dict[str, Tensor] = {}
@@ -86,9 +90,12 @@ class CheckedTensors:
         return tensor
 
     def require_finite(self) -> None:
-        names, flags = [*self._finite], [*self._finite.values()]
+        names = [*self._finite]
+        flags = [*self._finite.values()]
         finite = torch.stack(flags).tolist() if flags else []
-        refuse_not_finite(self._where, [name for name, whole in zip(names, finite, strict=True) if not whole])
+        refuse_not_finite(
+            self._where, [name for name, whole in zip(names, finite, strict=True) if not whole]
+        )
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -120,7 +127,9 @@ def refuse_not_finite(where: Path | str, names: Sequence[str], advice: str = ANO
         UserError: `names` is not empty; the message lists them.
     """
     if names:
-        raise UserError(f"{where}: NaN or infinity (beyond {_LARGEST:.1e}) in {listed(names)}; {advice}")
+        raise UserError(
+            f"{where}: NaN or infinity (beyond {_LARGEST:.1e}) in {listed(names)}; {advice}"
+        )
 
 
 class SeveralSources:
@@ -141,19 +150,25 @@ class SeveralSources:
 
 
 def is_file_name(value: object) -> bool:
-    """Whether a value is a file name without a directory; an index of a checkpoint may name only such files."""
+    """Whether a value is a file name without a directory; an index of a checkpoint may name only
+    such files."""
     if not isinstance(value, str) or value in ("", ".", "..") or {"/", "\\", "\0"} & set(value):
         return False
     return len(value) <= _MOST_CHARACTERS
 
 
 def require_same_names(
-    where: Path | str, found: Mapping[str, TensorInfo], expected: Mapping[str, Shape], extra_ok: bool = False
+    where: Path | str,
+    found: Mapping[str, TensorInfo],
+    expected: Mapping[str, Shape],
+    extra_ok: bool = False,
 ) -> None:
-    """Check that a checkpoint holds exactly the tensors that its config calls for, as floating-point numbers.
+    """Check that a checkpoint holds exactly the tensors that its config calls for, as
+    floating-point numbers.
 
     Raises:
-        UserError: lists the missing, unexpected, differently shaped and differently stored tensors at once.
+        UserError: lists the missing, unexpected, differently shaped and differently stored tensors
+            at once.
     """
     missing = sorted(expected.keys() - found.keys())
     unexpected = [] if extra_ok else sorted(found.keys() - expected.keys())
@@ -163,7 +178,11 @@ def require_same_names(
         for name in both
         if tuple(found[name].shape) != tuple(expected[name])
     ]
-    stored = [f"{name} {found[name].dtype}".replace("torch.", "") for name in both if found[name].dtype not in FLOATS]
+    stored = [
+        f"{name} {found[name].dtype}".replace("torch.", "")
+        for name in both
+        if found[name].dtype not in FLOATS
+    ]
     kinds = {
         "missing": missing,
         "unexpected": unexpected,
@@ -171,13 +190,23 @@ def require_same_names(
         "not stored as fp64, fp32, fp16 or bf16": stored,
     }
     width = 240 // (sum(map(bool, kinds.values())) or 1)
-    problems = [f"{len(names)} {kind}: {listed(names, width=width)}" for kind, names in kinds.items() if names]
+    problems = [
+        f"{len(names)} {kind}: {listed(names, width=width)}"
+        for kind, names in kinds.items()
+        if names
+    ]
     if problems:
-        raise UserError(f"{where}: tensors do not fit the model config; " + listed(problems, width=400, separator="; "))
+        raise UserError(
+            f"{where}: tensors do not fit the model config; "
+            + listed(problems, width=400, separator="; ")
+        )
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bytes (NaN equals the same NaN, 0.0 differs from -0.0)."""
+    """Whether two tensors have the same shape, dtype and bytes (NaN equals the same NaN, 0.0
+    differs from -0.0)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )

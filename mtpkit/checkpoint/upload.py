@@ -1,19 +1,22 @@
-"""Copy tensors of memory-mapped files to a GPU: pages are read while the GPU fetches earlier pages."""
+"""Copy tensors of memory-mapped files to a GPU: pages are read while the GPU fetches earlier
+pages."""
 
 from collections import deque
 
 import torch
 from torch import Tensor
 
-BUFFERS, BUFFER_BYTES = 4, 16 * 2**20
+BUFFERS = 4
+BUFFER_BYTES = 16 * 2**20
 """Pinned memory that tensors pass through. The GPU fetches one buffer in about 0.3 ms."""
 
 
 class Uploader:
-    """Copies tensors to a GPU through a ring of pinned buffers, which torch's CPU threads fill in turn.
+    """Copies tensors to a GPU through a ring of pinned buffers, which torch's CPU threads fill in
+    turn.
 
-    Without the ring, the driver would stage a copy from unpinned memory in one thread. Only one thread at a time may
-    use an uploader.
+    Without the ring, the driver would stage a copy from unpinned memory in one thread. Only one
+    thread at a time may use an uploader.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,7 +24,8 @@ class Uploader:
         self._ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a CPU tensor on the device, for work on the device's current stream."""
+        """A contiguous copy of a CPU tensor on the device, for work on the device's current
+        stream."""
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         if not self._ring:
             self._ring.extend(self._new_buffer() for _ in range(BUFFERS))
@@ -29,7 +33,8 @@ class Uploader:
         for source, destination in zip(*parts, strict=True):
             buffer, sent = self._ring[0]
             self._ring.rotate(-1)
-            sent.synchronize()  # until the GPU has fetched the buffer's content; returns at once for a new buffer
+            # until the GPU has fetched the buffer's content; returns at once for a new buffer
+            sent.synchronize()
             buffer = buffer[: source.numel()].copy_(source)
             self._send(buffer, destination, sent)
         return target

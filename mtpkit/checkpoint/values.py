@@ -39,7 +39,8 @@ class Values:
         return default
 
     def require(self, key: str, value: object) -> None:
-        """Record a problem if a setting is present and has another value or type than the supported one."""
+        """Record a problem if a setting is present and has another value or type than the supported
+        one."""
         found = self._values.get(key, value)
         if (type(found), found) != (type(value), value):
             self.problems.append(f"{key} {shown(found)} is not supported, only {value!r}")

@@ -1,4 +1,5 @@
-"""Compare checkpoints of either layout: tensor by tensor, by their outputs, and bases by fingerprints."""
+"""Compare checkpoints of either layout: tensor by tensor, by their outputs, and bases by
+fingerprints."""
 
 import hashlib
 import json
@@ -20,7 +21,13 @@ from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.load import load_model
 from mtpkit.checkpoint.original import find_carried
 from mtpkit.checkpoint.quantized import find_quantized
-from mtpkit.checkpoint.tensors import CheckedTensors, SeveralSources, TensorSource, bits_equal, is_finite
+from mtpkit.checkpoint.tensors import (
+    CheckedTensors,
+    SeveralSources,
+    TensorSource,
+    bits_equal,
+    is_finite,
+)
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states, unroll_depths
@@ -36,8 +43,8 @@ _READERS = 4
 
 @dataclass
 class Comparison:
-    """Tensor names, grouped by the result of comparing two checkpoints. They are Hugging Face's if both have that
-    layout and store their tensors alike, else Megatron's as on disk."""
+    """Tensor names, grouped by the result of comparing two checkpoints. They are Hugging Face's if
+    both have that layout and store their tensors alike, else Megatron's as on disk."""
 
     equal: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
@@ -45,7 +52,8 @@ class Comparison:
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
-    """Tensors in both checkpoints that hold NaN or infinity in at least one of them, equal or not."""
+    """Tensors in both checkpoints that hold NaN or infinity in at least one of them, equal or
+    not."""
     heads: Set[str] = frozenset()
     """Names that belong to heads."""
 
@@ -57,7 +65,10 @@ class Comparison:
     @property
     def parts(self) -> str:
         """Whether base and heads are equal or differ, such as `base equal, heads differ`."""
-        odd = {text.partition(" ")[0] for text in (*self.different, *self.only_first, *self.only_second)}
+        odd = {
+            text.partition(" ")[0]
+            for text in (*self.different, *self.only_first, *self.only_second)
+        }
         base = "differs" if odd - self.heads else "equal"
         heads = "differ" if odd & self.heads else "equal"
         return f"base {base}, heads {heads}" if self.heads else f"base {base}, no heads"
@@ -71,7 +82,10 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     Raises:
         UserError: a directory is no checkpoint or is damaged.
     """
-    views = _as_stored(Path(first), Path(second)) or (_as_megatron(Path(first)), _as_megatron(Path(second)))
+    views = _as_stored(Path(first), Path(second)) or (
+        _as_megatron(Path(first)),
+        _as_megatron(Path(second)),
+    )
     a, b = (view.weights for view in views)
     result = Comparison(
         only_first=sorted(a.tensors.keys() - b.tensors.keys()),
@@ -79,9 +93,12 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
         heads=views[0].heads | views[1].heads,
     )
     for name in tqdm([n for n in a.tensors if n in b.tensors], desc="comparing", disable=None):
-        one, other = a.read(name), b.read(name)
+        one = a.read(name)
+        other = b.read(name)
         difference = _difference(one, other)
-        if name not in views[0].apart and not (is_finite(one) and (not difference or is_finite(other))):
+        if name not in views[0].apart and not (
+            is_finite(one) and (not difference or is_finite(other))
+        ):
             result.not_finite.append(name)
         if difference:
             result.different.append(f"{name} ({difference})")
@@ -101,7 +118,8 @@ class _View(NamedTuple):
 
 def _as_megatron(directory: Path) -> _View:
     """The weights of a directory of either layout under Megatron's names."""
-    weights, carried = open_weights(directory), find_carried(directory)
+    weights = open_weights(directory)
+    carried = find_carried(directory)
     heads = {name for name in weights.tensors if name.startswith("mtp.")}
     if carried is None:
         return _View(weights, heads, frozenset())
@@ -109,10 +127,12 @@ def _as_megatron(directory: Path) -> _View:
 
 
 def _as_stored(*directories: Path) -> list[_View] | None:
-    """The weights of Hugging Face directories under their own names; None if a directory has another layout, or if the
-    directories have other families, are quantised, or store tensors in different ways.
+    """The weights of Hugging Face directories under their own names; None if a directory has
+    another layout, or if the directories have other families, are quantised, or store tensors in
+    different ways.
 
-    Heads' copies of the base's tensors that not all directories have are left out, as in Megatron's layout.
+    Heads' copies of the base's tensors that not all directories have are left out, as in Megatron's
+    layout.
     """
     if any(detect_layout(directory) != "hf" for directory in directories):
         return None
@@ -123,7 +143,8 @@ def _as_stored(*directories: Path) -> list[_View] | None:
         open_weights(directory)  # refuses files that do not fit their config
         config = load_config(directory)
         family = get_family(config.family)
-        reader, table = HFReader(directory, family.published_name, family.carried), family.table(config)
+        reader = HFReader(directory, family.published_name, family.carried)
+        table = family.table(config)
         stored = table.stored_in(reader.tensors)
         if find_quantized(reader.tensors, table.hf_shapes(stored)):
             return None
@@ -157,22 +178,28 @@ class Agreement(NamedTuple):
     difference: float
     """Largest difference of logits, relative to the largest logit."""
     same_token: float
-    """Fraction of positions at which both models choose the same token, as the base's output or as a draft."""
+    """Fraction of positions at which both models choose the same token, as the base's output or as
+    a draft."""
 
 
 @torch.no_grad()
-def compare_logits(first: Path | str, second: Path | str, length: int = 64, seed: int = 0) -> dict[str, Agreement]:
-    """Compare logits and greedy tokens, in fp32, on random tokens: `base` and `depth 1` to `depth K`.
+def compare_logits(
+    first: Path | str, second: Path | str, length: int = 64, seed: int = 0
+) -> dict[str, Agreement]:
+    """Compare logits and greedy tokens, in fp32, on random tokens: `base` and `depth 1` to `depth
+    K`.
 
-    K is the larger of the two models' numbers of depths, to which a repeated head is unrolled, but at most the number
-    of distinct heads of either model; 0 if a model has no heads.
+    K is the larger of the two models' numbers of depths, to which a repeated head is unrolled, but
+    at most the number of distinct heads of either model; 0 if a model has no heads.
 
     Raises:
         UserError: the two have different vocabularies.
     """
     configs = [load_config(directory) for directory in (first, second)]
     if configs[0].vocab_size != configs[1].vocab_size:
-        raise UserError(f"{first} and {second} differ in vocabulary; their logits cannot be compared")
+        raise UserError(
+            f"{first} and {second} differ in vocabulary; their logits cannot be compared"
+        )
     heads = [config.mtp for config in configs]
     most = max(one.num_depths for one in heads)
     depths = min(most if one.num_depths and one.repeated else one.num_depths for one in heads)
@@ -188,7 +215,8 @@ def _agreement(a: Tensor, b: Tensor) -> Agreement:
 
 
 def _all_logits(model: HybridModel, tokens: Tensor, depths: int) -> dict[str, Tensor]:
-    """Logits [s, 1, v] of the base and of each depth; a depth's last positions, which lack tokens, are cut off."""
+    """Logits [s, 1, v] of the base and of each depth; a depth's last positions, which lack tokens,
+    are cut off."""
     hidden = base_forward(model, tokens, SequenceInput())
     logits = {"base": compute_logits(model, normed_states(model, hidden))}
     for depth, g in enumerate(unroll_depths(model, hidden, tokens, depths), start=1):
@@ -196,10 +224,14 @@ def _all_logits(model: HybridModel, tokens: Tensor, depths: int) -> dict[str, Te
     return logits
 
 
-def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = None) -> tuple[str, Files]:
-    """Fingerprint of the base's weights, without heads, as 32 hexadecimal digits; and the files that hold the weights.
+def fingerprint_base(
+    directory: Path, known: tuple[Path, str, Files] | None = None
+) -> tuple[str, Files]:
+    """Fingerprint of the base's weights, without heads, as 32 hexadecimal digits; and the files
+    that hold the weights.
 
-    All weights are read, with a progress bar, unless the files are those for which the digits are known.
+    All weights are read, with a progress bar, unless the files are those for which the digits are
+    known.
 
     Args:
         known: directory, digits and files of an earlier call.
@@ -216,12 +248,14 @@ def fingerprint_base(directory: Path, known: tuple[Path, str, Files] | None = No
 
 
 def fingerprint_config(config: ModelConfig) -> str:
-    """Fingerprint of a config, as 32 hexadecimal digits: equal if the bases compute the same. Heads and token ids are
-    ignored."""
+    """Fingerprint of a config, as 32 hexadecimal digits: equal if the bases compute the same. Heads
+    and token ids are ignored."""
     told = {
         key: value
         for key, value in config.to_dict().items()
-        if not key.startswith("mtp_") and not key.endswith(("_token_id", "_token_ids")) and key not in _WITHOUT_EFFECT
+        if not key.startswith("mtp_")
+        and not key.endswith(("_token_id", "_token_ids"))
+        and key not in _WITHOUT_EFFECT
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -231,12 +265,16 @@ def _digest(source: TensorSource) -> str:
 
     def one(name: str) -> str:
         tensor = source.read(name).contiguous()
-        content = hashlib.blake2b(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
+        content = hashlib.blake2b(
+            f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), digest_size=16
+        )
         content.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
         bar.update(tensor.nbytes)
         return content.hexdigest()
 
     total = sum(source.tensors[name].nbytes for name in names)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="reading the base", disable=None, leave=False)
+    bar = tqdm(
+        total=total, unit="B", unit_scale=True, desc="reading the base", disable=None, leave=False
+    )
     with bar, ThreadPoolExecutor(_READERS) as pool:
         return hashlib.blake2b("".join(pool.map(one, names)).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,5 @@
-"""The command line. `run` is the error boundary of every entry point, including the scripts outside the package."""
+"""The command line. `run` is the error boundary of every entry point, including the scripts outside
+the package."""
 
 from mtpkit.cli.errors import run
 

@@ -20,7 +20,8 @@ def acceptance(
     model: options.Model,
     data: Sources,
     num_depths: Annotated[
-        int | None, typer.Option(min=1, help="K, drafts per step; by default what the heads were trained for.")
+        int | None,
+        typer.Option(min=1, help="K, drafts per step; by default what the heads were trained for."),
     ] = None,
     attention: Annotated[
         HeadAttention,
@@ -28,22 +29,31 @@ def acceptance(
     ] = "auto",
     sequence_length: Annotated[
         int | None,
-        typer.Option(help="Tokens in a packed sequence; by default the run's, if the model is from a run."),
+        typer.Option(
+            help="Tokens in a packed sequence; by default the run's, if the model is from a run."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward pass.")] = 1,
     num_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Only this many sequences of each source, spread over it.")
+        int | None,
+        typer.Option(min=1, help="Only this many sequences of each source, spread over it."),
     ] = None,
     dtype: options.Dtype = "auto",
     backend: Annotated[
         Literal["auto", "local", "te"],
         typer.Option(
-            help="Implementation of the layers, as in training. local by default, where training has auto, since the "
-            "engine decodes with those layers."
+            help=(
+                "Implementation of the layers, as in training. local by default, where training has"
+                " auto, since the "
+                "engine decodes with those layers."
+            )
         ),
     ] = "local",
     *,
-    parallel: Annotated[ParallelConfig, options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel_size")],
+    parallel: Annotated[
+        ParallelConfig,
+        options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel_size"),
+    ],
     output: Annotated[Path | None, typer.Option(help="File for the JSON object.")] = None,
     as_json: options.PrintJson = False,
     columns: ColumnNames,
@@ -51,16 +61,18 @@ def acceptance(
 ) -> None:
     """Print how often a base accepts its heads' drafts on held-out data, one row per source.
 
-    Heads read the text's own tokens, and steps are those of a decoder along the text: the first one begins at an
-    answer's first token, the next ones after the drafts that are accepted. AL is the acceptance length, 1 + accepted
-    drafts per step, with its 95% interval over prompts (bootstrap). Three lengths are given: of greedy decoding;
-    expected at temperature 1 with the heads' best tokens as drafts, as in the engine by default; and expected at
-    temperature 1 with drafts sampled from the heads (draft_sampling). On text that the base wrote itself in the same
-    manner (`mtpkit data regenerate`) these are the engine's own numbers; greedy counts are equal. Departures are the
-    tokens that are not the base's greedy choice: a step ends there, and greedy AL is too low where they are many.
-    The loss is the KL divergence from the base; depth k has the weight 0.6^(k-1). Where the output is no terminal, or
-    with --json, the last line printed is one JSON object. Under torchrun the processes share the work:
-    torchrun --standalone --no-python --nproc-per-node N mtpkit acceptance ...
+    Heads read the text's own tokens, and steps are those of a decoder along the text: the first one
+    begins at an answer's first token, the next ones after the drafts that are accepted. AL is the
+    acceptance length, 1 + accepted drafts per step, with its 95% interval over prompts (bootstrap).
+    Three lengths are given: of greedy decoding; expected at temperature 1 with the heads' best
+    tokens as drafts, as in the engine by default; and expected at temperature 1 with drafts sampled
+    from the heads (draft_sampling). On text that the base wrote itself in the same manner (`mtpkit
+    data regenerate`) these are the engine's own numbers; greedy counts are equal. Departures are
+    the tokens that are not the base's greedy choice: a step ends there, and greedy AL is too low
+    where they are many. The loss is the KL divergence from the base; depth k has the weight
+    0.6^(k-1). Where the output is no terminal, or with --json, the last line printed is one JSON
+    object. Under torchrun the processes share the work: torchrun --standalone --no-python
+    --nproc-per-node N mtpkit acceptance ...
     """
     from mtpkit.bench.tables import print_object
     from mtpkit.files import check_writable, write_file
@@ -91,7 +103,8 @@ def acceptance(
 
 
 def _trained_length(model: Path) -> int:
-    """Sequence length of the training run that a directory is or belongs to; 1024 if it is no run's."""
+    """Sequence length of the training run that a directory is or belongs to; 1024 if it is no
+    run's."""
     from mtpkit.checkpoint.directory import TRACKER
     from mtpkit.training.config.reading import load_config
 
@@ -107,7 +120,10 @@ def _show(found: dict) -> None:
     from mtpkit.bench.tables import WideTable, print_tables
     from mtpkit.training.report import COLUMNS, table_rows
 
-    about = f"K = {found['num_depths']}, {found['attention']}, sequences of {found['sequence_length']} tokens"
+    about = (
+        f"K = {found['num_depths']}, {found['attention']}, sequences of {found['sequence_length']}"
+        " tokens"
+    )
     columns = [Column(name, justify="right") for name in COLUMNS]
     table = WideTable(Column("source"), *columns, keys=1, title=f"{found['model']}, {about}")
     for row in table_rows(found):

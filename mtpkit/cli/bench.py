@@ -1,4 +1,5 @@
-"""Time decoding, prefill, serving, training, conversion and kernels; the same run times a copy and a matrix product."""
+"""Time decoding, prefill, serving, training, conversion and kernels; the same run times a copy and
+a matrix product."""
 
 import sys
 from collections.abc import Callable
@@ -38,19 +39,26 @@ app = new_app(no_args_is_help=True, help=__doc__)
 
 _TINY = [name for name in SHAPES if name not in LARGE_SHAPES]
 _SHAPES = (
-    f"A model directory, or published sizes with random weights: {', '.join(LARGE_SHAPES)} on a GPU; "
-    f"{', '.join(_TINY)}, small ones of their kinds, on a CPU."
+    f"A model directory, or published sizes with random weights: {', '.join(LARGE_SHAPES)} on a"
+    f" GPU; {', '.join(_TINY)}, small ones of their kinds, on a CPU."
 )
 NVIDIA_8B = "nemotron-h-8b"
 TINY = "nemotron-h-tiny"
 Model = Annotated[str, typer.Option(help=_SHAPES)]
 FittingModel = Annotated[
-    str | None, typer.Option(help=f"{_SHAPES} By default {NVIDIA_8B}, without a GPU {TINY}.", show_default=False)
+    str | None,
+    typer.Option(
+        help=f"{_SHAPES} By default {NVIDIA_8B}, without a GPU {TINY}.", show_default=False
+    ),
 ]
-Pattern = Annotated[str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")]
+Pattern = Annotated[
+    str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")
+]
 Output = Annotated[
     Path | None,
-    typer.Option(callback=options.writable_directory, help="Directory for the result as .json and .md."),
+    typer.Option(
+        callback=options.writable_directory, help="Directory for the result as .json and .md."
+    ),
 ]
 
 
@@ -60,38 +68,54 @@ def decode(
     context: typer.Context,
     model: FittingModel = None,
     pattern: Pattern = None,
-    distinct: Annotated[bool, typer.Option("--distinct", help="Give a shape one head per depth.")] = False,
+    distinct: Annotated[
+        bool, typer.Option("--distinct", help="Give a shape one head per depth.")
+    ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Real prompts (text or .jsonl), repeated until the batch is full. Without --acceptance, drafts are "
-            "verified."
+            help=(
+                "Real prompts (text or .jsonl), repeated until the batch is full. Without"
+                " --acceptance, drafts are "
+                "verified."
+            )
         ),
     ] = None,
     acceptance: Annotated[
         list[float] | None,
         typer.Option(
-            help="Synthetic rate at which the draft of each depth is accepted, given that all before it were; the last "
-            "one holds for all further depths."
+            help=(
+                "Synthetic rate at which the draft of each depth is accepted, given that all before"
+                " it were; the last "
+                "one holds for all further depths."
+            )
         ),
     ] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Number of first tokens to draft among.")] = None,
-    draft_vocab: Annotated[Path | None, typer.Option(help="File of the tokens to draft among.")] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of first tokens to draft among.")
+    ] = None,
+    draft_vocab: Annotated[
+        Path | None, typer.Option(help="File of the tokens to draft among.")
+    ] = None,
     *,
     config: Annotated[DecodeConfig, options.Fields()],
     dtype: options.Dtype = "auto",
-    kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")
+    ] = False,
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Time decoding after prefill, next to the time it would take at the copy bandwidth measured in the same run.
+    """Time decoding after prefill, next to the time it would take at the copy bandwidth measured in
+    the same run.
 
-    Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so. Three checks must
-    pass before anything is timed: outputs have the requested length, the synthetic acceptance rate is the requested
-    one, and the base's choices are those of its plain forward pass. To split a model over processes:
-    torchrun --standalone --no-python --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ...
-    Layers are distributed over pipeline stages for the largest K and batch size given. To time each K with its own
-    balance, give one K at a time.
+    Without prompts, acceptance is synthetic, by default 0.85 at each depth, and the report says so.
+    Three checks must pass before anything is timed: outputs have the requested length, the
+    synthetic acceptance rate is the requested one, and the base's choices are those of its plain
+    forward pass. To split a model over processes: torchrun --standalone --no-python
+    --nproc-per-node 2 mtpkit bench decode --tensor-parallel-size 2 ... Layers are distributed over
+    pipeline stages for the largest K and batch size given. To time each K with its own balance,
+    give one K at a time.
     """
     from mtpkit.bench.decode import kernel_shares, measure_decode
     from mtpkit.bench.shapes import choose_drafts, get_config, read_token_ids
@@ -101,22 +125,36 @@ def decode(
     from mtpkit.platform import default_device
 
     model, (config,) = _fitting(context, model, default_device(), config)
-    sizes = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
+    sizes = (
+        config.tensor_parallel_size,
+        config.enable_expert_parallel,
+        config.pipeline_parallel_size,
+    )
     first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
     if kernels and not config.trace:
-        raise typer.BadParameter("kernels are timed by tracing: leave one out", param_hint="--kernels / --no-trace")
+        raise typer.BadParameter(
+            "kernels are timed by tracing: leave one out", param_hint="--kernels / --no-trace"
+        )
     if kernels and not can_trace(default_device()):
-        raise typer.BadParameter("tracing needs a GPU, and there is none: leave it out", param_hint="--kernels")
+        raise typer.BadParameter(
+            "tracing needs a GPU, and there is none: leave it out", param_hint="--kernels"
+        )
     if draft_vocab is not None and draft_vocab_size is not None:
-        raise typer.BadParameter("give a size or a file", param_hint="--draft-vocab-size / --draft-vocab")
+        raise typer.BadParameter(
+            "give a size or a file", param_hint="--draft-vocab-size / --draft-vocab"
+        )
     if draft_vocab_size is not None:
         config = replace(config, draft_vocab=draft_vocab_size)
     if prompts is not None and acceptance is None:
         config = replace(config, acceptance=None)
-    shape, stages = get_config(model, pattern, distinct), config.pipeline_parallel_size
+    shape = get_config(model, pattern, distinct)
+    stages = config.pipeline_parallel_size
     ks = choose_drafts(shape, config.asked_ks, USUAL_DRAFTS)
     config = replace(config, ks=ks)
-    balance = max((Decoding.of(shape, k, max(config.batch_sizes), stages) for k in ks), key=lambda one: one.drafts)
+    balance = max(
+        (Decoding.of(shape, k, max(config.batch_sizes), stages) for k in ks),
+        key=lambda one: one.drafts,
+    )
     token_ids = None if prompts is None else read_token_ids(prompts, model)
 
     def keep(result: "Result[Any]") -> None:
@@ -143,7 +181,8 @@ def prefill(
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Time prompts up to their first token, with the share of the matrix rate measured in the same run."""
+    """Time prompts up to their first token, with the share of the matrix rate measured in the same
+    run."""
     from mtpkit.bench.prefill import measure_prefill
     from mtpkit.bench.shapes import choose_drafts, get_config
     from mtpkit.platform import default_device, require_one_process
@@ -168,8 +207,11 @@ def load(
         bool,
         typer.Option(
             "--stall",
-            help="In place of the load, measure how long running requests wait for arriving prompts, and lone prompts "
-            "for their first token.",
+            help=(
+                "In place of the load, measure how long running requests wait for arriving prompts,"
+                " and lone prompts "
+                "for their first token."
+            ),
         ),
     ] = False,
     stalled: Annotated[StallConfig, options.Fields()],
@@ -177,18 +219,23 @@ def load(
     save_requests: Annotated[
         Path | None,
         typer.Option(
-            help="File for the requests as JSON, for the scripts in benchmarks/peers; nothing is measured then.",
+            help=(
+                "File for the requests as JSON, for the scripts in benchmarks/peers; nothing is"
+                " measured then."
+            ),
         ),
     ] = None,
     dtype: options.Dtype = "auto",
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Serve requests of many lengths, queued at once or arriving one by one: tokens/s and latencies, next to a limit.
+    """Serve requests of many lengths, queued at once or arriving one by one: tokens/s and
+    latencies, next to a limit.
 
-    Each K gets its own engine. The first run after a start is reported separately from the later runs. Acceptance is
-    synthetic. Three checks must pass before anything is reported: outputs have the requested length, the synthetic
-    acceptance rate is the requested one, and the base's choices are those of its plain forward pass.
+    Each K gets its own engine. The first run after a start is reported separately from the later
+    runs. Acceptance is synthetic. Three checks must pass before anything is reported: outputs have
+    the requested length, the synthetic acceptance rate is the requested one, and the base's choices
+    are those of its plain forward pass.
     """
     from mtpkit.bench.load import measure_load
     from mtpkit.bench.load_requests import save_requests as save
@@ -200,10 +247,13 @@ def load(
 
     require_one_process()
     if stall and save_requests is not None:
-        raise typer.BadParameter("--stall has no requests to save", param_hint="--stall / --save-requests")
+        raise typer.BadParameter(
+            "--stall has no requests to save", param_hint="--stall / --save-requests"
+        )
     if conversing.turns and (stall or save_requests is not None):
         raise typer.BadParameter(
-            "these options exclude each other: give one of them", param_hint="--turns / --stall / --save-requests"
+            "these options exclude each other: give one of them",
+            param_hint="--turns / --stall / --save-requests",
         )
     if save_requests is not None:
         check_writable(save_requests, file=True)
@@ -238,7 +288,8 @@ def train(
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Time the trainer's own step on random tokens and weights: base, heads and optimizer, tokens/s, memory, TFLOP/s.
+    """Time the trainer's own step on random tokens and weights: base, heads and optimizer,
+    tokens/s, memory, TFLOP/s.
 
     FLOPs per token: 2 per base weight, 6 per head weight and depth, 4 per lm_head weight and depth.
     For several GPUs: torchrun --standalone --no-python --nproc-per-node N mtpkit bench train ...
@@ -264,15 +315,20 @@ def kernels(
     *,
     config: Annotated[KernelConfig, options.Fields(without=("repeats",))],
     device: Annotated[
-        Literal["cuda", "cpu"], typer.Option(help="On a CPU the reference twins run, to try the command.")
+        Literal["cuda", "cpu"],
+        typer.Option(help="On a CPU the reference twins run, to try the command."),
     ] = "cuda",
     check_only: Annotated[
-        bool, typer.Option("--check-only", help="Compare with the twins, time nothing (for a memory checker).")
+        bool,
+        typer.Option(
+            "--check-only", help="Compare with the twins, time nothing (for a memory checker)."
+        ),
     ] = False,
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Check each kernel against its reference twin, then time it; the same run times a copy and a matrix product."""
+    """Check each kernel against its reference twin, then time it; the same run times a copy and a
+    matrix product."""
     import torch
 
     from mtpkit.bench.kernels import check_kernels, measure_kernels
@@ -297,12 +353,17 @@ def convert(
     *,
     config: Annotated[ConvertBenchConfig, options.Fields()],
     directory: Annotated[
-        Path, typer.Option(callback=options.writable_directory, help="Place on the disk to measure; left as it was.")
+        Path,
+        typer.Option(
+            callback=options.writable_directory,
+            help="Place on the disk to measure; left as it was.",
+        ),
     ] = Path(),
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Time import, stitch and export of a synthetic checkpoint, as shares of the rate at which its files are copied.
+    """Time import, stitch and export of a synthetic checkpoint, as shares of the rate at which its
+    files are copied.
 
     All files are removed afterwards. Exported tensors must equal those of the original.
     """
@@ -320,13 +381,17 @@ def roofline(
     pattern: Pattern = None,
     *,
     config: Annotated[RooflineConfig, options.Fields()],
-    works: Annotated[bool, typer.Option("--works", help="Show what each step consists of, too.")] = False,
+    works: Annotated[
+        bool, typer.Option("--works", help="Show what each step consists of, too.")
+    ] = False,
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Compute tokens/s from a bandwidth (for bytes) and a matrix rate (for FLOPs), without measuring anything.
+    """Compute tokens/s from a bandwidth (for bytes) and a matrix rate (for FLOPs), without
+    measuring anything.
 
-    The bandwidth is that of a copy, as in `bench decode`. Reads alone may be faster, so the result is only a yardstick.
+    The bandwidth is that of a copy, as in `bench decode`. Reads alone may be faster, so the result
+    is only a yardstick.
     """
     from mtpkit.bench.roofline import tabulate_limits
     from mtpkit.bench.shapes import get_config
@@ -337,8 +402,11 @@ def roofline(
     _finish(steps, output, as_json)
 
 
-def _fitting(context: typer.Context, model: str | None, device: "torch.device", *configs: Any) -> tuple[str, list[Any]]:
-    """The model and the settings that fit a device: without a GPU, settings that were not given become small ones.
+def _fitting(
+    context: typer.Context, model: str | None, device: "torch.device", *configs: Any
+) -> tuple[str, list[Any]]:
+    """The model and the settings that fit a device: without a GPU, settings that were not given
+    become small ones.
 
     `_say_what_ran` tells of them when the run has ended, since an error is to be the only line.
     """
@@ -360,12 +428,15 @@ def _fitting(context: typer.Context, model: str | None, device: "torch.device", 
         for name, value in small.items():
             texts = map(str, value) if isinstance(value, tuple) else [str(value)]
             said.append(f"--{keys[name].replace('_', '-')} {' '.join(texts)}")
-    context.obj = f"mtpkit: no GPU, so this was a small run: {' '.join(said)}; options make it larger"
+    context.obj = (
+        f"mtpkit: no GPU, so this was a small run: {' '.join(said)}; options make it larger"
+    )
     return chosen, fitted
 
 
 def _say_what_ran(context: typer.Context) -> None:
-    """Say on standard error which small numbers stood in for settings that were not given, if any did."""
+    """Say on standard error which small numbers stood in for settings that were not given, if any
+    did."""
     if context.obj:
         print(context.obj, file=sys.stderr)
 
@@ -385,7 +456,9 @@ def _open(
 
     device = default_device()
     require_gpu(model, device)
-    return open_model(model, device, dtype, pattern, distinct, ranks, whole_experts, stages, balance)
+    return open_model(
+        model, device, dtype, pattern, distinct, ranks, whole_experts, stages, balance
+    )
 
 
 def _keep(output: Path | None) -> "Callable[[Result[Any]], object] | None":

@@ -1,4 +1,5 @@
-"""Base classes of all commands: plain help, checks of every value, lists of values, former names of options."""
+"""Base classes of all commands: plain help, checks of every value, lists of values, former names of
+options."""
 
 import math
 import re
@@ -14,7 +15,8 @@ from mtpkit.config import LARGEST_COUNT
 from mtpkit.errors import UserError
 
 _LARGEST = 2**62 - 1
-"""Largest seed or number of bytes. Each further prompt's seed is one larger; all of them must fit in 63 bits."""
+"""Largest seed or number of bytes. Each further prompt's seed is one larger; all of them must fit
+in 63 bits."""
 
 _MAY_BE_INFINITE = ("request_rate",)
 """Options for which infinity has a meaning."""
@@ -32,14 +34,17 @@ OLD_NAMES = {
     "--data-parallel": ("--data-parallel-size",),
     "--warm-up": ("--warm-up-steps",),
 }
-"""Former names of options, each with its present names. The former names still work, but help does not list them."""
+"""Former names of options, each with its present names. The former names still work, but help does
+not list them."""
 
 _NAME = re.compile(r"(?<![\w./=-])(--)?[a-z]\w*(-\w+)*(?![\w/=-]|\.\w)")
-"""Matches a word of a message that may be an option's name, but not a part of a path, a key or `key=value`."""
+"""Matches a word of a message that may be an option's name, but not a part of a path, a key or
+`key=value`."""
 
 
 def new_app(**attributes: Any) -> typer.Typer:
-    """Make a Typer app with plain-text help, which fits 80 columns; Rich's tables would cut off option names there."""
+    """Make a Typer app with plain-text help, which fits 80 columns; Rich's tables would cut off
+    option names there."""
     return typer.Typer(**{"cls": Group} | attributes, add_completion=False, rich_markup_mode=None)
 
 
@@ -50,22 +55,31 @@ class Group(TyperGroup):
         """Write the list of commands."""
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, one.get_short_help_str(1000)) for name, one in commands.items() if one])
+            formatter.write_dl(
+                [(name, one.get_short_help_str(1000)) for name, one in commands.items() if one]
+            )
 
 
 class Command(TyperCommand):
-    """A command that refuses values no option accepts: empty texts, huge or infinite numbers, paths with link loops.
+    """A command that refuses values no option accepts: empty texts, huge or infinite numbers, paths
+    with link loops.
 
-    Use it as `@app.command(cls=Command)`. Its list options take several values at once, up to the next option:
-    `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`. A command with positional arguments does not accept such lists,
-    because an argument could follow one.
+    Use it as `@app.command(cls=Command)`. Its list options take several values at once, up to the
+    next option: `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`. A command with positional arguments
+    does not accept such lists, because an argument could follow one.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, accept former option names and lists of values as well, and check every value."""
+        """Parse as usual, accept former option names and lists of values as well, and check every
+        value."""
         self.take_former_names(args)
         if all(param.param_type_name == "option" for param in self.params):
-            lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
+            lists = {
+                name
+                for param in self.params
+                if getattr(param, "multiple", False)
+                for name in param.opts
+            }
             args = _repeat_names(args, lists)
         texts, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         try:
@@ -75,21 +89,25 @@ class Command(TyperCommand):
             raise
         params: list[Any] = self.params
         for param in params:
-            text, value = texts.get(param.name), ctx.params.get(param.name)
+            text = texts.get(param.name)
+            value = ctx.params.get(param.name)
             limit = _LARGEST if (param.name or "").endswith(("seed", "_bytes")) else LARGEST_COUNT
             values = value if isinstance(value, list | tuple) else [value]
             endless = param.name in _MAY_BE_INFINITE
             problems = [_problem(one, limit) for one in values if not (endless and one == math.inf)]
             if param.name == "seed" and isinstance(value, int) and value < 0:
                 problems.append(f"must be at least 0, not {value}")
-            if "" in (text if isinstance(text, list) else [text]) and (param.opts[0][0] == "-" or value == Path()):
+            if "" in (text if isinstance(text, list) else [text]) and (
+                param.opts[0][0] == "-" or value == Path()
+            ):
                 problems.append("it is empty: name one, or leave it out")
             for problem in filter(None, problems):
                 raise typer.BadParameter(problem, ctx=ctx, param=param)
         return rest
 
     def take_former_names(self, args: list[str]) -> None:
-        """Rename options to the former names that the command line uses, so that errors use the same names."""
+        """Rename options to the former names that the command line uses, so that errors use the
+        same names."""
         known = {name for param in self.params for name in param.opts}
         line = args[: args.index("--")] if "--" in args else args
         typed = {arg.partition("=")[0] for arg in line}
@@ -98,7 +116,8 @@ class Command(TyperCommand):
                 param.opts = [former, *(name for name in param.opts if name in typed)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help with the present names of options, even if the command line uses former ones."""
+        """Write the help with the present names of options, even if the command line uses former
+        ones."""
         for param in self.params:
             present = f"--{(param.name or '').replace('_', '-')}"
             if present in OLD_NAMES.get(param.opts[0], ()):
@@ -106,7 +125,8 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; errors name its options as the command line does, not by their internal names."""
+        """Run the command; errors name its options as the command line does, not by their internal
+        names."""
         try:
             return super().invoke(ctx)
         except UserError as error:
@@ -121,14 +141,18 @@ class Command(TyperCommand):
 
 
 def _reworded(error: typer.BadParameter) -> str:
-    """Reword an error about a text that should be a number, or about a number outside its option's range."""
+    """Reword an error about a text that should be a number, or about a number outside its option's
+    range."""
     cause = error.__cause__
     if not isinstance(cause, ValidationError):
         return error.message
     first = cause.errors()[0]
-    given, bounds = reprlib.repr(first["input"]), first.get("ctx", {})
+    given = reprlib.repr(first["input"])
+    bounds = first.get("ctx", {})
     if "ge" in bounds or "le" in bounds:
-        bound = f"at least {bounds['ge']:.10g}" if "ge" in bounds else f"at most {bounds['le']:.10g}"
+        bound = (
+            f"at least {bounds['ge']:.10g}" if "ge" in bounds else f"at most {bounds['le']:.10g}"
+        )
         return f"must be {bound}, not {given.strip("'")}"
     kinds = {"int": "a whole number", "float": "a number"}
     kind = kinds.get(first["type"].partition("_")[0])
@@ -136,7 +160,8 @@ def _reworded(error: typer.BadParameter) -> str:
 
 
 def _problem(value: object, limit: int) -> str | None:
-    """Say what makes a value wrong for any option, or return None; `limit`: the largest absolute value of an int."""
+    """Say what makes a value wrong for any option, or return None; `limit`: the largest absolute
+    value of an int."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if isinstance(value, int) and abs(value) > limit:

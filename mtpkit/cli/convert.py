@@ -24,7 +24,8 @@ def import_(
     destination: Destination,
     force: Force = False,
     fp8_as: Annotated[
-        Literal["bfloat16", "float32"], typer.Option(help="Dtype of weights that are stored in fp8.")
+        Literal["bfloat16", "float32"],
+        typer.Option(help="Dtype of weights that are stored in fp8."),
     ] = "bfloat16",
 ) -> None:
     """Hugging Face -> Megatron: weights, config, tokenizer."""
@@ -44,52 +45,77 @@ def export(
     source: Source,
     destination: Destination,
     force: Force = False,
-    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = MAX_SHARD_BYTES / 1e9,
+    max_shard_gb: Annotated[
+        float, typer.Option(min=0.001, help="Largest safetensors file.")
+    ] = MAX_SHARD_BYTES / 1e9,
     family: Annotated[
-        str | None, typer.Option(help="Family to write, by its model_type; default: the one that fits.")
+        str | None,
+        typer.Option(help="Family to write, by its model_type; default: the one that fits."),
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of tokens, without the rows that Megatron added to fill up the vocabulary."),
+        typer.Option(
+            min=1,
+            help=(
+                "Number of tokens, without the rows that Megatron added to fill up the vocabulary."
+            ),
+        ),
     ] = None,
 ) -> None:
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint
 
-    _list_carried(export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family, vocab_size))
+    _list_carried(
+        export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family, vocab_size)
+    )
     print(f"wrote {destination}")
 
 
 def _list_carried(names: Sequence[str]) -> None:
     if names:
-        print(f"carried {counted(len(names), 'tensor')} outside the text model: {listed(names, most=40)}")
+        print(
+            f"carried {counted(len(names), 'tensor')} outside the text model:"
+            f" {listed(names, most=40)}"
+        )
 
 
 @app.command("stitch", cls=Command)
 def stitch_(
-    source: Annotated[Path, typer.Argument(help="Hugging Face directory to put heads into; it is not changed.")],
-    trained: Annotated[Path, typer.Argument(help="Model directory of either layout, such as a run, with the heads.")],
+    source: Annotated[
+        Path, typer.Argument(help="Hugging Face directory to put heads into; it is not changed.")
+    ],
+    trained: Annotated[
+        Path,
+        typer.Argument(help="Model directory of either layout, such as a run, with the heads."),
+    ],
     destination: Destination,
     force: Force = False,
     link: Annotated[
         bool,
         typer.Option(
             "--link/--copy",
-            help="Link the files without heads instead of copying them: this takes no space, but the output then "
-            "shares the source's files.",
+            help=(
+                "Link the files without heads instead of copying them: this takes no space, but the"
+                " output then "
+                "shares the source's files."
+            ),
         ),
     ] = False,
 ) -> None:
-    """Put trained heads into a Hugging Face checkpoint; only files with heads, and the index, are rewritten."""
+    """Put trained heads into a Hugging Face checkpoint; only files with heads, and the index, are
+    rewritten."""
     from mtpkit.checkpoint.stitch import stitch
 
     done = stitch(source, trained, destination, link, force)
-    print(f"wrote {counted(len(done.heads), 'tensor')} of heads, {done.head_bytes / 1e9:.3g} GB: {listed(done.heads)}")
+    print(
+        f"wrote {counted(len(done.heads), 'tensor')} of heads, {done.head_bytes / 1e9:.3g} GB:"
+        f" {listed(done.heads)}"
+    )
     print(f"files rewritten: {listed(done.files, most=40)}")
     linked = done.kept - done.hashed
     print(
-        f"{counted(done.kept, 'tensor')} unchanged: {done.hashed} by their SHA-256, {linked} in files that are the "
-        f"source's own"
+        f"{counted(done.kept, 'tensor')} unchanged: {done.hashed} by their SHA-256, {linked} in"
+        " files that are the source's own"
     )
     print(f"wrote {destination}")
 
@@ -98,8 +124,12 @@ def stitch_(
 def verify(
     first: Annotated[Path, typer.Argument(help="Model directory of either layout.")],
     second: Annotated[Path, typer.Argument(help="Model directory to compare with it.")],
-    logits: Annotated[bool, typer.Option("--logits", help="Compare what both compute in fp32, too.")] = False,
-    tolerance: Annotated[float, typer.Option(min=0, help="Largest relative difference of logits.")] = 1e-5,
+    logits: Annotated[
+        bool, typer.Option("--logits", help="Compare what both compute in fp32, too.")
+    ] = False,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Largest relative difference of logits.")
+    ] = 1e-5,
 ) -> None:
     """Compare two checkpoints bitwise; exit code 1 if they differ, or hold NaN or infinity."""
     from mtpkit.checkpoint.verify import compare_logits, compare_weights
@@ -118,14 +148,18 @@ def verify(
     same = result.identical
     if logits:
         for name, (difference, tokens) in compare_logits(first, second).items():
-            print(f"logits of {name}: largest relative difference {difference:.3g}, {tokens:.1%} of tokens the same")
+            print(
+                f"logits of {name}: largest relative difference {difference:.3g}, {tokens:.1%} of"
+                " tokens the same"
+            )
             same = same and difference <= tolerance
         same = _decode_alike(first, second) and same
     raise typer.Exit(0 if same else 1)
 
 
 def _decode_alike(first: Path, second: Path) -> bool:
-    """Decode with both models and print how far they agree; True if all is the same or a model is too large to try."""
+    """Decode with both models and print how far they agree; True if all is the same or a model is
+    too large to try."""
     from mtpkit.engine.compare import compare_decoding, lack_of_memory
 
     for directory in (first, second):
@@ -135,8 +169,8 @@ def _decode_alike(first: Path, second: Path) -> bool:
     found = compare_decoding(first, second)
     lengths = " and ".join(f"{length:.2f}" for length in found.acceptance_lengths)
     print(
-        f"decoding with K = {found.num_drafts}: {found.same_tokens:.1%} of tokens and {found.same_drafts:.1%} of "
-        f"drafts the same, acceptance length {lengths}"
+        f"decoding with K = {found.num_drafts}: {found.same_tokens:.1%} of tokens and"
+        f" {found.same_drafts:.1%} of drafts the same, acceptance length {lengths}"
     )
     return found.identical
 
@@ -144,10 +178,15 @@ def _decode_alike(first: Path, second: Path) -> bool:
 @app.command(cls=Command)
 def lint(
     directory: Annotated[Path, typer.Argument(help="Model directory in the Hugging Face layout.")],
-    server: Annotated[Literal["vllm", "sglang"] | None, typer.Option(help="Server to look for; default: both.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the server.")] = 1,
+    server: Annotated[
+        Literal["vllm", "sglang"] | None, typer.Option(help="Server to look for; default: both.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks of the server.")
+    ] = 1,
 ) -> None:
-    """Say whether vLLM 0.33 and SGLang 0.5.23 would load a directory and draft with its heads; exit code 2 if not."""
+    """Say whether vLLM 0.33 and SGLang 0.5.23 would load a directory and draft with its heads; exit
+    code 2 if not."""
     from mtpkit.checkpoint.families.serving import VERSIONS
     from mtpkit.checkpoint.lint import lint as find
 
@@ -158,7 +197,11 @@ def lint(
         print(f"{'fails' if finding.fatal else 'warning'} ({who}): {finding.text}")
     bad = {name for finding in findings if finding.fatal for name in finding.servers}
     for name in asked:
-        verdict = "would not load it, or draft wrongly" if name in bad else "should load it and draft with its heads"
+        verdict = (
+            "would not load it, or draft wrongly"
+            if name in bad
+            else "should load it and draft with its heads"
+        )
         print(f"{VERSIONS[name]} {verdict}")
     if bad.intersection(asked):
         raise UserError(f"{directory} cannot be served as it is: see what fails, above")

@@ -1,4 +1,5 @@
-"""`mtpkit data`: prepare training data, let the base write it, inspect it, and choose draft vocabularies."""
+"""`mtpkit data`: prepare training data, let the base write it, inspect it, and choose draft
+vocabularies."""
 
 import re
 import shlex
@@ -27,13 +28,17 @@ TokenizerOf = Annotated[Path, typer.Option(help="Directory of the model whose to
 Sources = Annotated[
     list[str],
     typer.Option(
-        help="Files, folders and globs of text, .jsonl, .csv and .parquet. Each is a source, called after its file or"
-        " folder, or as name=path says."
+        help=(
+            "Files, folders and globs of text, .jsonl, .csv and .parquet. Each is a source, called"
+            " after its file or folder, or as name=path says."
+        )
     ),
 ]
 ColumnNames = Annotated[Columns, options.Fields(suffix="_column")]
 Options = Annotated[DataOptions, options.Fields()]
-ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")
+]
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = (
     "max_tokens",
@@ -70,14 +75,18 @@ def inspect(
     model: TokenizerOf,
     data: Sources,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens in a packed sequence; by default those of prepared data, else 1024.")
+        int | None,
+        typer.Option(
+            help="Tokens in a packed sequence; by default those of prepared data, else 1024."
+        ),
     ] = None,
     *,
     columns: ColumnNames,
     options: Options,
     chat_template: ChatTemplate = None,
 ) -> None:
-    """Print the counts of a data set, which is tokenised and packed for this, or of prepared data."""
+    """Print the counts of a data set, which is tokenised and packed for this, or of prepared
+    data."""
     from mtpkit.data.build import build_dataset
 
     tokenizer = _tokenizer(model, chat_template)
@@ -95,19 +104,24 @@ def prepare(
     columns: ColumnNames,
     options: Options,
     chat_template: ChatTemplate = None,
-    num_proc: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace prepared data in the output.")] = False,
+    num_proc: Annotated[
+        int | None, typer.Option(min=1, help="Processes; by default one per core.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace prepared data in the output.")
+    ] = False,
 ) -> None:
     """Tokenise and pack data once, into a directory that training memory-maps: data.train=[OUTPUT].
 
-    Each row is a conversation (messages and tools, ShareGPT's conversations, or Alpaca's instruction and output), a
-    prompt with its response, or a text; a text file is one text. The chat template renders conversations. The
-    assistant's messages are learnt; the template's generation markers show where they are, or else they are located in
-    the rendered text. Samples without anything to learn are left out, named, and counted by reason. Documents that are
-    longer than a sequence are split, or as --long-conversations says, and sequences are packed first-fit.
+    Each row is a conversation (messages and tools, ShareGPT's conversations, or Alpaca's
+    instruction and output), a prompt with its response, or a text; a text file is one text. The
+    chat template renders conversations. The assistant's messages are learnt; the template's
+    generation markers show where they are, or else they are located in the rendered text. Samples
+    without anything to learn are left out, named, and counted by reason. Documents that are longer
+    than a sequence are split, or as --long-conversations says, and sequences are packed first-fit.
 
-    The output is a data set in the format of the package datasets, with a manifest, mtpkit_data.json. Training with
-    another tokenizer or sequence length refuses it.
+    The output is a data set in the format of the package datasets, with a manifest,
+    mtpkit_data.json. Training with another tokenizer or sequence length refuses it.
     """
     from mtpkit.data.build import build_dataset
     from mtpkit.data.prepare import prepare as prepare_data
@@ -117,9 +131,22 @@ def prepare(
     check_destination(output, force, "prepared data", [MANIFEST])
     tokenizer = _tokenizer(model, chat_template)
     with staged_directory(output) as staging:
-        prepare_data(data, tokenizer, sequence_length, staging, columns, num_proc, _vocab_size(model), options)
+        prepare_data(
+            data,
+            tokenizer,
+            sequence_length,
+            staging,
+            columns,
+            num_proc,
+            _vocab_size(model),
+            options,
+        )
     _show(build_dataset([output], tokenizer, sequence_length))
-    name = str(output) if re.fullmatch(r"[\w./-]+", str(output)) else "'" + str(output).replace("'", "''") + "'"
+    name = (
+        str(output)
+        if re.fullmatch(r"[\w./-]+", str(output))
+        else "'" + str(output).replace("'", "''") + "'"
+    )
     settings = [f"data.train=[{name}]", f"data.sequence_length={sequence_length}"]
     print(f"wrote {output}: train with {shlex.join(settings)}")
 
@@ -128,33 +155,48 @@ def prepare(
 @options.takes_options
 def regenerate(
     model: options.Model,
-    data: Annotated[list[str], typer.Option(help="Files, folders and globs of text, .jsonl, .csv and .parquet.")],
+    data: Annotated[
+        list[str], typer.Option(help="Files, folders and globs of text, .jsonl, .csv and .parquet.")
+    ],
     output: Annotated[Path, typer.Option(help="File to write, .jsonl.")],
     prompt_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt that is cut from a text; only for texts.")
+        int | None,
+        typer.Option(min=1, help="Tokens of a prompt that is cut from a text; only for texts."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only this many prompts, spread over all.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only this many prompts, spread over all.")
+    ] = None,
     turns: Annotated[
-        Literal["last", "all"], typer.Option(help="Answers of a conversation to write again, each separately.")
+        Literal["last", "all"],
+        typer.Option(help="Answers of a conversation to write again, each separately."),
     ] = "last",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")] = 0,
     *,
-    sampling: Annotated[SamplingParams, options.Fields(only=_SAMPLING, defaults=SamplingParams(max_tokens=512))],
+    sampling: Annotated[
+        SamplingParams, options.Fields(only=_SAMPLING, defaults=SamplingParams(max_tokens=512))
+    ],
     engine: Annotated[EngineOptions, options.Fields(only=_ENGINE)],
-    columns: Annotated[Columns, options.Fields(only=("text", "prompt", "messages"), suffix="_column")],
-    rows: Annotated[DataOptions, options.Fields(only=("on_bad_row", "bad_rows_allowed", "chat_template_kwargs"))],
+    columns: Annotated[
+        Columns, options.Fields(only=("text", "prompt", "messages"), suffix="_column")
+    ],
+    rows: Annotated[
+        DataOptions, options.Fields(only=("on_bad_row", "bad_rows_allowed", "chat_template_kwargs"))
+    ],
     chat_template: ChatTemplate = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that is there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an output that is there.")
+    ] = False,
 ) -> None:
     """Let the base answer prompts: heads learn best from text that the base itself wrote.
 
-    In rows with messages, the assistant's last answer (or, with --turns all, each answer) is written again from the
-    messages before it. Rows with a prompt are continued. Texts are cut into prompts of --prompt-length tokens. Each row
-    of the output has the prompt, the completion, their token ids, and the messages if the input has them. It is input
-    for mtpkit data prepare.
+    In rows with messages, the assistant's last answer (or, with --turns all, each answer) is
+    written again from the messages before it. Rows with a prompt are continued. Texts are cut into
+    prompts of --prompt-length tokens. Each row of the output has the prompt, the completion, their
+    token ids, and the messages if the input has them. It is input for mtpkit data prepare.
 
-    Finished answers are kept in OUTPUT.partial. After any interruption the same command continues from there, and draws
-    the same random numbers for each prompt. OUTPUT appears when all answers are done, in the order of the prompts.
+    Finished answers are kept in OUTPUT.partial. After any interruption the same command continues
+    from there, and draws the same random numbers for each prompt. OUTPUT appears when all answers
+    are done, in the order of the prompts.
     """
     from mtpkit.checkpoint import find_companions
     from mtpkit.data.prompts import read_prompts
@@ -167,45 +209,74 @@ def regenerate(
     from mtpkit.files import check_writable
 
     check_writable(output, file=True, replace=force)
-    resolve_drafts(config_of(model), engine.num_speculative_tokens)  # refused before any data is read
+    # refused before any data is read
+    resolve_drafts(config_of(model), engine.num_speculative_tokens)
     tokenizer = _tokenizer(find_companions(model), chat_template)
     prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit, rows)
-    settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _later_settings(sampling)
+    settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _later_settings(
+        sampling
+    )
     with Journal(output, settings) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")
         try:
             llm = LLM(**vars(replace(engine, tokenizer=tokenizer)))
             own = fingerprint(tokenizer)
-            count = answer_prompts(llm.engine, prompts, sampling, journal, own, seed, 2 * engine.max_num_seqs, refused)
+            count = answer_prompts(
+                llm.engine, prompts, sampling, journal, own, seed, 2 * engine.max_num_seqs, refused
+            )
         except KeyboardInterrupt:
             said = "no answer is finished yet: nothing is kept"
             if journal.done:
-                kept = f"{len(journal.done):,} of {len(prompts):,} answers are kept in {journal.path}"
+                kept = (
+                    f"{len(journal.done):,} of {len(prompts):,} answers are kept in {journal.path}"
+                )
                 said = f"{kept}: the same command continues from there"
             print(said, file=sys.stderr)
             raise
     prepared = output.with_name(f"{output.stem}-prepared")
-    command = ["mtpkit", "data", "prepare", "--model", find_companions(model), "--data", output, "--output", prepared]
+    command = [
+        "mtpkit",
+        "data",
+        "prepare",
+        "--model",
+        find_companions(model),
+        "--data",
+        output,
+        "--output",
+        prepared,
+    ]
     command += [] if chat_template is None else ["--chat-template", chat_template]
-    print(f"wrote {output}: {counted(count, 'answer')}; prepare them with {shlex.join(map(str, command))}")
+    print(
+        f"wrote {output}: {counted(count, 'answer')}; prepare them with"
+        f" {shlex.join(map(str, command))}"
+    )
 
 
 @app.command(cls=Command)
 def cache(
-    config: Annotated[Path, typer.Option(help="YAML file of settings of the training; see examples/train_tiny.yaml.")],
+    config: Annotated[
+        Path,
+        typer.Option(help="YAML file of settings of the training; see examples/train_tiny.yaml."),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: cache=DIR")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings that replace the file's: cache=DIR"
+        ),
     ] = None,
 ) -> None:
-    """Write the base's final hidden states for all training sequences, to train heads without the base in memory.
+    """Write the base's final hidden states for all training sequences, to train heads without the
+    base in memory.
 
-    Training with cache=DIR in its settings writes missing states itself. This command writes them ahead of training;
-    under torchrun it uses all processes. The states are stored in safetensors shards, in cache_dtype. By default this
-    is the training's dtype, which leaves losses unchanged; float8_e4m3fn needs half the space of bfloat16. Sizes are
-    printed before anything is written. After any interruption the same command continues with the missing shards.
+    Training with cache=DIR in its settings writes missing states itself. This command writes them
+    ahead of training; under torchrun it uses all processes. The states are stored in safetensors
+    shards, in cache_dtype. By default this is the training's dtype, which leaves losses unchanged;
+    float8_e4m3fn needs half the space of bfloat16. Sizes are printed before anything is written.
+    After any interruption the same command continues with the missing shards.
 
-    Training with another base, tokenizer, data, sequence length, dtype or cache_dtype refuses the cache.
+    Training with another base, tokenizer, data, sequence length, dtype or cache_dtype refuses the
+    cache.
     """
     import torch.distributed as dist
 
@@ -215,15 +286,24 @@ def cache(
     settings = load_config(config, overrides or ())
     write_cache(settings)
     if dist.get_rank() == 0:
-        print(f"cache {settings.cache} is complete: train with {shlex.quote(f'cache={settings.cache}')}")
+        print(
+            f"cache {settings.cache} is complete: train with"
+            f" {shlex.quote(f'cache={settings.cache}')}"
+        )
 
 
 @app.command(cls=Command)
 @options.takes_options
 def draft_vocab(
-    model: Annotated[Path, typer.Option(help="Directory of the model whose tokenizer and vocabulary are used.")],
-    data: Annotated[list[str], typer.Option(help="Files, folders and globs, and directories of prepared data.")],
-    output: Annotated[Path, typer.Option(help="JSON file to write; one that is there is replaced.")],
+    model: Annotated[
+        Path, typer.Option(help="Directory of the model whose tokenizer and vocabulary are used.")
+    ],
+    data: Annotated[
+        list[str], typer.Option(help="Files, folders and globs, and directories of prepared data.")
+    ],
+    output: Annotated[
+        Path, typer.Option(help="JSON file to write; one that is there is replaced.")
+    ],
     size: Annotated[int, typer.Option(help="Tokens to choose.")] = 32768,
     *,
     columns: ColumnNames,
@@ -231,10 +311,11 @@ def draft_vocab(
 ) -> None:
     """Choose the tokens that heads may draft: the most frequent tokens of a data set.
 
-    With a draft vocabulary the heads score fewer tokens, so that drafting takes less time. The output stays the
-    model's own: a token outside the vocabulary is never drafted, but the model can still choose it. Use data like the
-    text that the model will write; the coverage printed is the share of the data's tokens that can be drafted. Tokens
-    of prompts do not count; special tokens are always included.
+    With a draft vocabulary the heads score fewer tokens, so that drafting takes less time. The
+    output stays the model's own: a token outside the vocabulary is never drafted, but the model can
+    still choose it. Use data like the text that the model will write; the coverage printed is the
+    share of the data's tokens that can be drafted. Tokens of prompts do not count; special tokens
+    are always included.
 
     The file holds token_ids, vocab_size, coverage and files.
     """
@@ -246,14 +327,19 @@ def draft_vocab(
     check_writable(output, file=True)
     config = load_config(model)
     tokenizer = load_tokenizer(find_companions(model))
-    vocab = build_draft_vocab(data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns, options)
+    vocab = build_draft_vocab(
+        data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns, options
+    )
     write_file(output, vocab.to_json())
-    print(f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover {vocab.coverage:.2%} of the data")
+    print(
+        f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover"
+        f" {vocab.coverage:.2%} of the data"
+    )
 
 
 def _later_settings(sampling: SamplingParams) -> dict[str, object]:
-    """Penalties and stop tokens that differ from their defaults; leaving the others out keeps journals of earlier
-    versions valid."""
+    """Penalties and stop tokens that differ from their defaults; leaving the others out keeps
+    journals of earlier versions valid."""
     values = {name: getattr(sampling, name) for name in (*_PENALTIES, "stop_token_ids")}
     return {name: value for name, value in values.items() if value != getattr(SamplingParams, name)}
 
@@ -273,33 +359,48 @@ def _tokenizer(directory: Path, chat_template: Path | None = None) -> "Tokenizer
 
 
 def _vocab_size(directory: Path) -> int | None:
-    """Vocabulary size of the model in a directory; None, with a warning, if it has no config that mtpkit can read."""
+    """Vocabulary size of the model in a directory; None, with a warning, if it has no config that
+    mtpkit can read."""
     from mtpkit.checkpoint import load_config
     from mtpkit.errors import UserError
 
     try:
         return load_config(directory).vocab_size
     except UserError as error:
-        print(f"mtpkit: warning: token ids are not checked against the model's vocabulary: {error}", file=sys.stderr)
+        print(
+            f"mtpkit: warning: token ids are not checked against the model's vocabulary: {error}",
+            file=sys.stderr,
+        )
         return None
 
 
 def _show(dataset: "PackedDataset") -> None:
-    """Print a table of the total counts and, if there are several sources, a table with one row per source."""
+    """Print a table of the total counts and, if there are several sources, a table with one row per
+    source."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
-    titles = ["documents", "documents left out", "tokens", "packed sequences", "fill ratio", "masked share"]
-    total = Table("", Column("count", justify="right"), title=f"packed to {dataset.sequence_length} tokens")
+    titles = [
+        "documents",
+        "documents left out",
+        "tokens",
+        "packed sequences",
+        "fill ratio",
+        "masked share",
+    ]
+    total = Table(
+        "", Column("count", justify="right"), title=f"packed to {dataset.sequence_length} tokens"
+    )
     for title, cell in zip(titles, _cells(dataset.counts, dataset.sequence_length), strict=True):
         total.add_row(title, cell)
     for title, cell in _report(dataset.counts, dataset.sequence_length):
         total.add_row(Text(title), cell)
     Console().print(total)
     if len(dataset.sources) > 1:
-        short = ["documents", "left out", "tokens", "sequences", "fill", "masked"]  # to fit 80 columns
+        # to fit 80 columns
+        short = ["documents", "left out", "tokens", "sequences", "fill", "masked"]
         numbers = (Column(title, justify="right") for title in short)
         sources = Table(Column("source", overflow="fold"), *numbers, box=SIMPLE_HEAD)
         for name in dataset.sources:

@@ -31,9 +31,11 @@ ROOT = Path(mtpkit.__file__).parent.parent
 CONFIG = Path("examples/train_tiny.yaml")
 OUTPUT = Path("outputs/demo")
 TRAINING_MODULES = 200
-"""Number of modules taken from the standard library's 1,400: more text than the demo's training reads."""
+"""Number of modules taken from the standard library's 1,400: more text than the demo's training
+reads."""
 LEAST_LENGTH = 1.8
-"""Acceptance length that the heads must reach at the settings' own K = 3; the machine that was tried reached 2.06."""
+"""Acceptance length that the heads must reach at the settings' own K = 3; the machine that was
+tried reached 2.06."""
 MARK = ".mtpkit-demo"
 """File that marks a directory as a demo's own, which the next demo may remove."""
 
@@ -42,19 +44,27 @@ MARK = ".mtpkit-demo"
 def demo(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help=f"Training settings that replace those of {CONFIG}."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help=f"Training settings that replace those of {CONFIG}."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help=f"Directory for everything; an earlier demo in it is removed. By default {OUTPUT} in the checkout."
+            help=(
+                f"Directory for everything; an earlier demo in it is removed. By default {OUTPUT}"
+                " in the checkout."
+            )
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded.")] = 20,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Held-out prompts that are decoded.")
+    ] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 32,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Train MTP heads on the tiny base, export and import them, and measure the speedup on held-out prompts."""
+    """Train MTP heads on the tiny base, export and import them, and measure the speedup on held-out
+    prompts."""
     out = (ROOT / OUTPUT if output is None else output).resolve()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)  # the examples use paths relative to the checkout
@@ -67,17 +77,31 @@ def demo(
     from mtpkit.engine import SamplingParams
     from mtpkit.training.config.reading import load_config
 
-    # The matrices of the tiny base gain little from more threads, and threads that wait for one another make timings
-    # depend on whatever else runs.
+    # The matrices of the tiny base gain little from more threads, and threads that wait for one
+    # another make timings depend on whatever else runs.
     torch.set_num_threads(1)
-    corpus, run, hf = out / "corpus", out / "run", out / "hf"
+    corpus = out / "corpus"
+    run = out / "run"
+    hf = out / "hf"
     config = SpeedupConfig(repeats=1, sampling=SamplingParams(temperature=0, max_tokens=max_tokens))
-    paths = [f"output={run}", f"data.train=[{corpus / 'train.jsonl'}]", f"data.eval=[{corpus / 'heldout.jsonl'}]"]
+    paths = [
+        f"output={run}",
+        f"data.train=[{corpus / 'train.jsonl'}]",
+        f"data.eval=[{corpus / 'heldout.jsonl'}]",
+    ]
     settings = [*paths, *(overrides or ())]
     training = load_config(CONFIG, settings)
     _start_over(out)
     with _stage("1/5 a corpus of the Python standard library's sources"):
-        _call([sys.executable, "examples/tiny_base/corpus.py", str(corpus), "--limit", str(TRAINING_MODULES)])
+        _call(
+            [
+                sys.executable,
+                "examples/tiny_base/corpus.py",
+                str(corpus),
+                "--limit",
+                str(TRAINING_MODULES),
+            ]
+        )
         prompts = read_prompts(corpus / "prompts.jsonl", num_prompts)
     with _stage("2/5 decoding with untrained heads"):
         before = _measure_untrained(training, prompts[:2], config)
@@ -104,8 +128,8 @@ def _require_learnt(rows: "list[SpeedupRow]") -> None:
     reached = max(row.acceptance_length for row in rows)
     if reached < LEAST_LENGTH:
         raise MtpkitError(
-            f"the heads reach an acceptance length of {reached:.2f}, where {LEAST_LENGTH} is the least: training or "
-            "decoding goes wrong on this machine; run make test"
+            f"the heads reach an acceptance length of {reached:.2f}, where {LEAST_LENGTH} is the"
+            " least: training or decoding goes wrong on this machine; run make test"
         )
 
 
@@ -116,7 +140,10 @@ def _check_place(out: Path) -> None:
         UserError: the code is not in a checkout, or `out` cannot be a demo's directory.
     """
     if not CONFIG.exists():
-        raise UserError(f"the demo needs a checkout of mtpkit, {ROOT} is none: clone the repository and run make demo")
+        raise UserError(
+            f"the demo needs a checkout of mtpkit, {ROOT} is none: clone the repository and run"
+            " make demo"
+        )
     check_destination(out, True, "a demo", [MARK])
 
 
@@ -144,10 +171,14 @@ def _call(command: list[str], **environment: str) -> None:
     """
     code = subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
     if code:
-        raise MtpkitError(f"{shlex.join(command)} failed with exit code {code}; see its output above")
+        raise MtpkitError(
+            f"{shlex.join(command)} failed with exit code {code}; see its output above"
+        )
 
 
-def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupConfig") -> "list[SpeedupRow]":
+def _measure_untrained(
+    training: "TrainConfig", prompts: list, config: "SpeedupConfig"
+) -> "list[SpeedupRow]":
     """Measure random heads: none of their drafts is right, and they change no output token."""
     from mtpkit.bench.speedup import measure_speedup
     from mtpkit.data.tokenizer import load_tokenizer
@@ -163,16 +194,33 @@ def _measure_untrained(training: "TrainConfig", prompts: list, config: "SpeedupC
 
 
 def _train(training: "TrainConfig", settings: list[str]) -> None:
-    """Train with one process per GPU or, without GPUs, per core: processes wait for one another less than threads."""
+    """Train with one process per GPU or, without GPUs, per core: processes wait for one another
+    less than threads."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     data = training.data
-    ranks = max(n for n in range(1, (torch.cuda.device_count() or cores) + 1) if data.global_batch_size % n == 0)
+    ranks = max(
+        n
+        for n in range(1, (torch.cuda.device_count() or cores) + 1)
+        if data.global_batch_size % n == 0
+    )
     micro_batch = min(data.micro_batch_size, data.global_batch_size // ranks)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     command = [*launcher, "train/train_mtp.py", "--config", str(CONFIG), *settings]
-    _call([*command, f"data.micro_batch_size={micro_batch}"], OMP_NUM_THREADS=str(max(1, cores // ranks)))
+    _call(
+        [*command, f"data.micro_batch_size={micro_batch}"],
+        OMP_NUM_THREADS=str(max(1, cores // ranks)),
+    )
 
 
 def _convert(run: Path, hf: Path, back: Path) -> None:

@@ -23,16 +23,19 @@ from mtpkit.errors import MtpkitError, on_failure
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 REPORTED = "reported by mtpkit"
-"""Key in a process's error file for torchrun, where the reason has been printed; see `mtpkit.cli.torchrun`."""
+"""Key in a process's error file for torchrun, where the reason has been printed; see
+`mtpkit.cli.torchrun`."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable in which torchrun names a process's error file: ATTEMPT/RANK/error.json."""
 _LONGEST = 380
-"""Most characters of an error, not counting `mtpkit: error: `. `mtpkit.errors.listed` has already cut long lists."""
+"""Most characters of an error, not counting `mtpkit: error: `. `mtpkit.errors.listed` has already
+cut long lists."""
 _NO_PATHS = (errno.ELOOP, errno.ENAMETOOLONG)
-"""System errors for a path that cannot exist: a loop of symbolic links, or a name that is too long."""
+"""System errors for a path that cannot exist: a loop of symbolic links, or a name that is too
+long."""
 
-# Importing megatron-core warns about every optional package and device that it misses. The warnings are silenced here,
-# not in `run`, because commands import megatron-core before they run.
+# Importing megatron-core warns about every optional package and device that it misses. The warnings
+# are silenced here, not in `run`, because commands import megatron-core before they run.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
@@ -40,9 +43,10 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None = None) -> NoReturn:
     """Run a command or a function of no arguments, and exit.
 
-    Exit codes: 0; 2 for a wrong command line or other wrong input (`UserError`); 1 for any other failure; 130 when
-    interrupted. A failure is reported as one line; `MTPKIT_TRACEBACK=1` adds its traceback. An exception that is
-    neither `MtpkitError` nor `OSError` is a bug and keeps its traceback.
+    Exit codes: 0; 2 for a wrong command line or other wrong input (`UserError`); 1 for any other
+    failure; 130 when interrupted. A failure is reported as one line; `MTPKIT_TRACEBACK=1` adds its
+    traceback. An exception that is neither `MtpkitError` nor `OSError` is a bug and keeps its
+    traceback.
 
     Args:
         args: the command line of a typer command, by default that of the process.
@@ -51,24 +55,28 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
     if int(os.environ.get("RANK", 0)):
         _leave_warnings_to_the_first_rank()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: model output may not fit the encoding
+        # as stderr does: model output may not fit the encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if isinstance(command, typer.Typer):
-            # Not standalone, so that usage errors reach the handlers below. Returns a `typer.Exit`'s code, or None.
+            # Not standalone, so that usage errors reach the handlers below. Returns a
+            # `typer.Exit`'s code, or None.
             code = typer.main.get_command(command)(args, standalone_mode=False) or 0
         else:
             command()
     except MtpkitError as error:
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        message = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")  # pydantic's prefix
+        # pydantic's prefix
+        message = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")
         if not message:  # a group without a command has already printed its help
             sys.exit(USAGE_EXIT_CODE)
         _fail(f"{message} (see --help)", USAGE_EXIT_CODE)
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE  # the code that typer uses
     except BrokenPipeError:
-        # The reader of our output has gone; keep the interpreter from failing once more when it flushes.
+        # The reader of our output has gone; keep the interpreter from failing once more when it
+        # flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -103,10 +111,14 @@ def _leave_warnings_to_the_first_rank() -> None:
 
 
 def _speaks_for_all(line: str) -> bool:
-    """Whether this process prints a line: of the processes of one torchrun with the same line, the first one does."""
+    """Whether this process prints a line: of the processes of one torchrun with the same line, the
+    first one does."""
     if not (file := os.environ.get(_ERROR_FILE)):
         return True
-    said = Path(file).parent.parent / f"mtpkit-{hashlib.blake2b(line.encode(), digest_size=8).hexdigest()}"
+    said = (
+        Path(file).parent.parent
+        / f"mtpkit-{hashlib.blake2b(line.encode(), digest_size=8).hexdigest()}"
+    )
     try:
         said.touch(exist_ok=False)
     except FileExistsError:
@@ -122,7 +134,9 @@ def _tell_torchrun(line: str) -> None:
         return
     details = {"py_callstack": line, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):
-        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}, REPORTED: True}))
+        Path(file).write_text(
+            json.dumps({"message": {"message": line, "extraInfo": details}, REPORTED: True})
+        )
 
 
 def _describe(error: OSError) -> str:

@@ -59,36 +59,54 @@ _ENGINE = (
 @options.takes_options
 def generate(
     model: options.Model,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; by default stdin is read.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; by default stdin is read.")
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}; '
-            '"checkpoint_at" beside it: tokens after which the prefix cache keeps a checkpoint.'
+            help=(
+                'Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids":'
+                " [..]}; "
+                '"checkpoint_at" beside it: tokens after which the prefix cache keeps a checkpoint.'
+            )
         ),
     ] = None,
     *,
     sampling: Annotated[SamplingParams, options.Fields(without=("n",), defaults=COMMAND_DEFAULTS)],
     engine: Annotated[EngineOptions, options.Fields(only=("model", *_ENGINE))],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")
+    ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="File for the outputs instead of stdout, written whole or not at all; it may exist."),
+        typer.Option(
+            help=(
+                "File for the outputs instead of stdout, written whole or not at all; it may exist."
+            )
+        ),
     ] = None,
     data_parallel_size: Annotated[
         int,
-        typer.Option(min=1, help="Processes, each with the whole model and a GPU, that share out the prompts."),
+        typer.Option(
+            min=1,
+            help="Processes, each with the whole model and a GPU, that share out the prompts.",
+        ),
     ] = 1,
     memory_plan: Annotated[
-        bool, typer.Option("--memory-plan", help="Print the memory plan, which is always printed on a GPU.")
+        bool,
+        typer.Option(
+            "--memory-plan", help="Print the memory plan, which is always printed on a GPU."
+        ),
     ] = False,
 ) -> None:
-    """Continue prompts and stream the outputs to stdout, each under a heading if there are several; statistics go to
-    stderr.
+    """Continue prompts and stream the outputs to stdout, each under a heading if there are several;
+    statistics go to stderr.
 
-    Exit code 1 when the logits of a prompt became NaN or infinite; the other prompts are still printed. To split a
-    model over processes: torchrun --standalone --nproc-per-node 2 infer/generate.py --tensor-parallel-size 2 ...
-    --data-parallel-size distributes the prompts of a file over processes that each hold the whole model.
+    Exit code 1 when the logits of a prompt became NaN or infinite; the other prompts are still
+    printed. To split a model over processes: torchrun --standalone --nproc-per-node 2
+    infer/generate.py --tensor-parallel-size 2 ... --data-parallel-size distributes the prompts of a
+    file over processes that each hold the whole model.
     """
     from mtpkit.engine.loading import config_of, resolve_tree
     from mtpkit.engine.ranks import of_first_rank, reports
@@ -105,15 +123,25 @@ def generate(
     _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
     given = of_first_rank(ranks, lambda: _prompts(prompt, prompts))
     if len(given) < data_parallel_size:
-        print(f"{counted(len(given), 'prompt')}: no more of {data_parallel_size} replicas are started", file=sys.stderr)
+        print(
+            f"{counted(len(given), 'prompt')}: no more of {data_parallel_size} replicas are"
+            " started",
+            file=sys.stderr,
+        )
     replicas = min(data_parallel_size, len(given))
-    with _decoder(engine, replicas, len(given)) as llm, _destination(output if first else None) as file:
+    with (
+        _decoder(engine, replicas, len(given)) as llm,
+        _destination(output if first else None) as file,
+    ):
         # A lone prompt that cannot be served is refused, one of several ends with an error.
         stream = llm.stream(given if len(given) > 1 else given[0], sampling)
         if memory_plan or llm.memory_plan.total:
             print(llm.memory_plan, file=sys.stderr)
         if not (llm.has_tokenizer or as_json):
-            print(f"{model} has no tokenizer, so there is no text: --json prints token ids", file=sys.stderr)
+            print(
+                f"{model} has no tokenizer, so there is no text: --json prints token ids",
+                file=sys.stderr,
+            )
         printer = _InOrder([_heading(one) for one in given], as_json, file)
         # A terminal shows the outputs themselves.
         progress = tqdm(total=len(given), desc="prompts", disable=True if file.isatty() else None)
@@ -121,9 +149,14 @@ def generate(
             for one in stream:
                 printer.update(one)
                 progress.update(one.finished)
-        print(_summary("auto" if k == "auto" else drafts, llm.stats(), printer.finish_reasons), file=sys.stderr)
+        print(
+            _summary("auto" if k == "auto" else drafts, llm.stats(), printer.finish_reasons),
+            file=sys.stderr,
+        )
     if printer.failed:
-        raise MtpkitError(f"{printer.failed} of {len(given)} prompts ended with an error, named above")
+        raise MtpkitError(
+            f"{printer.failed} of {len(given)} prompts ended with an error, named above"
+        )
 
 
 @contextmanager
@@ -134,13 +167,17 @@ def _destination(output: Path | None) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
-    with staged_file(output) as staging, staging.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with (
+        staged_file(output) as staging,
+        staging.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         yield file
 
 
 @contextmanager
 def _decoder(engine: EngineOptions, replicas: int, prompts: int) -> Iterator["LLM | Replicas"]:
-    """Start what decodes the prompts: one engine in this process, or several replicas in other processes."""
+    """Start what decodes the prompts: one engine in this process, or several replicas in other
+    processes."""
     from mtpkit.engine import LLM, Replicas
 
     # Few prompts need few of the graphs that could be captured.
@@ -181,18 +218,24 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[JsonObject]:
 
 def _heading(prompt: JsonObject) -> str:
     """Heading of a prompt: its name and its beginning."""
-    text = " ".join(prompt["prompt"].split()) if "prompt" in prompt else f"{len(prompt['prompt_token_ids'])} tokens"
+    text = (
+        " ".join(prompt["prompt"].split())
+        if "prompt" in prompt
+        else f"{len(prompt['prompt_token_ids'])} tokens"
+    )
     return f"== {prompt['name']}: {text if len(text) <= _HEADING else text[:_HEADING] + ' ...'}"
 
 
 class _InOrder:
-    """Prints outputs in the order of their prompts, whichever finishes first; the first unfinished one is streamed."""
+    """Prints outputs in the order of their prompts, whichever finishes first; the first unfinished
+    one is streamed."""
 
     def __init__(self, headings: Sequence[str], as_json: bool, file: TextIO) -> None:
         self._headings = headings if len(headings) > 1 and not as_json else None
         """Printed before each text."""
         self._outputs: list[RequestOutput | None] = [None] * len(headings)
-        self._as_json, self._file = as_json, file
+        self._as_json = as_json
+        self._file = file
         self._current = 0
         self._headed = -1
         """The newest prompt whose heading is printed."""
@@ -204,7 +247,8 @@ class _InOrder:
 
     @contextmanager
     def whole_lines(self) -> Iterator[None]:
-        """Context that ends a partly printed line if an error interrupts it, so that the error gets its own line."""
+        """Context that ends a partly printed line if an error interrupts it, so that the error gets
+        its own line."""
         try:
             yield
         except BaseException:
@@ -216,7 +260,10 @@ class _InOrder:
         """Store the newest state of a request and print whatever can be printed now."""
         # Requests are numbered in the order of their prompts.
         self._outputs[int(output.request_id)] = output
-        while self._current < len(self._outputs) and (current := self._outputs[self._current]) is not None:
+        while (
+            self._current < len(self._outputs)
+            and (current := self._outputs[self._current]) is not None
+        ):
             if self._headings and self._current != self._headed:
                 print(self._headings[self._current], file=self._file)
                 self._headed = self._current
@@ -226,16 +273,20 @@ class _InOrder:
                 self._shown = len(text)
             if not current.finished:
                 return
-            print(json.dumps(_record(current)) if self._as_json else "", file=self._file, flush=True)
+            print(
+                json.dumps(_record(current)) if self._as_json else "", file=self._file, flush=True
+            )
             if current.error is not None:
                 print(current.error, file=sys.stderr)
                 self.failed += 1
             self.finish_reasons[str(current.outputs[0].finish_reason)] += 1
-            self._current, self._shown = self._current + 1, 0
+            self._current = self._current + 1
+            self._shown = 0
 
 
 def _record(output: "RequestOutput") -> JsonObject:
-    completion, stats = output.outputs[0], output.stats
+    completion = output.outputs[0]
+    stats = output.stats
     return {
         "index": int(output.request_id),
         "prompt": output.prompt,
@@ -252,10 +303,15 @@ def _record(output: "RequestOutput") -> JsonObject:
 
 
 def _summary(k: int | str, stats: "EngineStats", finish_reasons: Counter[str]) -> str:
-    line = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f} tokens/s, K = {k}"
+    line = (
+        f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_s:.1f}"
+        f" tokens/s, K = {k}"
+    )
     line = f"{_ends(finish_reasons)}; {line}" if finish_reasons else line
     if stats.cached_tokens:
-        line += f", {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from the prefix cache"
+        line += (
+            f", {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from the prefix cache"
+        )
     if stats.returned_bytes:
         line += f", {stats.returned_bytes:.0f} bytes per step and request went back between stages"
     if k == 0:
@@ -267,17 +323,23 @@ def _summary(k: int | str, stats: "EngineStats", finish_reasons: Counter[str]) -
 
 
 def _ends(finish_reasons: Counter[str]) -> str:
-    """Say how the prompts ended: `finish reason: length`, or for several `finish reasons: length 2, stop 1`."""
+    """Say how the prompts ended: `finish reason: length`, or for several `finish reasons: length 2,
+    stop 1`."""
     if finish_reasons.total() == 1:
         return f"finish reason: {next(iter(finish_reasons))}"
-    return "finish reasons: " + ", ".join(f"{reason} {count}" for reason, count in sorted(finish_reasons.items()))
+    return "finish reasons: " + ", ".join(
+        f"{reason} {count}" for reason, count in sorted(finish_reasons.items())
+    )
 
 
 def _rank_shares(stats: "AcceptanceStats") -> list[str]:
-    """Share of steps, for each depth of trees, in which the base chose the heads' best candidate, the second one, .."""
+    """Share of steps, for each depth of trees, in which the base chose the heads' best candidate,
+    the second one, .."""
     return [
         f"depth {depth}: the base chose candidate "
         + ", ".join(f"{rank} in {share:.0%}" for rank, share in enumerate(shares, 1))
-        for depth, (shares, reached) in enumerate(zip(stats.rank_shares, stats.reached_per_depth, strict=False), 1)
+        for depth, (shares, reached) in enumerate(
+            zip(stats.rank_shares, stats.reached_per_depth, strict=False), 1
+        )
         if reached
     ]

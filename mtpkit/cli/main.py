@@ -1,4 +1,5 @@
-"""The `mtpkit` command: each subcommand is a module of `mtpkit.cli`, imported only when it is called."""
+"""The `mtpkit` command: each subcommand is a module of `mtpkit.cli`, imported only when it is
+called."""
 
 import sys
 from importlib import import_module
@@ -22,10 +23,12 @@ COMMANDS = {
     "bench": "Time decoding, prefill, training, conversion and each kernel.",
     "demo": "Train heads on the tiny base, convert and measure them.",
 }
-"""Each command's name, which is also its module's, and its line in the help. The module's `app` is a `typer.Typer`."""
+"""Each command's name, which is also its module's, and its line in the help. The module's `app` is
+a `typer.Typer`."""
 
 OLD_COMMANDS = {"evaluate": ["speedup"], "eval": []}
-"""Former command names, each with the words that replace it: `mtpkit eval report` now means `mtpkit report`."""
+"""Former command names, each with the words that replace it: `mtpkit eval report` now means `mtpkit
+report`."""
 
 
 class LazyGroup(Group):
@@ -37,7 +40,9 @@ class LazyGroup(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Replace a former command name, then parse as usual."""
-        return super().parse_args(ctx, [*OLD_COMMANDS.get(args[0], args[:1]), *args[1:]] if args else args)
+        return super().parse_args(
+            ctx, [*OLD_COMMANDS.get(args[0], args[:1]), *args[1:]] if args else args
+        )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return (name, command, its arguments), with the command imported from its module."""
@@ -57,7 +62,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Train, convert and decode with multi-token-prediction heads on hybrid language models."""

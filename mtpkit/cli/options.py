@@ -24,7 +24,8 @@ _OBJECT = "JSON"
 
 @dataclass(frozen=True)
 class Fields:
-    """Marks a command's parameter as an object of a checked class, to be made from options, one option per field.
+    """Marks a command's parameter as an object of a checked class, to be made from options, one
+    option per field.
 
     `takes_options` makes the options.
     """
@@ -34,20 +35,28 @@ class Fields:
     without: Sequence[str] = ()
     """Fields that become no options and keep the default of the class."""
     defaults: object = None
-    """An object whose fields are the defaults of the options; by default the class's defaults are used."""
+    """An object whose fields are the defaults of the options; by default the class's defaults are
+    used."""
     suffix: str = ""
     """Text that follows the field's name in the option's name."""
 
     def names(self, cls: type) -> dict[str, str]:
-        """Map each field to its option's parameter name: the field's key in messages, followed by the suffix."""
+        """Map each field to its option's parameter name: the field's key in messages, followed by
+        the suffix."""
         keys = keys_of(cls)
-        return {name: keys[name] + self.suffix for name in self.only or keys if name not in self.without}
+        return {
+            name: keys[name] + self.suffix for name in self.only or keys if name not in self.without
+        }
 
     def parameters(self, cls: type) -> Iterator[inspect.Parameter]:
         """Yield the options as parameters that typer understands."""
         for name, option in self.names(cls).items():
             info = _field(cls, name)
-            default = inspect.Parameter.empty if info.is_required() else info.get_default(call_default_factory=True)
+            default = (
+                inspect.Parameter.empty
+                if info.is_required()
+                else info.get_default(call_default_factory=True)
+            )
             if self.defaults is not None:
                 default = getattr(self.defaults, name)
             if isinstance(default, tuple):
@@ -55,7 +64,8 @@ class Fields:
             if isinstance(default, dict):
                 default = json.dumps(default) if default else None
             kind, metavar = _kind(info.annotation)
-            # Typer adds the twin `--no-...` of a flag that is on by default, but only if no names are given here.
+            # Typer adds the twin `--no-...` of a flag that is on by default, but only if no names
+            # are given here.
             flags = [_flag(option)] if kind is bool and not default else []
             yield inspect.Parameter(
                 option,
@@ -68,20 +78,26 @@ class Fields:
             )
 
     def make[T](self, cls: type[T], values: Mapping[str, Any], clauses: list[str]) -> T | None:
-        """Make the object from the options' values, or return None. `clauses` gets one clause per wrong value, which
-        names its option."""
-        names, wrong = self.names(cls), list[str]()
-        given = {name: values[option] for name, option in names.items() if values[option] is not None}
+        """Make the object from the options' values, or return None. `clauses` gets one clause per
+        wrong value, which names its option."""
+        names = self.names(cls)
+        wrong = list[str]()
+        given = {
+            name: values[option] for name, option in names.items() if values[option] is not None
+        }
         for name in given:
             if _kind(_field(cls, name).annotation)[1] == _OBJECT:
                 given[name] = _object(given[name])
             elif _kind(_field(cls, name).annotation)[1]:
                 texts = given[name]
-                given[name] = [_number(text) for text in texts] if isinstance(texts, list) else _number(texts)
+                given[name] = (
+                    [_number(text) for text in texts] if isinstance(texts, list) else _number(texts)
+                )
         made = attempt(cls, given, wrong)
         flags = {keys_of(cls)[name]: _flag(option) for name, option in names.items()}
         clauses += [
-            re.sub(r"^\w+", lambda key: flags.get(key[0], key[0]), clause.removesuffix(" or None")) for clause in wrong
+            re.sub(r"^\w+", lambda key: flags.get(key[0], key[0]), clause.removesuffix(" or None"))
+            for clause in wrong
         ]
         return made
 
@@ -93,9 +109,11 @@ def takes_options[R](command: Callable[..., R]) -> Callable[..., R]:
 
         @app.command(cls=Command)
         @takes_options
-        def generate(model: options.Model, sampling: Annotated[SamplingParams, Fields(without=["n"])]) -> None: ...
+        def generate(model: options.Model, sampling: Annotated[SamplingParams,
+            Fields(without=["n"])]) -> None: ...
 
-    A field that shares its name with another parameter or another class's field shares its option: both get the value.
+    A field that shares its name with another parameter or another class's field shares its option:
+    both get the value.
 
     Raises:
         UserError: when the command is called with wrong values; the message names all of them.
@@ -109,15 +127,21 @@ def takes_options[R](command: Callable[..., R]) -> Callable[..., R]:
         if marks and isinstance(marks[0], Fields):
             groups[name] = (cls, marks[0])
             options |= {
-                one.name: one for one in marks[0].parameters(cls) if one.name not in own.keys() | options.keys()
+                one.name: one
+                for one in marks[0].parameters(cls)
+                if one.name not in own.keys() | options.keys()
             }
         else:
-            options[name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+            options[name] = parameter.replace(
+                kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]
+            )
 
     @functools.wraps(command)
     def taking(**values: Any) -> R:
         clauses: list[str] = []
-        objects = {name: fields.make(cls, values, clauses) for name, (cls, fields) in groups.items()}
+        objects = {
+            name: fields.make(cls, values, clauses) for name, (cls, fields) in groups.items()
+        }
         if clauses:
             raise UserError(listed(clauses, width=320, separator="; "))
         return command(**{name: objects[name] if name in objects else values[name] for name in own})
@@ -135,7 +159,8 @@ def _flag(name: str) -> str:
 
 
 def changed_flags(made: Any) -> list[str]:
-    """The options that make an object of a checked class, without those that have their defaults."""
+    """The options that make an object of a checked class, without those that have their
+    defaults."""
     flags = []
     for name, value in vars(made).items():
         if value != _field(type(made), name).get_default(call_default_factory=True):
@@ -145,7 +170,8 @@ def changed_flags(made: Any) -> list[str]:
 
 
 def _kind(annotation: Any) -> tuple[Any, str | None]:
-    """Typer's type for a field and, if the class parses the option's text itself, the metavar that help shows."""
+    """Typer's type for a field and, if the class parses the option's text itself, the metavar that
+    help shows."""
     united = typing.get_origin(annotation) in (typing.Union, UnionType)
     members = [
         typing.get_args(one)[0] if typing.get_origin(one) is Annotated else one
@@ -170,7 +196,8 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
 
 
 def _object(text: str) -> object:
-    """Parse the JSON of an object, or return the text unchanged: the class then says what is wrong with it."""
+    """Parse the JSON of an object, or return the text unchanged: the class then says what is wrong
+    with it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -178,23 +205,33 @@ def _object(text: str) -> object:
 
 
 def _number(text: str) -> int | str:
-    """Convert a text to an integer, or return it unchanged: the class then says what is wrong with it."""
+    """Convert a text to an integer, or return it unchanged: the class then says what is wrong with
+    it."""
     try:
         return int(text)
     except ValueError:
         return text
 
 
-Model = Annotated[Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help=_field(EngineOptions, "dtype").description)]
+Model = Annotated[
+    Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")
+]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help=_field(EngineOptions, "dtype").description),
+]
 PrintJson = Annotated[
     bool,
-    typer.Option("--json", help="Print the JSON object in a terminal, too; elsewhere it is always the last line."),
+    typer.Option(
+        "--json",
+        help="Print the JSON object in a terminal, too; elsewhere it is always the last line.",
+    ),
 ]
 
 
 def writable_directory(path: Path | None) -> Path | None:
-    """Refuse an option's directory that cannot be written, before any work starts; otherwise return it."""
+    """Refuse an option's directory that cannot be written, before any work starts; otherwise return
+    it."""
     from mtpkit.files import check_writable
 
     if path is not None:

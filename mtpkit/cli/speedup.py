@@ -21,26 +21,37 @@ def speedup(
     model: options.Model,
     prompts: Annotated[
         Path,
-        typer.Option(help='Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids": [..]}.'),
+        typer.Option(
+            help=(
+                'Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids":'
+                " [..]}."
+            )
+        ),
     ],
     output: Annotated[
         Path,
-        typer.Option(callback=options.writable_directory, help="Directory for report.json, report.md, report.png."),
+        typer.Option(
+            callback=options.writable_directory,
+            help="Directory for report.json, report.md, report.png.",
+        ),
     ] = Path("outputs/speedup"),
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only this many, evenly spread over the file.")] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Only this many, evenly spread over the file.")
+    ] = None,
     dtype: options.Dtype = "auto",
     *,
     config: Annotated[SpeedupConfig, options.Fields(without=("sampling",))],
     sampling: Annotated[
-        SamplingParams, options.Fields(without=("n", "stop", "stop_token_ids"), defaults=COMMAND_DEFAULTS)
+        SamplingParams,
+        options.Fields(without=("n", "stop", "stop_token_ids"), defaults=COMMAND_DEFAULTS),
     ],
     as_json: options.PrintJson = False,
 ) -> None:
     """Decode prompts at several batch sizes and K, and report tokens/s, speedup and acceptance.
 
-    Tokens/s are generated tokens over the wall time of a whole run, prefill included. Where the output is no terminal,
-    or with --json, the last line printed is one JSON object. Exit code 1 when drafts changed the tokens of greedy fp32
-    decoding. To split a model over processes:
+    Tokens/s are generated tokens over the wall time of a whole run, prefill included. Where the
+    output is no terminal, or with --json, the last line printed is one JSON object. Exit code 1
+    when drafts changed the tokens of greedy fp32 decoding. To split a model over processes:
     torchrun --standalone --nproc-per-node 2 infer/eval_speedup.py --tensor-parallel-size 2 ...
     """
     from mtpkit.bench.shapes import choose_drafts, read_prompts

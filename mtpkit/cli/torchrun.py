@@ -1,9 +1,10 @@
 """Runs inside torchrun's own process: the one line of an mtpkit command stays the only one.
 
-torchrun reports a process that failed with a traceback of its own, some thirty lines that say nothing of the reason.
-It loads this module through the entry point `torchrun.handlers`, which is meant for rendezvous backends. For a command
-of mtpkit whose processes have reported their error, the report is left out; torchrun still exits with 1. Other
-programs, crashes and bugs are reported as ever.
+torchrun reports a process that failed with a traceback of its own, some thirty lines that say
+nothing of the reason. It loads this module through the entry point `torchrun.handlers`, which is
+meant for rendezvous backends. For a command of mtpkit whose processes have reported their error,
+the report is left out; torchrun still exits with 1. Other programs, crashes and bugs are reported
+as ever.
 """
 
 import logging
@@ -35,7 +36,8 @@ def handler() -> object:
 
 
 def _is_own(word: str) -> bool:
-    """Whether a word of the command line is the command mtpkit, or a script that runs a part of it."""
+    """Whether a word of the command line is the command mtpkit, or a script that runs a part of
+    it."""
     path = Path(word)
     if path.suffix != ".py":
         return path.name == "mtpkit" or word.startswith("mtpkit.")

@@ -27,11 +27,16 @@ def _print_settings(wanted: bool) -> None:
 @app.command(cls=Command)
 def train(
     config: Annotated[
-        Path | None, typer.Option(help="YAML file of settings; see examples/train_tiny.yaml. Without: the defaults.")
+        Path | None,
+        typer.Option(
+            help="YAML file of settings; see examples/train_tiny.yaml. Without: the defaults."
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: loss.kind=tv"),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings that replace the file's: loss.kind=tv"
+        ),
     ] = None,
     settings: Annotated[
         bool,
@@ -44,13 +49,18 @@ def train(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print what the run would train, on what, with what memory and time; and exit."),
+        typer.Option(
+            "--dry-run",
+            help="Print what the run would train, on what, with what memory and time; and exit.",
+        ),
     ] = False,
 ) -> None:
-    """Train the heads of a base, or resume a stopped run; under torchrun, on all of its processes."""
+    """Train the heads of a base, or resume a stopped run; under torchrun, on all of its
+    processes."""
     from mtpkit.training.config.reading import load_config
 
-    loaded = load_config(config, overrides or ())  # wrong settings are refused before torch is imported
+    # wrong settings are refused before torch is imported
+    loaded = load_config(config, overrides or ())
     import torch.distributed as dist
 
     from mtpkit.training.log import keep
@@ -69,7 +79,8 @@ def train(
 
 
 def describe_end(config: "TrainConfig") -> list[str]:
-    """Last lines of a run's output: its directory, its best checkpoint, and commands that export and evaluate it."""
+    """Last lines of a run's output: its directory, its best checkpoint, and commands that export
+    and evaluate it."""
     from mtpkit.checkpoint import latest_iteration
     from mtpkit.data.samples import Columns
     from mtpkit.training.metrics import METRICS, read_metrics
@@ -77,7 +88,8 @@ def describe_end(config: "TrainConfig") -> list[str]:
 
     directory = Path(config.output)
     step = latest_iteration(directory)
-    lines, model = [f"trained heads with their base: {directory}, step {step} of {config.steps}"], directory
+    lines = [f"trained heads with their base: {directory}, step {step} of {config.steps}"]
+    model = directory
     if best := read_best(directory):
         length = f"held-out acceptance length {best.acceptance_length:.3f}"
         if best.iteration == step:
@@ -93,10 +105,15 @@ def describe_end(config: "TrainConfig") -> list[str]:
     free = next(place for place in exports if not place.exists())
     lines.append(f"export it:   {_command('convert', 'export', model, free)}")
     data = config.data
-    columns = [(name, getattr(data, f"{name}_column"), default) for name, default in vars(Columns()).items()]
+    columns = [
+        (name, getattr(data, f"{name}_column"), default)
+        for name, default in vars(Columns()).items()
+    ]
     options = [f"--{name}-column={value}" for name, value, default in columns if value != default]
     options += changed_flags(data.options)
-    measure = _command("acceptance", "--model", model, "--data", *(data.eval or data.train), *options)
+    measure = _command(
+        "acceptance", "--model", model, "--data", *(data.eval or data.train), *options
+    )
     return [*lines, f"evaluate it: {measure}"]
 
 

@@ -12,10 +12,12 @@ MOST_DRAFTS = 1000
 """The most drafts per step, whatever the heads of the model."""
 
 LossKind = Literal["kl", "tv", "ce"]
-"""Loss of the heads: KL divergence or total variation distance to the base, or cross-entropy against the tokens."""
+"""Loss of the heads: KL divergence or total variation distance to the base, or cross-entropy
+against the tokens."""
 
 Balance = Literal["memory", "time"]
-"""Balance pipeline stages by memory (weights, gradients and moments) or by the time of a training step (FLOPs)."""
+"""Balance pipeline stages by memory (weights, gradients and moments) or by the time of a training
+step (FLOPs)."""
 
 __all__ = [
     "HEAD_RULES",

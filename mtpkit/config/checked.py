@@ -5,13 +5,15 @@
         kind: Literal["kl", "tv"] = "kl"
         beta: Annotated[float, Field(gt=0, le=1)] = 0.6
 
-    LossConfig(kind="l2", beta=2)  # loss settings: kind is 'l2', must be 'kl' or 'tv'; beta is 2, must be above 0 ...
+    LossConfig(kind="l2", beta=2)
+    # loss settings: kind is 'l2', must be 'kl' or 'tv'; beta is 2, must be above 0 ...
 
-Types are strict: True is not a number, 2.0 is not a whole number, and "3" is neither. numpy's numbers become Python's
-own, and lists become tuples unless a field's type is a list. Floats are finite unless a field allows other values
-(`Field(allow_inf_nan=True)`). A field whose type is itself a checked class, or a list or dict of one, takes mappings
-too; problems inside them are named by dotted keys. Problems between several fields (`beta` against `kind`) are found by
-a method `problems`, which yields a clause for each problem.
+Types are strict: True is not a number, 2.0 is not a whole number, and "3" is neither. numpy's
+numbers become Python's own, and lists become tuples unless a field's type is a list. Floats are
+finite unless a field allows other values (`Field(allow_inf_nan=True)`). A field whose type is
+itself a checked class, or a list or dict of one, takes mappings too; problems inside them are named
+by dotted keys. Problems between several fields (`beta` against `kind`) are found by a method
+`problems`, which yields a clause for each problem.
 """
 
 import dataclasses
@@ -55,11 +57,13 @@ class WrongValues(UserError):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
-    """Make a class a frozen dataclass that checks its values when an object is made and raises `WrongValues`.
+    """Make a class a frozen dataclass that checks its values when an object is made and raises
+    `WrongValues`.
 
     Args:
         what: name of the object in messages, such as `sampling parameters`.
-        prefix: start of its fields' keys in files and messages. A field's plain name is accepted too.
+        prefix: start of its fields' keys in files and messages. A field's plain name is accepted
+            too.
     """
 
     def decorate(cls: C) -> C:
@@ -97,14 +101,17 @@ def keys_of(cls: type) -> dict[str, str]:
 
 
 def field_of(cls: Any, name: str, default: Any = _SAME) -> Any:
-    """Make a field with the constraints, the default and the docstring of another checked class's field.
+    """Make a field with the constraints, the default and the docstring of another checked class's
+    field.
 
-        most: int | None = field_of(A, "most")  # in A: most: Annotated[int, Field(ge=1)] | None = None
+        # in A: most: Annotated[int, Field(ge=1)] | None = None
+        most: int | None = field_of(A, "most")
 
     The written type, for type checkers, is the other field's without its constraints.
 
     Args:
-        default: replaces the other field's default. The new field then needs its own docstring, which says why.
+        default: replaces the other field's default. The new field then needs its own docstring,
+            which says why.
     """
     source = _fields(cls)[name]
     own = default is not _SAME
@@ -114,12 +121,16 @@ def field_of(cls: Any, name: str, default: Any = _SAME) -> Any:
         title=source.title,
         description=None if own else source.description,
     )
-    shared.annotation, shared.metadata = source.annotation, [*source.metadata]
+    shared.annotation = source.annotation
+    shared.metadata = [*source.metadata]
     return shared
 
 
-def attempt[T](cls: Callable[..., T], values: Mapping[str, object], clauses: list[str], section: str = "") -> T | None:
-    """Make an object of a checked class, or return None and add a clause for each wrong value to `clauses`.
+def attempt[T](
+    cls: Callable[..., T], values: Mapping[str, object], clauses: list[str], section: str = ""
+) -> T | None:
+    """Make an object of a checked class, or return None and add a clause for each wrong value to
+    `clauses`.
 
     Args:
         section: text before each clause, such as `loss.`.
@@ -138,7 +149,8 @@ def from_file[T](cls: type[T], value: object, where: object) -> T:
         where: file and line, for messages.
 
     Raises:
-        UserError: the value is not a mapping, or has unknown, missing or wrong values, all of them named.
+        UserError: the value is not a mapping, or has unknown, missing or wrong values, all of them
+            named.
     """
     if not isinstance(value, Mapping):
         raise UserError(f"{where} is {shown(value)}, must be an object")
@@ -148,13 +160,16 @@ def from_file[T](cls: type[T], value: object, where: object) -> T:
         raise WrongValues(str(where), error.clauses) from None
 
 
-def from_json[T](cls: type[T], path: Path | str, remedy: str, what: str = "", version: int | None = None) -> T:
+def from_json[T](
+    cls: type[T], path: Path | str, remedy: str, what: str = "", version: int | None = None
+) -> T:
     """Make the object of a checked class that a JSON file describes.
 
     Args:
         remedy: what to do about a file that cannot be used, for messages.
         what: start of messages, such as `data: `.
-        version: the `format` that the file must have; other formats are refused before their values are checked.
+        version: the `format` that the file must have; other formats are refused before their values
+            are checked.
 
     Raises:
         UserError: the file cannot be read, has another format, or any error of `from_file`.
@@ -169,7 +184,8 @@ def from_json[T](cls: type[T], path: Path | str, remedy: str, what: str = "", ve
 
 
 def field_clauses(cls: type, values: Mapping[str, object]) -> list[str]:
-    """One clause for each value that does not fit its field; the class's `problems` is not called."""
+    """One clause for each value that does not fit its field; the class's `problems` is not
+    called."""
     return _fill(object.__new__(cls), values)
 
 
@@ -179,17 +195,21 @@ def is_whole(value: object) -> bool:
 
 
 def are_whole(values: Collection[object]) -> bool:
-    """Whether all values are integers, see `is_whole`. Python's own are recognised by their types, at 20 ns each."""
+    """Whether all values are integers, see `is_whole`. Python's own are recognised by their types,
+    at 20 ns each."""
     return set(map(type, values)) <= {int} or all(map(is_whole, values))
 
 
 def is_list(value: object) -> bool:
     """Whether a value is a list, tuple, range or set; texts and bytes are not."""
-    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray | memoryview)
+    return isinstance(value, Sequence | Set) and not isinstance(
+        value, str | bytes | bytearray | memoryview
+    )
 
 
 def plain(value: Any) -> Any:
-    """Convert numbers and flags to Python's own, lists and ranges to tuples, sets to frozensets; keep all else."""
+    """Convert numbers and flags to Python's own, lists and ranges to tuples, sets to frozensets;
+    keep all else."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, Integral):
@@ -213,9 +233,13 @@ def _take_shared_types(cls: type) -> None:
     """
     for name, field in vars(cls).items():
         if isinstance(field, FieldInfo) and field.annotation is not None:
-            written, shared = _bare(cls.__annotations__[name]), _bare(field.annotation)
+            written = _bare(cls.__annotations__[name])
+            shared = _bare(field.annotation)
             if written != shared:
-                raise TypeError(f"{cls.__name__}.{name} is written as {written}, but the shared field has {shared}")
+                raise TypeError(
+                    f"{cls.__name__}.{name} is written as {written}, but the shared field has"
+                    f" {shared}"
+                )
             cls.__annotations__[name] = field.annotation
 
 
@@ -226,7 +250,8 @@ def _bare(annotation: Any) -> Any:
 
 def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
     """Give a new object of a checked class its values; return a clause for each wrong value."""
-    cls, clauses = type(blank), list[str]()
+    cls = type(blank)
+    clauses = list[str]()
     names = {key: name for name, key in keys_of(cls).items()}
     named = {names.get(key, key): value for key, value in values.items()}
     try:
@@ -238,8 +263,8 @@ def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
 
 
 def _converted(cls: type, values: Mapping[str, object], clauses: list[str]) -> dict[str, object]:
-    """Convert values to what strict pydantic takes: plain values, and objects of checked classes in place of mappings.
-    Values that cannot be converted are left out, and `clauses` says why."""
+    """Convert values to what strict pydantic takes: plain values, and objects of checked classes in
+    place of mappings. Values that cannot be converted are left out, and `clauses` says why."""
     converted: dict[str, object] = {}
     for name, value in values.items():
         kind = _fields(cls)[name].annotation if name in _fields(cls) else None
@@ -250,18 +275,25 @@ def _converted(cls: type, values: Mapping[str, object], clauses: list[str]) -> d
 
 
 def _made(kind: Any, value: Any, key: str, clauses: list[str]) -> Any:
-    """Convert a value of a field, or of a list or dict in it, to what pydantic takes; `clauses` says what is wrong."""
-    origin, inner = get_origin(kind), get_args(kind)
+    """Convert a value of a field, or of a list or dict in it, to what pydantic takes; `clauses`
+    says what is wrong."""
+    origin = get_origin(kind)
+    inner = get_args(kind)
     members = [member for member in inner if member is not types.NoneType]
     if len(members) == 1 < len(inner):
         return _made(members[0], value, key, clauses)
     if origin is list and is_list(value):
         if set(map(type, value)) <= {int, float, str}:  # fast for long lists, such as token ids
             return list(value)
-        return [_made(inner[0], entry, f"{key}[{place}]", clauses) for place, entry in enumerate(value)]
+        return [
+            _made(inner[0], entry, f"{key}[{place}]", clauses) for place, entry in enumerate(value)
+        ]
     if isinstance(value, Mapping):
         if origin is dict:
-            return {name: _made(inner[1], entry, f"{key}[{name!r}]", clauses) for name, entry in value.items()}
+            return {
+                name: _made(inner[1], entry, f"{key}[{name!r}]", clauses)
+                for name, entry in value.items()
+            }
         if dataclasses.is_dataclass(kind):
             return attempt(cast(type, kind), value, clauses, f"{key}.")
     return plain(value)
@@ -278,7 +310,8 @@ def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) ->
             yield f"{name if name.isidentifier() and len(name) <= 60 else shown(name)} is unknown"
         elif name not in values:
             yield f"{keys[name]} is missing"
-        elif first["type"] != "missing" or len(first["loc"]) > 1:  # otherwise `_converted` left it out and reported it
+        # otherwise `_converted` left it out and reported it
+        elif first["type"] != "missing" or len(first["loc"]) > 1:
             yield _clause(keys[name], _fields(cls)[name], first, values[name])
 
 
@@ -286,7 +319,8 @@ def _clause(key: str, info: FieldInfo, error: Mapping[str, Any], value: Any) -> 
     """Say in plain words why a value does not fit its field, given pydantic's error."""
     for place in error["loc"][1:]:
         if get_origin(info.annotation) in (list, dict):
-            key, value = f"{key}[{place!r}]", value[place]
+            key = f"{key}[{place!r}]"
+            value = value[place]
             info = FieldInfo.from_annotation(get_args(info.annotation)[-1])
     context = error.get("ctx", {})
     text = f"must be {info.title or _kind(info.annotation)}"
@@ -298,8 +332,10 @@ def _clause(key: str, info: FieldInfo, error: Mapping[str, Any], value: Any) -> 
 
 
 def _kind(annotation: Any, many: bool = False) -> str:
-    """The values of a type in words, such as `a whole number or None`; with `many` in the plural: `whole numbers`."""
-    origin, inner = get_origin(annotation), get_args(annotation)
+    """The values of a type in words, such as `a whole number or None`; with `many` in the plural:
+    `whole numbers`."""
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
     if origin is Annotated:
         return _kind(inner[0], many)
     if origin in (Union, types.UnionType):
@@ -311,7 +347,9 @@ def _kind(annotation: Any, many: bool = False) -> str:
         *others, last = map(repr, inner)
         return f"{', '.join(others)} or {last}" if others else last
     if origin in (tuple, list):
-        members = list(dict.fromkeys(_kind(member, many=True) for member in inner if member is not Ellipsis))
+        members = list(
+            dict.fromkeys(_kind(member, many=True) for member in inner if member is not Ellipsis)
+        )
         fixed = origin is tuple and Ellipsis not in inner
         return f"a list of {f'{len(inner)} ' if fixed else ''}{' or '.join(members)}"
     if origin is dict:

@@ -28,15 +28,19 @@ from mtpkit.files import JsonObject
 
 _WHAT = "model config"
 
-_UNKNOWN_DEPTHS_DEFAULT, _UNKNOWN_DEPTHS_MOST = 3, 7
-"""Default K, and the largest K of `auto`, for a repeated head if it is unknown for how many depths it was trained."""
+_UNKNOWN_DEPTHS_DEFAULT = 3
+_UNKNOWN_DEPTHS_MOST = 7
+"""Default K, and the largest K of `auto`, for a repeated head if it is unknown for how many depths
+it was trained."""
 
 _ADDED_LATER: dict[str, object] = {"layernorm_zero_centered_gamma": False}
-"""Fields of `ModelConfig` that files have only if they differ from these defaults, since older files lack them."""
+"""Fields of `ModelConfig` that files have only if they differ from these defaults, since older
+files lack them."""
 
 HiddenState = Literal["after_final_norm", "before_final_norm"]
 HEAD_RULES = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
-"""Fields of `MtpConfig` in which implementations of one model differ; the right values are those of the training."""
+"""Fields of `MtpConfig` in which implementations of one model differ; the right values are those of
+the training."""
 
 
 @checked("model config", prefix="mtp_")
@@ -48,23 +52,32 @@ class MtpConfig(Part):
     pattern: HeadPattern = ""
     """Layers of one MTP depth; empty when the model has no heads."""
     num_depths: Annotated[int, up_to(64)] = 0
-    """K, the number of depths the heads are trained for. A repeated head may be unrolled further when serving."""
+    """K, the number of depths the heads are trained for. A repeated head may be unrolled further
+    when serving."""
     depths_known: bool = True
-    """Whether it is known for how many depths a repeated head was trained; if not, `num_depths` is 1."""
+    """Whether it is known for how many depths a repeated head was trained; if not, `num_depths` is
+    1."""
     repeated: bool = Field(default=True, validation_alias="mtp_use_repeated_layer")
-    """One physical layer shared by all depths (Nemotron 3), rather than one per depth (DeepSeek-V3)."""
+    """One physical layer shared by all depths (Nemotron 3), rather than one per depth
+    (DeepSeek-V3)."""
     reads_of_base: HiddenState = "after_final_norm"
-    """The hidden state of the base that depth 1 reads. lm_head always reads the one after the final norm."""
+    """The hidden state of the base that depth 1 reads. lm_head always reads the one after the final
+    norm."""
     reads_of_depth: HiddenState = "after_final_norm"
-    """The hidden state of a depth that the next depth reads: after or before the depth's own final norm."""
+    """The hidden state of a depth that the next depth reads: after or before the depth's own final
+    norm."""
     zero_first_embedding: bool = False
-    """Whether a depth reads zeros in place of the embedding at position 0 of a document. In decoding, a repeated head
-    is at position 0 only at depth 1, whose first entry then lacks the document's second token."""
+    """Whether a depth reads zeros in place of the embedding at position 0 of a document. In
+    decoding, a repeated head is at position 0 only at depth 1, whose first entry then lacks the
+    document's second token."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be built."""
         if bool(self.pattern) != bool(self.num_depths):
-            yield f"mtp_pattern {shown(self.pattern)} and mtp_num_depths {self.num_depths} must be set together"
+            yield (
+                f"mtp_pattern {shown(self.pattern)} and mtp_num_depths {self.num_depths} must be"
+                " set together"
+            )
         if not self.depths_known and not (self.num_depths == 1 and self.repeated):
             yield "mtp_depths_known false is for one repeated head with mtp_num_depths 1"
 
@@ -74,12 +87,14 @@ class MtpConfig(Part):
         return {f"mtp_{name}": getattr(self, name) for name in HEAD_RULES}
 
     def hands_on_normed(self, depth: int) -> bool:
-        """Whether the next depth reads the state of this depth (0: the base) after its final norm, not before it."""
+        """Whether the next depth reads the state of this depth (0: the base) after its final norm,
+        not before it."""
         return (self.reads_of_depth if depth else self.reads_of_base) == "after_final_norm"
 
     @property
     def num_layers(self) -> int:
-        """Number of physical MTP layers: 1 when repeated, one per depth otherwise, 0 without heads."""
+        """Number of physical MTP layers: 1 when repeated, one per depth otherwise, 0 without
+        heads."""
         return min(1, self.num_depths) if self.repeated else self.num_depths
 
     @property
@@ -89,7 +104,8 @@ class MtpConfig(Part):
 
     @property
     def most_adaptive_drafts(self) -> int:
-        """The largest K that `auto` tries: the number of depths the heads are trained for, or 7 if that is unknown."""
+        """The largest K that `auto` tries: the number of depths the heads are trained for, or 7 if
+        that is unknown."""
         return self.num_depths if self.depths_known else _UNKNOWN_DEPTHS_MOST
 
 
@@ -97,14 +113,15 @@ class MtpConfig(Part):
 class ModelConfig:
     """Sizes and switches of a hybrid language model with multi-token-prediction (MTP) heads.
 
-    Field names are megatron-core's where it has such a field. Instances are checked on construction; `UserError` names
-    every offending field. Files, `of` and `replace` have the fields of all parts side by side under the keys of
-    `keys_of`, such as `mamba_num_heads` for `mamba2.num_heads`.
+    Field names are megatron-core's where it has such a field. Instances are checked on
+    construction; `UserError` names every offending field. Files, `of` and `replace` have the fields
+    of all parts side by side under the keys of `keys_of`, such as `mamba_num_heads` for
+    `mamba2.num_heads`.
     """
 
     family: str
-    """Name of the family in `mtpkit.checkpoint.families` that the model is written as in the Hugging Face layout; empty
-    if unknown."""
+    """Name of the family in `mtpkit.checkpoint.families` that the model is written as in the
+    Hugging Face layout; empty if unknown."""
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
     pattern: Pattern
@@ -115,7 +132,8 @@ class ModelConfig:
     """Sections of layer kinds that differ from their defaults, at most one of each kind."""
     layernorm_epsilon: Annotated[Number, Field(ge=1e-20, le=1)] = 1e-5
     layernorm_zero_centered_gamma: bool = False
-    """Whether all norms except those inside recurrent mixers multiply by 1 + their weights (Gemma, Qwen3-Next)."""
+    """Whether all norms except those inside recurrent mixers multiply by 1 + their weights (Gemma,
+    Qwen3-Next)."""
     tie_word_embeddings: bool = False
     init_std: Annotated[Number, Field(ge=0, le=1e3)] = 0.02
     bos_token_id: int | None = None
@@ -132,11 +150,15 @@ class ModelConfig:
 
     @field_validator("bos_token_id", "eos_token_ids", "pad_token_id")
     @classmethod
-    def _check_vocabulary[T: int | tuple[int, ...] | None](cls, tokens: T, info: ValidationInfo) -> T:
+    def _check_vocabulary[T: int | tuple[int, ...] | None](
+        cls, tokens: T, info: ValidationInfo
+    ) -> T:
         given = () if tokens is None else tokens if isinstance(tokens, tuple) else (tokens,)
         size = info.data.get("vocab_size", math.inf)
         if outside := [shown(token) for token in given if not 0 <= token < size]:
-            raise ValueError(f"{listed(outside, width=60)} is not in the vocabulary of {size} tokens")
+            raise ValueError(
+                f"{listed(outside, width=60)} is not in the vocabulary of {size} tokens"
+            )
         return tokens
 
     def problems(self) -> Iterator[str]:
@@ -148,11 +170,16 @@ class ModelConfig:
             if count := layers.count(letter):
                 yield from self.section(section).requirements(count)
                 for other in set(section.apart) & set(layers):
-                    yield f"{section.title} and {SECTIONS[other].title} ({letter}, {other}) cannot be in one model"
+                    yield (
+                        f"{section.title} and {SECTIONS[other].title} ({letter}, {other}) cannot be"
+                        " in one model"
+                    )
 
     def section[S: Section](self, kind: type[S]) -> S:
         """The sizes and switches of a layer kind."""
-        return next((section for section in self.sections if isinstance(section, kind)), kind.default())
+        return next(
+            (section for section in self.sections if isinstance(section, kind)), kind.default()
+        )
 
     def has(self, kind: type[Section]) -> bool:
         """Whether any layer of the base or the heads is of the given kind."""
@@ -194,7 +221,8 @@ class ModelConfig:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Make a config from the fields of all parts, given by their keys in files, such as `mamba_num_heads`.
+        """Make a config from the fields of all parts, given by their keys in files, such as
+        `mamba_num_heads`.
 
         Raises:
             UserError: unknown or missing keys, or wrong values, all of them named.
@@ -206,11 +234,14 @@ class ModelConfig:
             own = {key: values.pop(key) for key in keys_of(part).values() if key in values}
             parts[part] = attempt(part, own, clauses)
         if clauses:
-            raise WrongValues(_WHAT, clauses + field_clauses(cls, values | {"mtp": MtpConfig(), "sections": ()}))
+            raise WrongValues(
+                _WHAT, clauses + field_clauses(cls, values | {"mtp": MtpConfig(), "sections": ()})
+            )
         return cls(**values, mtp=parts.pop(MtpConfig), sections=tuple(parts.values()))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some values changed, by their keys in files. A number of depths given here counts as known."""
+        """A copy with some values changed, by their keys in files. A number of depths given here
+        counts as known."""
         if "mtp_num_depths" in changes:
             changes = {"mtp_depths_known": True} | changes
         return type(self).of(**self.values() | changes)
@@ -218,13 +249,17 @@ class ModelConfig:
     def values(self) -> JsonObject:
         """The fields of all parts by their keys in files, in the order of files."""
         sections = [self.section(kind) for kind in SECTIONS.values()]
-        written = [section for section in sections if section.in_every_file or section in self.sections]
+        written = [
+            section for section in sections if section.in_every_file or section in self.sections
+        ]
         nested: dict[str, Sequence[Part]] = {"mtp": [self.mtp], "sections": written}
         found: JsonObject = {}
         for name in keys_of(type(self)):
             for part in nested.get(name, ()):
                 found |= part.stored()
-            if name not in nested and (name not in _ADDED_LATER or getattr(self, name) != _ADDED_LATER[name]):
+            if name not in nested and (
+                name not in _ADDED_LATER or getattr(self, name) != _ADDED_LATER[name]
+            ):
                 found[name] = getattr(self, name)
         return found
 
@@ -237,9 +272,10 @@ class ModelConfig:
         return getattr(self, key)
 
     def departures(self) -> JsonObject:
-        """Settings of the model and its layers, by their keys in files, that older files lack and that differ from the
-        defaults that such files imply."""
-        values, sections = self.values(), [kind for letter, kind in SECTIONS.items() if letter in self.letters]
+        """Settings of the model and its layers, by their keys in files, that older files lack and
+        that differ from the defaults that such files imply."""
+        values = self.values()
+        sections = [kind for letter, kind in SECTIONS.items() if letter in self.letters]
         later = [keys_of(section)[name] for section in sections for name in section.added_later]
         return {key: values[key] for key in (*_ADDED_LATER, *later) if key in values}
 
@@ -268,7 +304,9 @@ class ModelConfig:
         return config_of_file(where, {}, values)
 
 
-def config_of_file(where: object, keys: Mapping[str, str], fields: Mapping[str, object]) -> ModelConfig:
+def config_of_file(
+    where: object, keys: Mapping[str, str], fields: Mapping[str, object]
+) -> ModelConfig:
     """Build a config from what a file says, with messages that name the file and its own keys.
 
     Args:
@@ -281,5 +319,8 @@ def config_of_file(where: object, keys: Mapping[str, str], fields: Mapping[str, 
     try:
         return ModelConfig.of(**fields)
     except WrongValues as error:
-        clauses = [re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), clause) for clause in error.clauses]
+        clauses = [
+            re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), clause)
+            for clause in error.clauses
+        ]
         raise WrongValues(str(where), clauses) from None

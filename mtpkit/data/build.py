@@ -17,9 +17,13 @@ from mtpkit.errors import UserError
 
 
 def pack_documents(
-    name: str, documents: Iterable[Document], sequence_length: int, options: DataOptions | None = None
+    name: str,
+    documents: Iterable[Document],
+    sequence_length: int,
+    options: DataOptions | None = None,
 ) -> PackedSource:
-    """Split or cut documents that are too long and pack all parts with prediction targets, in memory.
+    """Split or cut documents that are too long and pack all parts with prediction targets, in
+    memory.
 
     Raises:
         UserError: too many rows cannot be used, or no document has a prediction target.
@@ -59,8 +63,8 @@ def require_usable(source: str, num_parts: int, left_out: Sequence[str]) -> None
     if not num_parts:
         first = f", the first is {left_out[0]}" if left_out else ""
         raise UserError(
-            f"data: {source} has no usable documents: all {len(left_out)} have nothing to learn{first};"
-            " check the columns"
+            f"data: {source} has no usable documents: all {len(left_out)} have nothing to"
+            f" learn{first}; check the columns"
         )
 
 
@@ -72,20 +76,25 @@ def build_dataset(
     vocab_size: int | None = None,
     options: DataOptions | None = None,
 ) -> PackedDataset:
-    """Memory-map the prepared data of `paths`; read, tokenise and pack files, folders and globs, with a progress bar.
+    """Memory-map the prepared data of `paths`; read, tokenise and pack files, folders and globs,
+    with a progress bar.
 
     Args:
-        sequence_length: tokens per sequence; None: that of the prepared data, or 1024 without prepared data.
+        sequence_length: tokens per sequence; None: that of the prepared data, or 1024 without
+            prepared data.
         vocab_size: vocabulary size of the model that reads the data; None: not known.
 
     Raises:
-        UserError: any error of `find_sources`, `open_prepared`, `read_samples`, `tokenize` or `PackedDataset`, or a
-            token outside the model's vocabulary, or too many rows that cannot be used.
+        UserError: any error of `find_sources`, `open_prepared`, `read_samples`, `tokenize` or
+            `PackedDataset`, or a token outside the model's vocabulary, or too many rows that cannot
+            be used.
     """
     options = options or DataOptions()
     found = find_sources(paths)
     if sequence_length is None:
-        sequence_length = stored_length([source.prepared for source in found if source.prepared]) or 1024
+        sequence_length = (
+            stored_length([source.prepared for source in found if source.prepared]) or 1024
+        )
     check_sequence_length(sequence_length)
     sources: list[PackedSource] = []
     origins: list[tuple[str, Path | None]] = []
@@ -97,7 +106,11 @@ def build_dataset(
         else:
             samples = read_samples(source.files, columns, options.on_bad_row)
             documents = tokenize(samples, tokenizer, vocab_size=vocab_size, options=options)
-            opened = [pack_documents(source.name, _counted(documents, source.name), sequence_length, options)]
+            opened = [
+                pack_documents(
+                    source.name, _counted(documents, source.name), sequence_length, options
+                )
+            ]
             place = None
         sources += opened
         origins += [(one.counts.name, place and place / one.counts.name) for one in opened]
@@ -117,7 +130,12 @@ def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
 
     # disable=None: silent where stderr is not a terminal.
     with tqdm(
-        desc=f"tokenised documents of {source}", unit="", mininterval=0, miniters=1, disable=None, leave=False
+        desc=f"tokenised documents of {source}",
+        unit="",
+        mininterval=0,
+        miniters=1,
+        disable=None,
+        leave=False,
     ) as bar:
         for batch in batched(documents, BATCH):
             bar.update(len(batch))
@@ -125,7 +143,8 @@ def _counted(documents: Iterable[Document], source: str) -> Iterator[Document]:
 
 
 def require_known(sources: Sequence[SourceCounts], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the end-of-sequence token.
+    """Refuse tokens that a model of `vocab_size` has no embedding for; padding is the
+    end-of-sequence token.
 
     Raises:
         UserError: there is such a token; names the largest and its source.
@@ -136,6 +155,8 @@ def require_known(sources: Sequence[SourceCounts], tokenizer: Tokenizer, vocab_s
     if token >= vocab_size:
         text = tokenizer.convert_ids_to_tokens(token)
         raise UserError(
-            f"data: {largest[token]} has token {token}{f', {text!r}' if text else ''}, but the model's vocabulary is of"
-            f" {vocab_size}{': its tokenizer has tokens added since' if text else ''}; take it out of the data"
+            f"data: {largest[token]} has token {token}{f', {text!r}' if text else ''}, but the"
+            " model's vocabulary is of"
+            f" {vocab_size}{': its tokenizer has tokens added since' if text else ''}; take it out"
+            " of the data"
         )

@@ -43,7 +43,9 @@ def read_objects(row: Row, column: str, name: str) -> list[JsonObject]:
     objects = read_list(row, column, name) or []
     _check_nested(objects, column, name)
     if odd := [entry for entry in objects if not isinstance(entry, dict)]:
-        raise RowError(f"data: {name}: {column!r} must be a list of objects, not of {shown(odd[0])}")
+        raise RowError(
+            f"data: {name}: {column!r} must be a list of objects, not of {shown(odd[0])}"
+        )
     return objects
 
 
@@ -61,7 +63,8 @@ def read_object(row: Row, column: str, name: str) -> JsonObject:
 
 
 def lacking(row: Row, column: str) -> str:
-    """Say that a row lacks `column`, and which columns it has; those that are null are not listed."""
+    """Say that a row lacks `column`, and which columns it has; those that are null are not
+    listed."""
     others = listed(key for key, value in row.items() if value is not None)
     return f"no column {column!r}; it has: {others}" if others else "empty row"
 
@@ -94,6 +97,7 @@ def _require_unicode(text: str, column: str, name: str) -> str:
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])
         raise RowError(
-            f"data: {name}: column {column!r} has {half}, half of a surrogate pair, which is not valid text"
+            f"data: {name}: column {column!r} has {half}, half of a surrogate pair, which is not"
+            " valid text"
         ) from error
     return text

@@ -1,12 +1,14 @@
-"""Turn conversations into token ids and a mask of the assistant's tokens, with the tokenizer's chat template.
+"""Turn conversations into token ids and a mask of the assistant's tokens, with the tokenizer's chat
+template.
 
-What is learnt of a message is what the assistant writes when it is served: the text after the generation prompt, up to
-and including the token that ends the turn. A template may mark the assistant's parts itself (`{% generation %}`). For
-other templates each message is located in the rendered text. If the rendering of the conversation before the message,
-generation prompt included, is a prefix of the whole, then the message starts after it. Some templates render a message
-differently depending on what follows (reasoning is dropped from older turns, tools move before the last question), so
-that it is no prefix. In that case the message is replaced by a text that occurs nowhere else, and the part of the
-rendering that changes is the message's place.
+What is learnt of a message is what the assistant writes when it is served: the text after the
+generation prompt, up to and including the token that ends the turn. A template may mark the
+assistant's parts itself (`{% generation %}`). For other templates each message is located in the
+rendered text. If the rendering of the conversation before the message, generation prompt included,
+is a prefix of the whole, then the message starts after it. Some templates render a message
+differently depending on what follows (reasoning is dropped from older turns, tools move before the
+last question), so that it is no prefix. In that case the message is replaced by a text that occurs
+nowhere else, and the part of the rendering that changes is the message's place.
 """
 
 import json
@@ -49,7 +51,8 @@ class Turn:
     start: int
     end: int
     prompt: int = 0
-    """Text up to here is a prompt for sure; a token that begins before it is not the assistant's."""
+    """Text up to here is a prompt for sure; a token that begins before it is not the
+    assistant's."""
     closed: bool = True
     """Whether the text of the turn ends with the token that ends turns."""
 
@@ -62,13 +65,15 @@ def require_template(tokenizer: Tokenizer) -> None:
     """
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer in {tokenizer.name_or_path} has no chat template for data with messages; "
-            "add chat_template.jinja to it, or name a file with --chat-template of mtpkit data prepare or regenerate"
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template for data with"
+            " messages; add chat_template.jinja to it, or name a file with --chat-template of"
+            " mtpkit data prepare or regenerate"
         )
 
 
 def learnt_turns(messages: Messages, loss: Loss = "all_turns") -> list[int]:
-    """Indices of the messages that are learnt: the assistant's, but no empty ones, and none that say otherwise.
+    """Indices of the messages that are learnt: the assistant's, but no empty ones, and none that
+    say otherwise.
 
     Raises:
         NothingToLearn: there are none.
@@ -98,7 +103,9 @@ def _answers(messages: Messages, loss: Loss) -> list[int]:
 def _is_empty(message: JsonObject) -> bool:
     """Whether a message has neither text nor calls nor reasoning."""
     texts = (message.get(key) for key in ("content", "reasoning_content", "reasoning"))
-    return not message.get("tool_calls") and not any(isinstance(text, str) and text.strip() for text in texts)
+    return not message.get("tool_calls") and not any(
+        isinstance(text, str) and text.strip() for text in texts
+    )
 
 
 class Chat:
@@ -134,53 +141,71 @@ class Chat:
         loss: Loss = "all_turns",
         complete: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [n] int32 of a whole conversation, and [n] bool, True for the tokens that are learnt.
+        """Token ids [n] int32 of a whole conversation, and [n] bool, True for the tokens that are
+        learnt.
 
-        The tokens of a turn include the one that ends it, but nothing that the template adds after it. If the template
-        ends turns with the token that begins the next one, this token follows the last turn too.
+        The tokens of a turn include the one that ends it, but nothing that the template adds after
+        it. If the template ends turns with the token that begins the next one, this token follows
+        the last turn too.
 
         Args:
             complete: False: the last message was cut off, and no token that ends it is learnt.
 
         Raises:
-            SampleError: the template refuses the conversation, or does not render the calls of a message that is
-                learnt; or an assistant's message is not found in the rendered text.
+            SampleError: the template refuses the conversation, or does not render the calls of a
+                message that is learnt; or an assistant's message is not found in the rendered text.
             NothingToLearn: see `learnt_turns`.
         """
         learnt = learnt_turns(messages, loss)
         form, whole = self._accepted(messages, tools)
         if hidden := sorted({*learnt} & {*self._hidden_calls(form, tools)}):
-            raise SampleError(f"the chat template does not render all calls of message {hidden[0] + 1}")
+            raise SampleError(
+                f"the chat template does not render all calls of message {hidden[0] + 1}"
+            )
         template = self._tokenizer.get_chat_template(tools=tools)
         if not _GENERATION.search(template) or not self._tokenizer.is_fast or _has_nulls(form):
             turns = list(_Finder(self, form, tools, whole).turns(learnt))
             whole, turns = self._ended(whole, turns, form, learnt[-1], complete)
             return self._encode(whole, turns)
-        marks = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        marks = {
+            "return_dict": True,
+            "return_assistant_tokens_mask": True,
+            "tokenizer_kwargs": {"verbose": False},
+        }
         encoded = self._apply(form, tools, tokenize=True, **marks)
         token_ids = np.array(encoded["input_ids"], dtype=np.int32)
         mask = np.array(encoded["assistant_masks"], dtype=bool)
         try:
             turns = list(_Finder(self, form, tools, whole).turns(learnt))
         except SampleError:
-            if not complete or len(learnt) < sum(message["role"] == "assistant" for message in messages):
+            if not complete or len(learnt) < sum(
+                message["role"] == "assistant" for message in messages
+            ):
                 raise
             return token_ids, mask
         if not complete:
             turns = self._ended(whole, turns, form, learnt[-1], complete)[1]
         return token_ids, mask & self._encode(whole, turns)[1]
 
-    def render(self, messages: Messages, tools: list[JsonObject] | None, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Messages,
+        tools: list[JsonObject] | None,
+        add_generation_prompt: bool = False,
+    ) -> str:
         """Render messages as they are.
 
         Raises:
             SampleError: the template refuses them.
         """
         if not _has_nulls(messages):
-            return self._apply(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+            return self._apply(
+                messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # Later versions of `apply_chat_template` drop contents of None, which some templates ask for.
+        # Later versions of `apply_chat_template` drop contents of None, which some templates ask
+        # for.
         with _refusals():
             rendered, _ = render_jinja_template(
                 [messages],
@@ -192,12 +217,14 @@ class Chat:
         return rendered[0]
 
     def closer(self, follower: str) -> str:
-        """The special token that ends a turn before a message of the role `follower`, "" for none: that of the turn
-        itself, or the first token of what follows; "" if there is none."""
+        """The special token that ends a turn before a message of the role `follower`, "" for none:
+        that of the turn itself, or the first token of what follows; "" if there is none."""
         if follower not in self._closers:
             after = [{"role": follower, "content": "x"}] if follower else []
             answer = {"role": "assistant", "content": _MARKS[0]}
-            tries = (self._token_after([_QUESTION, one, *after]) for one in (answer, _in_parts(answer)))
+            tries = (
+                self._token_after([_QUESTION, one, *after]) for one in (answer, _in_parts(answer))
+            )
             found = next((token for token in tries if token is not None), None)
             if found is None:
                 found = self.closer("") if follower else ""
@@ -205,10 +232,15 @@ class Chat:
         return self._closers[follower]
 
     def thoughtless(self) -> list[str]:
-        """Generation prompts of the template for a model that is not to think, unless the user chose one."""
+        """Generation prompts of the template for a model that is not to think, unless the user
+        chose one."""
         if self._off is None:
             template = self._tokenizer.get_chat_template()
-            names = [name for name in _THINKING if name in template and not self._kwargs.keys() & _THINKING]
+            names = [
+                name
+                for name in _THINKING
+                if name in template and not self._kwargs.keys() & _THINKING
+            ]
             self._off = []
             for name in names:
                 chat = Chat(self._tokenizer, {**self._kwargs, name: False})
@@ -218,13 +250,15 @@ class Chat:
     def header(self, messages: Messages, tools: list[JsonObject] | None) -> str:
         """What the template adds to the messages as a generation prompt."""
         try:
-            without, prompt = self.render(messages, tools), self.render(messages, tools, True)
+            without = self.render(messages, tools)
+            prompt = self.render(messages, tools, True)
         except SampleError:
             return ""
         return prompt[len(without) :] if prompt.startswith(without) else ""
 
     def _token_after(self, messages: Messages) -> str | None:
-        """The special token after the first of the `_MARKS`, "" if none ends a turn; None if it is not rendered."""
+        """The special token after the first of the `_MARKS`, "" if none ends a turn; None if it is
+        not rendered."""
         try:
             text = self.render(messages, None)
         except SampleError:
@@ -237,11 +271,15 @@ class Chat:
         return "" if token and self.header([_QUESTION], None).lstrip().startswith(token) else token
 
     def _accepted(
-        self, messages: Messages, tools: list[JsonObject] | None, add_generation_prompt: bool = False
+        self,
+        messages: Messages,
+        tools: list[JsonObject] | None,
+        add_generation_prompt: bool = False,
     ) -> tuple[Messages, str]:
         """The first form of a conversation that the template renders in full, and its rendering.
 
-        If none is rendered in full, it is the first with its contents, or else the first that is not refused.
+        If none is rendered in full, it is the first with its contents, or else the first that is
+        not refused.
         """
         refusal: SampleError | None = None
         without_calls: tuple[Messages, str] | None = None
@@ -265,8 +303,13 @@ class Chat:
 
     def _shows_calls(self, form: Messages, tools: list[JsonObject] | None, text: str) -> bool:
         """Whether a rendering has all calls, and arguments in another notation than Python's."""
-        functions = [call["function"] for call in _calls(form) if isinstance(call.get("function"), dict)]
-        if any(isinstance(one.get("arguments"), dict) and _is_repr(one["arguments"], text) for one in functions):
+        functions = [
+            call["function"] for call in _calls(form) if isinstance(call.get("function"), dict)
+        ]
+        if any(
+            isinstance(one.get("arguments"), dict) and _is_repr(one["arguments"], text)
+            for one in functions
+        ):
             return False
         return not self._hidden_calls(form, tools)
 
@@ -281,24 +324,31 @@ class Chat:
         if not places:
             return []
         names = iter(range(len(places)))
-        renamed = _with_calls(form, lambda function: {**function, "name": f"f-{next(names)}-{_MARKS[0]}"})
+        renamed = _with_calls(
+            form, lambda function: {**function, "name": f"f-{next(names)}-{_MARKS[0]}"}
+        )
         try:
             probe = self.render(renamed, tools)
         except SampleError:  # a template may look for the name among the tools
             return []
-        return [index for number, index in enumerate(places) if f"f-{number}-{_MARKS[0]}" not in probe]
+        return [
+            index for number, index in enumerate(places) if f"f-{number}-{_MARKS[0]}" not in probe
+        ]
 
     def _ended(
         self, whole: str, turns: list[Turn], form: Messages, last: int, complete: bool
     ) -> tuple[str, list[Turn]]:
-        """End the last message of a conversation as in serving, if it is learnt: with a token that the template only
-        writes before another message, or without one if the message was cut off."""
+        """End the last message of a conversation as in serving, if it is learnt: with a token that
+        the template only writes before another message, or without one if the message was cut
+        off."""
         if last != len(form) - 1:
             return whole, turns
         *others, turn = turns
         if not complete:
             text = whole[turn.start : turn.end]
-            token = next((token for token in self._special if turn.closed and text.endswith(token)), "")
+            token = next(
+                (token for token in self._special if turn.closed and text.endswith(token)), ""
+            )
             return whole, [*others, Turn(turn.start, turn.end - len(token), turn.prompt)]
         if turn.closed:
             return whole, turns
@@ -309,21 +359,27 @@ class Chat:
         """Token ids of a text, and a mask of the tokens of turns."""
         if not self._tokenizer.is_fast:
             return self._encode_in_parts(text, turns)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         mask = np.zeros(len(offsets), dtype=bool)
         for turn in turns:
-            begins, ends = offsets[:, 0], offsets[:, 1]
+            begins = offsets[:, 0]
+            ends = offsets[:, 1]
             mask |= (begins < turn.end) & (ends > turn.start) & (begins >= turn.prompt)
         return np.array(encoded["input_ids"], dtype=np.int32), mask
 
     def _encode_in_parts(self, text: str, turns: list[Turn]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the text inside and between turns separately, for tokenizers without character offsets."""
+        """Encode the text inside and between turns separately, for tokenizers without character
+        offsets."""
         token_ids: list[int] = []
         mask: list[bool] = []
         cuts = [0, *(cut for turn in turns for cut in (turn.start, turn.end)), len(text)]
         for number, (start, end) in enumerate(pairwise(cuts)):
-            part = self._tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+            part = self._tokenizer(text[start:end], add_special_tokens=False, verbose=False)[
+                "input_ids"
+            ]
             token_ids += part
             mask += [bool(number % 2)] * len(part)
         return np.array(token_ids, dtype=np.int32), np.array(mask, dtype=bool)
@@ -331,7 +387,9 @@ class Chat:
     def _apply(self, messages: Messages, tools: list[JsonObject] | None, **options: object) -> Any:
         """Render a conversation by the chat template, with the options of `apply_chat_template`."""
         with _refusals():
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **self._kwargs, **options)
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, **self._kwargs, **options
+            )
 
 
 @contextmanager
@@ -347,8 +405,13 @@ def _refusals() -> Iterator[None]:
 class _Finder:
     """Locates the assistant's messages of one conversation in its rendering."""
 
-    def __init__(self, chat: Chat, messages: Messages, tools: list[JsonObject] | None, whole: str) -> None:
-        self._chat, self._messages, self._tools, self._whole = chat, messages, tools, whole
+    def __init__(
+        self, chat: Chat, messages: Messages, tools: list[JsonObject] | None, whole: str
+    ) -> None:
+        self._chat = chat
+        self._messages = messages
+        self._tools = tools
+        self._whole = whole
         self._prefixes: dict[tuple[int, bool], str | None] = {}
 
     def turns(self, indices: list[int]) -> Iterator[Turn]:
@@ -362,19 +425,23 @@ class _Finder:
             turn = self._find(index, after)
             if turn is None or turn.start < after:
                 raise SampleError(
-                    f"message {index + 1}, the assistant's, is not found in what the chat template renders"
+                    f"message {index + 1}, the assistant's, is not found in what the chat template"
+                    " renders"
                 )
             yield turn
             after = turn.end
 
     def _find(self, index: int, after: int) -> Turn | None:
-        whole, header = self._whole, self._header(index)
+        whole = self._whole
+        header = self._header(index)
         prompt = self._prefix(index, True)
         served = len(prompt) if prompt is not None and whole.startswith(prompt) else None
         upto = self._prefix(index + 1)
         limit = len(upto) if upto is not None and whole.startswith(upto) else None
         if served is not None and header and limit is not None and served <= limit:
-            return self._close(index, self._after_thoughtless(served, header, limit), limit, exact=True)
+            return self._close(
+                index, self._after_thoughtless(served, header, limit), limit, exact=True
+            )
         try:
             found = self._replaced(index)
         except SampleError:  # some templates refuse a tool's result without its call
@@ -395,32 +462,39 @@ class _Finder:
         key = count, add_generation_prompt
         if key not in self._prefixes:
             try:
-                self._prefixes[key] = self._chat.render(self._messages[:count], self._tools, add_generation_prompt)
+                self._prefixes[key] = self._chat.render(
+                    self._messages[:count], self._tools, add_generation_prompt
+                )
             except SampleError:
                 self._prefixes[key] = None
         return self._prefixes[key]
 
     def _header(self, index: int) -> str:
         """The generation prompt after the messages before `index`."""
-        without, prompt = self._prefix(index), self._prefix(index, True)
+        without = self._prefix(index)
+        prompt = self._prefix(index, True)
         if without is None or prompt is None or not prompt.startswith(without):
             return ""
         return prompt[len(without) :]
 
     def _replaced(self, index: int) -> tuple[int, int] | None:
-        """Start and end of the text that changes when a message is replaced; None if the template drops messages."""
+        """Start and end of the text that changes when a message is replaced; None if the template
+        drops messages."""
         text = next((mark for mark in _MARKS if mark not in self._whole), None)
         if text is None:
             return None
         message = _answer(text, self._messages)
-        other = self._chat.render([*self._messages[:index], message, *self._messages[index + 1 :]], self._tools)
+        other = self._chat.render(
+            [*self._messages[:index], message, *self._messages[index + 1 :]], self._tools
+        )
         if text not in other:
             return None
         start = _common(self._whole, other)
         return start, len(self._whole) - _common(self._whole[::-1], other[::-1])
 
     def _after_thoughtless(self, start: int, header: str, limit: int) -> int:
-        """Move a start past what the template would add to the prompt, `header`, of a model that is not to think."""
+        """Move a start past what the template would add to the prompt, `header`, of a model that is
+        not to think."""
         for prompt in self._chat.thoughtless():
             end = start - len(header) + len(prompt)
             if start < end <= limit and self._whole.startswith(prompt, start - len(header)):
@@ -428,7 +502,8 @@ class _Finder:
         return start
 
     def _close(self, index: int, start: int, end: int, exact: bool) -> Turn:
-        """End a turn with the token that ends it, which stands in the text up to `end` or comes next."""
+        """End a turn with the token that ends it, which stands in the text up to `end` or comes
+        next."""
         prompt = start if exact else 0
         follower = self._messages[index + 1]["role"] if index + 1 < len(self._messages) else ""
         closer = self._chat.closer(follower)
@@ -438,14 +513,18 @@ class _Finder:
         if at < 0:
             following = self._whole[end:].lstrip()
             at = len(self._whole) - len(following) if following.startswith(closer) else -1
-        return Turn(start, at + len(closer), prompt) if at >= 0 else Turn(start, end, prompt, closed=False)
+        return (
+            Turn(start, at + len(closer), prompt)
+            if at >= 0
+            else Turn(start, end, prompt, closed=False)
+        )
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
     """Yield the forms of a conversation that templates expect, the most common first.
 
-    The arguments of calls are objects, or JSON; a call without text has the content "", or None; contents are texts, or
-    lists of parts.
+    The arguments of calls are objects, or JSON; a call without text has the content "", or None;
+    contents are texts, or lists of parts.
     """
     given = [_normal(message) for message in messages]
     forms = [given]
@@ -460,7 +539,8 @@ def _forms(messages: Messages) -> Iterator[Messages]:
 
 
 def _normal(message: JsonObject) -> JsonObject:
-    """A message with a text for content, and calls of functions in full; no calls rather than an empty list of them."""
+    """A message with a text for content, and calls of functions in full; no calls rather than an
+    empty list of them."""
     message = {**message, "content": message.get("content") or ""}
     calls = message.pop("tool_calls", None)
     return {**message, "tool_calls": [_normal_call(call) for call in calls]} if calls else message
@@ -486,15 +566,18 @@ def _with_calls(messages: Messages, change: Callable[[JsonObject], JsonObject]) 
         return {**call, "function": change(function)} if isinstance(function, dict) else call
 
     return [
-        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
+        (
+            {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+        )
         for message in messages
     ]
 
 
 def _as_object(function: JsonObject) -> JsonObject:
-    """A function with its arguments as an object; JSON that a model wrote may be invalid, and stays as it is."""
+    """A function with its arguments as an object; JSON that a model wrote may be invalid, and stays
+    as it is."""
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         return function
@@ -513,7 +596,11 @@ def _as_json(function: JsonObject) -> JsonObject:
 
 
 def _without_text(message: JsonObject) -> JsonObject:
-    return {**message, "content": None} if "tool_calls" in message and not message["content"] else message
+    return (
+        {**message, "content": None}
+        if "tool_calls" in message and not message["content"]
+        else message
+    )
 
 
 def _in_parts(message: JsonObject) -> JsonObject:
@@ -549,7 +636,8 @@ def _is_repr(arguments: JsonObject, text: str) -> bool:
 
 def _common(left: str, right: str) -> int:
     """Length of the common prefix."""
-    known, most = 0, min(len(left), len(right))
+    known = 0
+    most = min(len(left), len(right))
     while known < most:
         middle = (known + most + 1) // 2
         if left[known:middle] == right[known:middle]:
@@ -560,6 +648,7 @@ def _common(left: str, right: str) -> int:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Special tokens as text, the longest first, so that a token is not mistaken for one that is its prefix."""
+    """Special tokens as text, the longest first, so that a token is not mistaken for one that is
+    its prefix."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)

@@ -1,4 +1,5 @@
-"""Read conversations from rows: messages with role and content, ShareGPT's turns, and Alpaca's instructions."""
+"""Read conversations from rows: messages with role and content, ShareGPT's turns, and Alpaca's
+instructions."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from mtpkit.files import JsonObject, parse_json
 SHAREGPT = "conversations"
 """Column of ShareGPT's turns, each `{"from": "human", "value": "..."}`."""
 ALPACA = ("instruction", "output")
-"""Columns of Alpaca's rows; `input`, `system` and `history`, a list of questions with answers, may stand beside."""
+"""Columns of Alpaca's rows; `input`, `system` and `history`, a list of questions with answers, may
+stand beside."""
 LEARNT_FLAGS = ("weight", "loss_mask", "trainable", "train", "loss")
 """Entries of an assistant's message that say whether it is learnt: 0 or false if not."""
 _ROLES = {
@@ -53,7 +55,8 @@ def conversation_column(known: Collection[str], messages: str) -> str | None:
 
 
 def read_conversation(row: Row, column: str, name: str) -> Conversation:
-    """Read the conversation of a row from `conversation_column`; lists and objects may be written as JSON.
+    """Read the conversation of a row from `conversation_column`; lists and objects may be written
+    as JSON.
 
     Raises:
         RowError: something has a wrong type, or is no text.
@@ -62,13 +65,18 @@ def read_conversation(row: Row, column: str, name: str) -> Conversation:
         messages = _alpaca(row, name)
     else:
         turns = read_objects(row, column, name)
-        messages = [_message(turn, f"data: {name}: message {n} of {column!r}") for n, turn in enumerate(turns, start=1)]
+        messages = [
+            _message(turn, f"data: {name}: message {n} of {column!r}")
+            for n, turn in enumerate(turns, start=1)
+        ]
         if any("from" in turn for turn in turns):
             messages = [*_system(row, name), *messages]
     tools = read_objects(row, "tools", name)
     template_kwargs = read_object(row, "chat_template_kwargs", name)
     if taken := reserved(template_kwargs):
-        raise RowError(f"data: {name}: 'chat_template_kwargs' has {taken[0]!r}, no variable of chat templates")
+        raise RowError(
+            f"data: {name}: 'chat_template_kwargs' has {taken[0]!r}, no variable of chat templates"
+        )
     return Conversation(messages, tools or None, template_kwargs)
 
 
@@ -84,12 +92,15 @@ def _message(turn: JsonObject, where: str) -> JsonObject:
         raise RowError(f"{where} has no role; a message has role and content, or from and value")
     calls = message.get("tool_calls")
     if not isinstance(calls, list | None) or not all(
-        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls or []
+        isinstance(call, dict) and isinstance(call.get("function", call), dict)
+        for call in calls or []
     ):
         raise RowError(f"{where} has the tool_calls {shown(calls)}, must be a list of objects")
     for flag in LEARNT_FLAGS if message["role"] == "assistant" else ():
         if message.get(flag) not in (None, 0, 1):
-            raise RowError(f"{where} has the {flag} {shown(message[flag])}, must be 0, 1, false or true")
+            raise RowError(
+                f"{where} has the {flag} {shown(message[flag])}, must be 0, 1, false or true"
+            )
     if "content" not in message:
         return message
     return {**message, "content": _text(message["content"], where)}
@@ -107,30 +118,41 @@ def _text(content: object, where: str) -> str | None:
 def _part(part: str | JsonObject, where: str) -> str:
     if isinstance(part, str):
         return part
-    kind, text = part.get("type", "text"), part.get("text")
+    kind = part.get("type", "text")
+    text = part.get("text")
     if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise RowError(f"{where} has a part of the type {shown(kind)}; only parts of text can be learnt")
+        raise RowError(
+            f"{where} has a part of the type {shown(kind)}; only parts of text can be learnt"
+        )
     return text
 
 
 def _from_sharegpt(turn: JsonObject, where: str) -> JsonObject:
-    speaker, value = turn["from"], turn.get("value")
+    speaker = turn["from"]
+    value = turn.get("value")
     if not isinstance(speaker, str) or speaker not in _ROLES:
         raise RowError(f"{where} is from {shown(speaker)}, must be from {listed(_ROLES)}")
     rest = {key: entry for key, entry in turn.items() if key not in ("from", "value")}
     message = {"role": _ROLES[speaker], "content": value, **rest}
-    return {**message, "content": None, "tool_calls": _calls(value, where)} if speaker == "function_call" else message
+    return (
+        {**message, "content": None, "tool_calls": _calls(value, where)}
+        if speaker == "function_call"
+        else message
+    )
 
 
 def _calls(value: Any, where: str) -> list[JsonObject]:
-    """The calls that a turn from `function_call` holds, as JSON of one object or a list of objects."""
+    """The calls that a turn from `function_call` holds, as JSON of one object or a list of
+    objects."""
     try:
         parsed = parse_json(value, where) if isinstance(value, str) else value
     except UserError as error:
         raise RowError(str(error)) from error
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise RowError(f"{where} has the value {shown(value)}, must be a call, JSON of name and arguments")
+        raise RowError(
+            f"{where} has the value {shown(value)}, must be a call, JSON of name and arguments"
+        )
     return calls
 
 
@@ -140,7 +162,9 @@ def _system(row: Row, name: str) -> list[JsonObject]:
 
 
 def _alpaca(row: Row, name: str) -> list[JsonObject]:
-    question, more, answer = (read_text_cell(row, key, name) for key in (ALPACA[0], "input", ALPACA[1]))
+    question, more, answer = (
+        read_text_cell(row, key, name) for key in (ALPACA[0], "input", ALPACA[1])
+    )
     return [
         *_system(row, name),
         *_history(row, name),
@@ -151,7 +175,14 @@ def _alpaca(row: Row, name: str) -> list[JsonObject]:
 
 def _history(row: Row, name: str) -> Iterator[JsonObject]:
     for pair in read_list(row, "history", name) or []:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise RowError(f"data: {name}: 'history' holds {shown(pair)}, must be pairs of a question and its answer")
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or not all(isinstance(text, str) for text in pair)
+        ):
+            raise RowError(
+                f"data: {name}: 'history' holds {shown(pair)}, must be pairs of a question and its"
+                " answer"
+            )
         yield {"role": "user", "content": pair[0]}
         yield {"role": "assistant", "content": pair[1]}

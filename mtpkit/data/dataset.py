@@ -54,11 +54,13 @@ class PackedBatch:
     loss_mask: Tensor
     """[b, s] bool, True where the token is a prediction target; False for prompts and padding."""
     documents: Tensor
-    """[b, s] int32, non-decreasing index of the document within its sequence; padding counts as a last document."""
+    """[b, s] int32, non-decreasing index of the document within its sequence; padding counts as a
+    last document."""
     positions: Tensor
     """[b, s] int64, position of each token inside its document."""
     document_lens: tuple[int, ...] | None = None
-    """Lengths of the documents, row after row; None: they are computed from `documents`, with a host-device sync."""
+    """Lengths of the documents, row after row; None: they are computed from `documents`, with a
+    host-device sync."""
     hidden: Callable[[], StoredStates] | None = None
     """Reads the base's final hidden states of these sequences, if they are cached."""
 
@@ -107,7 +109,9 @@ class SourceCounts:
 
         tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
         targets = sum(chunk.flatten().true_count for chunk in table["loss_mask"].chunks)
-        largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table["input_ids"].chunks), default=0)
+        largest = max(
+            (pc.max(chunk.flatten()).as_py() or 0 for chunk in table["input_ids"].chunks), default=0
+        )
         return cls(
             name=tally.source,
             num_documents=tally.num_documents,
@@ -125,7 +129,8 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class PackedSource:
-    """The sequences of one source, a table of `documents.pack` in memory or memory-mapped, and its counts."""
+    """The sequences of one source, a table of `documents.pack` in memory or memory-mapped, and its
+    counts."""
 
     counts: SourceCounts
     table: "pyarrow.Table"
@@ -140,7 +145,11 @@ class PackedDataset:
     """
 
     def __init__(
-        self, sources: Sequence[PackedSource], sequence_length: int, pad_id: int, vocab_size: int | None = None
+        self,
+        sources: Sequence[PackedSource],
+        sequence_length: int,
+        pad_id: int,
+        vocab_size: int | None = None,
     ) -> None:
         """Concatenate packed sources.
 
@@ -152,8 +161,11 @@ class PackedDataset:
         self.counts = [source.counts for source in sources]
         """Counts of each source; several sources may share a name."""
         self._read_hidden: ReadStates | None = None
-        self._pad_id, self._vocab_size = pad_id, vocab_size
-        self._chunks = [(source, batch) for source in sources for batch in source.table.to_batches()]
+        self._pad_id = pad_id
+        self._vocab_size = vocab_size
+        self._chunks = [
+            (source, batch) for source in sources for batch in source.table.to_batches()
+        ]
         self._starts = np.cumsum([0, *(batch.num_rows for _, batch in self._chunks)])
         if self.num_tokens < sequence_length:
             logger.warning(
@@ -224,22 +236,31 @@ class PackedDataset:
         )
 
     def _read(self, row: int) -> list[np.ndarray]:
-        """Token ids, loss mask and document lengths of a sequence, checked against each other and the vocabulary."""
+        """Token ids, loss mask and document lengths of a sequence, checked against each other and
+        the vocabulary."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         (source, batch), place = self._chunks[number], row - int(self._starts[number])
-        columns = (batch.column(name)[place].values for name in ("input_ids", "loss_mask", "document_lengths"))
+        columns = (
+            batch.column(name)[place].values
+            for name in ("input_ids", "loss_mask", "document_lengths")
+        )
         ids, mask, lengths = (values.to_numpy(zero_copy_only=False) for values in columns)
         where = f"{source.place} {source.counts.name}".strip()
         damaged = f"data: {where} is damaged: sequence {row} has"
-        if not len(mask) == len(ids) == lengths.sum() <= self.sequence_length or (len(lengths) and lengths.min() < 1):
+        if not len(mask) == len(ids) == lengths.sum() <= self.sequence_length or (
+            len(lengths) and lengths.min() < 1
+        ):
             raise UserError(
-                f"{damaged} {len(ids)} tokens, a loss mask of {len(mask)} and documents of {lengths.sum()} in all; "
-                f"these must be equal, and at most {self.sequence_length}: prepare the data again"
+                f"{damaged} {len(ids)} tokens, a loss mask of {len(mask)} and documents of"
+                f" {lengths.sum()} in all; these must be equal, and at most {self.sequence_length}:"
+                " prepare the data again"
             )
         vocab_size = np.inf if self._vocab_size is None else self._vocab_size
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
             wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise UserError(f"{damaged} token {wrong}, which the model does not have; prepare the data again")
+            raise UserError(
+                f"{damaged} token {wrong}, which the model does not have; prepare the data again"
+            )
         return [ids, mask, lengths]
 
 

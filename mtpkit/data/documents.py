@@ -1,8 +1,9 @@
-"""Turn samples into documents (token ids and a mask of the prediction targets), and documents into packed sequences.
+"""Turn samples into documents (token ids and a mask of the prediction targets), and documents into
+packed sequences.
 
-All sequences have the same length and are filled first-fit. They are kept in Arrow tables, in which a row is one packed
-sequence: `input_ids` (list of int32) and `loss_mask` (list of bool) of its concatenated documents, and
-`document_lengths` (list of int32). Padding is not stored.
+All sequences have the same length and are filled first-fit. They are kept in Arrow tables, in which
+a row is one packed sequence: `input_ids` (list of int32) and `loss_mask` (list of bool) of its
+concatenated documents, and `document_lengths` (list of int32). Padding is not stored.
 """
 
 import hashlib
@@ -28,13 +29,14 @@ BATCH = 256
 """Samples per call of the tokenizer, which works on them in parallel."""
 
 ROWS = 1000
-"""Most sequences per record batch, limited since Arrow counts the tokens of a record batch with 32 bits."""
+"""Most sequences per record batch, limited since Arrow counts the tokens of a record batch with 32
+bits."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A tokenised sample: `token_ids` [n] int32, and `loss_mask` [n] bool, True where the token is a prediction
-    target."""
+    """A tokenised sample: `token_ids` [n] int32, and `loss_mask` [n] bool, True where the token is
+    a prediction target."""
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -47,7 +49,8 @@ class Document:
     opens_row: bool = True
     """Whether it is the first document of its row."""
     has_prompt: bool = False
-    """Whether it is a conversation, or a prompt with a response; a later part of it would lack its beginning."""
+    """Whether it is a conversation, or a prompt with a response; a later part of it would lack its
+    beginning."""
     num_empty_answers: int = 0
     """Answers and texts without any text, which are not learnt."""
 
@@ -58,8 +61,11 @@ class Document:
         """Whether it has a prompt and more than `length` tokens."""
         return self.has_prompt and len(self) > length
 
-    def usable_parts(self, length: int, long_conversations: LongConversations = "split") -> list["Document"]:
-        """Split into parts of at most `length` tokens, and leave out those without prediction targets.
+    def usable_parts(
+        self, length: int, long_conversations: LongConversations = "split"
+    ) -> list["Document"]:
+        """Split into parts of at most `length` tokens, and leave out those without prediction
+        targets.
 
         The first token of a part is no prediction target, since no token precedes it.
 
@@ -69,7 +75,10 @@ class Document:
         starts = range(0, len(self), length)
         if self.is_long(length) and long_conversations != "split":
             starts = starts[: long_conversations == "cut"]
-        parts = (Document(self.token_ids[i : i + length], self.loss_mask[i : i + length], self.name) for i in starts)
+        parts = (
+            Document(self.token_ids[i : i + length], self.loss_mask[i : i + length], self.name)
+            for i in starts
+        )
         return [part for part in parts if part.loss_mask[1:].any()]
 
     def why_unusable(self, length: int) -> str:
@@ -84,34 +93,49 @@ def tokenize(
     vocab_size: int | None = None,
     options: DataOptions | None = None,
 ) -> Iterator[Document]:
-    """Yield the documents of the samples, in order: one per sample, or one per turn as the options say.
+    """Yield the documents of the samples, in order: one per sample, or one per turn as the options
+    say.
 
-    A text becomes the tokens that the tokenizer puts first (BOS), the prompt (masked out), the text and an
-    end-of-sequence token. A conversation becomes its rendering by the chat template, with the assistant's tokens as
-    prediction targets, see `Chat.encode`. Token ids that a model generated are kept if its tokenizer was the same. A
-    sample of which nothing is to be learnt, or which cannot be used, becomes a document that is masked out entirely.
+    A text becomes the tokens that the tokenizer puts first (BOS), the prompt (masked out), the text
+    and an end-of-sequence token. A conversation becomes its rendering by the chat template, with
+    the assistant's tokens as prediction targets, see `Chat.encode`. Token ids that a model
+    generated are kept if its tokenizer was the same. A sample of which nothing is to be learnt, or
+    which cannot be used, becomes a document that is masked out entirely.
 
     Example, a prompt of tokens A B and a text of tokens C D:
         token_ids [A, B, C, D, eos], loss_mask [False, False, True, True, True]
 
     Args:
         own: the tokenizer's fingerprint, if it is known already.
-        vocab_size: vocabulary size of the model, which may be larger than the tokenizer's; None: the tokenizer's.
+        vocab_size: vocabulary size of the model, which may be larger than the tokenizer's; None:
+            the tokenizer's.
 
     Raises:
-        UserError: the tokenizer has no end-of-sequence token, or no chat template for conversations.
-        RowError: by the options no row is to be skipped, and a token that a model generated is outside the vocabulary,
-            or the chat template refuses a conversation.
+        UserError: the tokenizer has no end-of-sequence token, or no chat template for
+            conversations.
+        RowError: by the options no row is to be skipped, and a token that a model generated is
+            outside the vocabulary, or the chat template refuses a conversation.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token; set it in tokenizer_config.json")
+        raise UserError(
+            f"the tokenizer in {tokenizer.name_or_path} has no eos_token; set it in"
+            " tokenizer_config.json"
+        )
     conversations = _Conversations(tokenizer, options or DataOptions())
     for batch in batched(samples, BATCH):
         if any(sample.completion_token_ids is not None for sample in batch):
             own = fingerprint(tokenizer) if own is None else own
-            vocab_size = max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
-        generated = [sample.completion_token_ids is not None and sample.tokenizer == own for sample in batch]
-        plain = [s for s, tokens in zip(batch, generated, strict=True) if not tokens and s.messages is None]
+            vocab_size = (
+                max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
+            )
+        generated = [
+            sample.completion_token_ids is not None and sample.tokenizer == own for sample in batch
+        ]
+        plain = [
+            s
+            for s, tokens in zip(batch, generated, strict=True)
+            if not tokens and s.messages is None
+        ]
         texts = _texts(plain, tokenizer)
         for sample, tokens in zip(batch, generated, strict=True):
             try:
@@ -132,7 +156,8 @@ class _Conversations:
     """Turns conversations into documents, as the options say."""
 
     def __init__(self, tokenizer: Tokenizer, options: DataOptions) -> None:
-        self._tokenizer, self._options = tokenizer, options
+        self._tokenizer = tokenizer
+        self._options = options
         self._chats: dict[str, Chat] = {}
 
     def documents(self, sample: Sample) -> list[Document]:
@@ -143,7 +168,9 @@ class _Conversations:
             UserError: there is no chat template.
         """
         assert sample.messages is not None
-        chat, messages, loss = self._chat(sample), sample.messages, self._options.loss
+        chat = self._chat(sample)
+        messages = sample.messages
+        loss = self._options.loss
         num_empty = len(empty_turns(messages, loss))
         try:
             if not self._options.sample_per_turn:
@@ -195,17 +222,20 @@ def describe(name: str, problem: str) -> str:
 
 
 def _from_tokens(sample: Sample, vocab_size: int, eos_token_id: int) -> Document:
-    prompt, completion = sample.prompt_token_ids or [], sample.completion_token_ids or []
+    prompt = sample.prompt_token_ids or []
+    completion = sample.completion_token_ids or []
     for column, token_ids in (("prompt_token_ids", prompt), ("completion_token_ids", completion)):
         if (largest := max(token_ids, default=0)) >= vocab_size:
             raise RowError(
-                f"data: {sample.name}: {column!r} holds {shown(largest)}, but the vocabulary has the tokens 0 to"
-                f" {vocab_size - 1}"
+                f"data: {sample.name}: {column!r} holds {shown(largest)}, but the vocabulary has"
+                f" the tokens 0 to {vocab_size - 1}"
             )
     if set(completion) <= {eos_token_id}:
         return _nothing(sample, "empty answer", num_empty=1)
     whole = np.array([*prompt, *completion], dtype=np.int32)
-    return Document(whole, np.arange(len(whole)) >= len(prompt), sample.name, has_prompt=bool(prompt))
+    return Document(
+        whole, np.arange(len(whole)) >= len(prompt), sample.name, has_prompt=bool(prompt)
+    )
 
 
 def _texts(samples: list[Sample], tokenizer: Tokenizer) -> Iterator[Document]:
@@ -213,7 +243,9 @@ def _texts(samples: list[Sample], tokenizer: Tokenizer) -> Iterator[Document]:
         return
     eos = tokenizer.eos_token_id
     heads = _encode(tokenizer, [sample.prompt or sample.text for sample in samples], special=True)
-    tails = _encode(tokenizer, [sample.text if sample.prompt else "" for sample in samples], special=False)
+    tails = _encode(
+        tokenizer, [sample.text if sample.prompt else "" for sample in samples], special=False
+    )
     for sample, head, tail in zip(samples, heads, tails, strict=True):
         head = without_second_bos(head, sample.prompt or sample.text, tokenizer)
         if head and head[-1] == eos:
@@ -240,10 +272,11 @@ def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[
 
 
 def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Put items into bins, in order, each into the first bin with room for it; return the indices of each bin's items.
+    """Put items into bins, in order, each into the first bin with room for it; return the indices
+    of each bin's items.
 
-    Lengths are 1 .. capacity. Takes O(n log n): each node of a tree over the bins holds the largest room of the bins
-    below it.
+    Lengths are 1 .. capacity. Takes O(n log n): each node of a tree over the bins holds the largest
+    room of the bins below it.
 
     Example: first_fit([3, 3, 1, 2], capacity=4) == [[0, 2], [1], [3]]
     """
@@ -284,7 +317,9 @@ def pack(documents: Sequence[Document], sequence_length: int) -> "pyarrow.Table"
     return pa.concat_tables(tables)
 
 
-def join(token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray, counts: Sequence[int]) -> "pyarrow.Table":
+def join(
+    token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray, counts: Sequence[int]
+) -> "pyarrow.Table":
     """Make a table of sequences from concatenated documents.
 
     Args:
@@ -293,7 +328,8 @@ def join(token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray, coun
         lengths: number of tokens of each document.
         counts: number of documents of each sequence.
 
-    Example: join([1, 2, 3, 4, 5, 6], ..., lengths=[3, 1, 2], counts=[2, 1]) has the sequences [1, 2, 3, 4] and [5, 6]
+    Example: join([1, 2, 3, 4, 5, 6], ..., lengths=[3, 1, 2], counts=[2, 1]) has the sequences [1,
+    2, 3, 4] and [5, 6]
     """
     import pyarrow as pa
 
@@ -308,7 +344,8 @@ def join(token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray, coun
 
 
 def table_fingerprint(table: "pyarrow.Table") -> str:
-    """32 hexadecimal digits that are equal for tables of equal sequences, however they are cut into record batches."""
+    """32 hexadecimal digits that are equal for tables of equal sequences, however they are cut into
+    record batches."""
     hashes = []
     for column in ("input_ids", "loss_mask", "document_lengths"):
         for counted in (False, True):  # contents of the lists, then their lengths

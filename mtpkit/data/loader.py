@@ -10,7 +10,8 @@ from mtpkit.errors import UserError
 
 
 class LoaderState(TypedDict):
-    """The position in a stream of batches, and everything that the order of the stream depends on."""
+    """The position in a stream of batches, and everything that the order of the stream depends
+    on."""
 
     consumed: int
     """Sequences that all ranks together have consumed."""
@@ -18,14 +19,17 @@ class LoaderState(TypedDict):
 
 
 class PackedLoader:
-    """Iterate over global batches of sequences without end; an item is this rank's list of micro-batches.
+    """Iterate over global batches of sequences without end; an item is this rank's list of
+    micro-batches.
 
-    Sequences come in an order drawn from `seed` and the epoch, and a batch may span two epochs. A global batch holds
-    the same sequences whatever `dp_size` is; rank r takes the r-th contiguous share. The state is one number, the
-    sequences consumed so far, so that a run resumes exactly, even on another number of ranks.
+    Sequences come in an order drawn from `seed` and the epoch, and a batch may span two epochs. A
+    global batch holds the same sequences whatever `dp_size` is; rank r takes the r-th contiguous
+    share. The state is one number, the sequences consumed so far, so that a run resumes exactly,
+    even on another number of ranks.
 
     Example, 10 sequences unshuffled, global batch 4, 2 ranks, micro-batch 1:
-        rank 0: [0], [1] | [4], [5] | [8], [9] | ...        rank 1: [2], [3] | [6], [7] | [0], [1] | ...
+        rank 0: [0], [1] | [4], [5] | [8], [9] | ...
+        rank 1: [2], [3] | [6], [7] | [0], [1] | ...
     """
 
     def __init__(
@@ -44,10 +48,12 @@ class PackedLoader:
         Raises:
             UserError: the global batch size is not a multiple of micro-batch size times ranks.
         """
-        if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * dp_size):
+        if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (
+            micro_batch_size * dp_size
+        ):
             raise UserError(
-                f"global_batch_size {global_batch_size} must be a positive multiple of micro_batch_size"
-                f" {micro_batch_size} times {dp_size} data-parallel ranks"
+                f"global_batch_size {global_batch_size} must be a positive multiple of"
+                f" micro_batch_size {micro_batch_size} times {dp_size} data-parallel ranks"
             )
         self.dataset = dataset
         self.global_batch_size = global_batch_size
@@ -84,7 +90,9 @@ class PackedLoader:
         changed = {key: pair for key, pair in changed.items() if pair[0] != pair[1]}
         if changed:
             text = ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in changed.items())
-            raise UserError(f"data: cannot resume in a different order: {text}; use the run's own data and seed")
+            raise UserError(
+                f"data: cannot resume in a different order: {text}; use the run's own data and seed"
+            )
         self.consumed = state["consumed"]
 
     def _identity(self) -> dict[str, object]:
@@ -103,5 +111,8 @@ class PackedLoader:
         if not self.shuffle:
             return place
         if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset)))
+            self._order = (
+                epoch,
+                np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset)),
+            )
         return int(self._order[1][place])

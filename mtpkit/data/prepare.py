@@ -1,7 +1,8 @@
-"""Prepare data from files: read, tokenise and pack once, with several processes, through `datasets`.
+"""Prepare data from files: read, tokenise and pack once, with several processes, through
+`datasets`.
 
-The tokens are never all in memory at once: samples, documents and sequences go from one memory-mapped Arrow file to the
-next. The result does not depend on the number of processes.
+The tokens are never all in memory at once: samples, documents and sequences go from one
+memory-mapped Arrow file to the next. The result does not depend on the number of processes.
 """
 
 import json
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left_out.txt"
 SAMPLES_PER_PROCESS = 1000
-"""Smallest number of samples, or of sequences to pack, per process, unless the number of processes is given."""
+"""Smallest number of samples, or of sequences to pack, per process, unless the number of processes
+is given."""
 _TOKENS_AT_ONCE = 2**24
 """Tokens of sequences that are built at a time."""
 
@@ -60,7 +62,8 @@ def prepare(
         The manifest, which is written last.
 
     Raises:
-        UserError: any error of `find_sources`, `read_samples` or `tokenize`, or too many rows that cannot be used.
+        UserError: any error of `find_sources`, `read_samples` or `tokenize`, or too many rows that
+            cannot be used.
     """
     import datasets
 
@@ -80,7 +83,15 @@ def prepare(
                 folder = work / str(number)
                 folder.mkdir(parents=True)
                 documents, tally = _tokenize_source(
-                    folder, num_proc, source, tokenizer, own, sequence_length, columns, vocab_size, options
+                    folder,
+                    num_proc,
+                    source,
+                    tokenizer,
+                    own,
+                    sequence_length,
+                    columns,
+                    vocab_size,
+                    options,
                 )
                 packed.append(_pack_source(folder, num_proc, documents, sequence_length))
                 counts.append(SourceCounts.of(packed[-1].data.table, tally))
@@ -118,8 +129,11 @@ def _files_by_name(sources: Iterable[Source]) -> dict[str, list[str]]:
 
 
 def _processes(num_proc: int | None, items: int, least: int = 1) -> int | None:
-    """Number of processes for `items`, by default with at least `least` items each; None: this process alone."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of processes for `items`, by default with at least `least` items each; None: this
+    process alone."""
+    available = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     wanted = num_proc or min(available, items // least)
     return n if (n := min(wanted, items)) > 1 else None
 
@@ -147,7 +161,11 @@ def _tokenize_source(
         _read,
         features=Features({"sample": Value("large_string"), "error": Value("string")}),
         cache_dir=str(folder),
-        gen_kwargs={"files": list(source.files), "columns": columns, "on_bad_row": options.on_bad_row},
+        gen_kwargs={
+            "files": list(source.files),
+            "columns": columns,
+            "on_bad_row": options.on_bad_row,
+        },
         num_proc=_processes(num_proc, len(source.files), least=8),
     )
     for error in pc.unique(samples.data.table["error"]).to_pylist():
@@ -157,7 +175,11 @@ def _tokenize_source(
     features |= {"name": Value("string"), "problem": Value("string")}
     features |= {name: Value("int32") for name in NUMBERS}
     arguments = dict(
-        tokenizer=tokenizer, own=own, sequence_length=sequence_length, vocab_size=vocab_size, options=options
+        tokenizer=tokenizer,
+        own=own,
+        sequence_length=sequence_length,
+        vocab_size=vocab_size,
+        options=options,
     )
     documents = samples.map(
         _tokenize,
@@ -175,14 +197,18 @@ def _tokenize_source(
     table = documents.data.table
     tally.count({name: pc.sum(table[name]).as_py() or 0 for name in NUMBERS})
     missing = documents.select(np.flatnonzero(_lengths(documents) == 0))
-    for name, problem, bad in zip(missing["name"], missing["problem"], missing["num_bad_rows"], strict=True):
+    for name, problem, bad in zip(
+        missing["name"], missing["problem"], missing["num_bad_rows"], strict=True
+    ):
         tally.leave_out(name, problem, bool(bad))
     tally.check(options)
     require_usable(source.name, len(documents) - len(missing), tally.left_out)
     return documents, tally
 
 
-def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", sequence_length: int) -> "Dataset":
+def _pack_source(
+    folder: Path, num_proc: int | None, documents: "Dataset", sequence_length: int
+) -> "Dataset":
     """Pack the documents into a data set of sequences."""
     import pyarrow as pa
     from datasets import Dataset
@@ -191,7 +217,9 @@ def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", seque
     usable = np.flatnonzero(lengths)
     bins = first_fit(lengths[usable], sequence_length)
     ends = np.cumsum([0, *map(len, bins)])
-    members = usable[np.fromiter((item for one in bins for item in one), dtype=np.int64, count=int(ends[-1]))]
+    members = usable[
+        np.fromiter((item for one in bins for item in one), dtype=np.int64, count=int(ends[-1]))
+    ]
     index = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(members, pa.int64()))
     return (
         Dataset(pa.table({"members": index}))
@@ -201,7 +229,11 @@ def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", seque
             batched=True,
             batch_size=max(1, min(ROWS, _TOKENS_AT_ONCE // sequence_length)),
             remove_columns=["members"],
-            fn_kwargs={"documents": documents.select_columns(["input_ids", "loss_mask"]).with_format("arrow")},
+            fn_kwargs={
+                "documents": documents.select_columns(["input_ids", "loss_mask"]).with_format(
+                    "arrow"
+                )
+            },
             cache_file_name=str(folder / "sequences.arrow"),
             new_fingerprint="sequences",
             num_proc=_processes(num_proc, len(bins), SAMPLES_PER_PROCESS),
@@ -211,8 +243,11 @@ def _pack_source(folder: Path, num_proc: int | None, documents: "Dataset", seque
     )
 
 
-def _read(files: list[Path], columns: Columns | None, on_bad_row: OnBadRow) -> Iterator[dict[str, str]]:
-    """Yield samples as JSON, and an error last if there is one: exceptions of another process arrive incomplete."""
+def _read(
+    files: list[Path], columns: Columns | None, on_bad_row: OnBadRow
+) -> Iterator[dict[str, str]]:
+    """Yield samples as JSON, and an error last if there is one: exceptions of another process
+    arrive incomplete."""
     try:
         for sample in read_samples(files, columns, on_bad_row):
             yield {"sample": json.dumps(asdict(sample)), "error": ""}
@@ -228,10 +263,12 @@ def _tokenize(
     vocab_size: int | None,
     options: DataOptions,
 ) -> dict[str, list]:
-    """Tokenise samples into parts with prediction targets; a document without any target gives one empty part. The
-    first part of each document has its numbers, the others have zeros."""
+    """Tokenise samples into parts with prediction targets; a document without any target gives one
+    empty part. The first part of each document has its numbers, the others have zeros."""
     samples = (Sample(**json.loads(text)) for text in batch["sample"])
-    rows: dict[str, list] = {name: [] for name in ("input_ids", "loss_mask", "name", "problem", *NUMBERS)}
+    rows: dict[str, list] = {
+        name: [] for name in ("input_ids", "loss_mask", "name", "problem", *NUMBERS)
+    }
     for document in tokenize(samples, tokenizer, own, vocab_size, options):
         usable = document.usable_parts(sequence_length, options.long_conversations)
         parts = [(part.token_ids, part.loss_mask, "", "") for part in usable]
@@ -267,11 +304,12 @@ def _lengths(documents: "Dataset") -> np.ndarray:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Let `datasets` show progress bars only on a terminal, log no errors (it also raises them), and use one thread per
-    process; leave `os.environ` as it was."""
+    """Let `datasets` show progress bars only on a terminal, log no errors (it also raises them),
+    and use one thread per process; leave `os.environ` as it was."""
     import datasets
 
-    environ, bars = os.environ, datasets.is_progress_bar_enabled()
+    environ = os.environ
+    bars = datasets.is_progress_bar_enabled()
     before = environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
@@ -280,8 +318,8 @@ def _quiet_datasets() -> Iterator[None]:
     try:
         yield
     finally:
-        # With several processes `datasets` replaces `os.environ`; code that holds the original would miss later
-        # changes.
+        # With several processes `datasets` replaces `os.environ`; code that holds the original
+        # would miss later changes.
         os.environ = environ  # noqa: B003
         os.environ.pop("TOKENIZERS_PARALLELISM")
         if before is not None:

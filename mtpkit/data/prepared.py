@@ -1,6 +1,8 @@
-"""Directories of prepared data: a data set of `datasets` (`load_from_disk` reads it), and a manifest of its origin.
+"""Directories of prepared data: a data set of `datasets` (`load_from_disk` reads it), and a
+manifest of its origin.
 
-DIR/data-00000-of-00001.arrow ...        packed sequences, one per row, source after source; see `documents`
+DIR/data-00000-of-00001.arrow ...        packed sequences, one per row, source after source; see
+                                         `documents`
 DIR/dataset_info.json  state.json        files of `datasets`
 DIR/mtpkit_data.json                     the manifest
 DIR/left_out.txt                         samples without prediction targets, if there are any
@@ -45,28 +47,38 @@ class Manifest:
     """Fingerprint of the tokenizer."""
     tokenizer_name: str
     """Directory of the tokenizer."""
-    sources: Annotated[list[SourceCounts], Field(min_length=1, title="a list of at least one source")]
+    sources: Annotated[
+        list[SourceCounts], Field(min_length=1, title="a list of at least one source")
+    ]
     """Counts of each source, in the order of the sequences."""
     source_files: dict[str, list[str]]
     """Files of each source."""
-    files: Annotated[dict[str, int], Field(min_length=1, title="the sizes of one or more data files")]
+    files: Annotated[
+        dict[str, int], Field(min_length=1, title="the sizes of one or more data files")
+    ]
     """Size of each data file in bytes, in the order of the sequences."""
     options: DataOptions = Field(default_factory=DataOptions, title="a group of values")
     """What was learnt, and what happened to rows that cannot be used."""
 
     def problems(self) -> Iterator[str]:
-        """Yield one clause for each wrong file name, and for each source whose counts contradict each other."""
+        """Yield one clause for each wrong file name, and for each source whose counts contradict
+        each other."""
         for name in self.files:
             if not re.fullmatch(r"[\w-]+\.arrow", name):
                 yield f"files has {shown(name)}, not a data file"
         for one in self.sources:
             full = one.num_sequences * self.sequence_length
-            if one.num_left_out > one.num_documents or not one.num_target_tokens <= one.num_tokens <= full:
+            if (
+                one.num_left_out > one.num_documents
+                or not one.num_target_tokens <= one.num_tokens <= full
+            ):
                 yield f"the numbers of source {shown(one.name)} do not fit together"
 
     def write(self, directory: Path) -> None:
         """Write the manifest into a directory that already holds everything else."""
-        (directory / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        (directory / MANIFEST).write_text(
+            json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -81,10 +93,18 @@ def read_manifest(directory: Path) -> Manifest:
 def warn_of_options(directory: Path, options: DataOptions) -> None:
     """Warn of options that were set, and that differ from those with which data was prepared."""
     used = read_manifest(directory).options
-    without = {name: value for name, value in vars(DataOptions()).items() if value != getattr(options, name)}
+    without = {
+        name: value
+        for name, value in vars(DataOptions()).items()
+        if value != getattr(options, name)
+    }
     if ignored := [name for name in without if getattr(options, name) != getattr(used, name)]:
         was = listed(f"{name} {getattr(used, name)!r}" for name in ignored)
-        logger.warning("data: %s was prepared with %s, which stays: prepare it again to change it", directory, was)
+        logger.warning(
+            "data: %s was prepared with %s, which stays: prepare it again to change it",
+            directory,
+            was,
+        )
 
 
 def stored_length(directories: Sequence[Path]) -> int | None:
@@ -96,7 +116,9 @@ def stored_length(directories: Sequence[Path]) -> int | None:
     lengths = {directory: read_manifest(directory).sequence_length for directory in directories}
     if len(set(lengths.values())) > 1:
         each = listed(f"{directory} {length}" for directory, length in lengths.items())
-        raise UserError(f"data: prepared for sequences of different lengths, {each}; name one of them at a time")
+        raise UserError(
+            f"data: prepared for sequences of different lengths, {each}; name one of them at a time"
+        )
     return next(iter(lengths.values()), None)
 
 
@@ -106,30 +128,36 @@ def open_prepared(
     """Memory-map the sources of prepared data.
 
     Args:
-        sequence_length: sequence length that the data must have been prepared for; None: any length.
+        sequence_length: sequence length that the data must have been prepared for; None: any
+            length.
         name: a name for all sources in the data, in place of their own names.
 
     Raises:
-        UserError: the data was prepared with another tokenizer or for another sequence length, or it is damaged.
+        UserError: the data was prepared with another tokenizer or for another sequence length, or
+            it is damaged.
     """
     manifest = read_manifest(directory)
     own = fingerprint(tokenizer)
     if manifest.tokenizer != own:
         raise UserError(
-            f"data: {directory} was prepared with the tokenizer in {manifest.tokenizer_name}, {manifest.tokenizer[:8]},"
-            f" which is not that in {tokenizer.name_or_path}, {own[:8]}; prepare it again with --model of the latter"
+            f"data: {directory} was prepared with the tokenizer in {manifest.tokenizer_name},"
+            f" {manifest.tokenizer[:8]}, which is not that in {tokenizer.name_or_path}, {own[:8]};"
+            " prepare it again with --model of the latter"
         )
     if sequence_length is not None and (length := manifest.sequence_length) != sequence_length:
         raise UserError(
             f"data: {directory} was prepared for sequences of {length} tokens, not"
-            f" {sequence_length}; set data.sequence_length={length} in training, --sequence-length {length}"
-            " elsewhere, or prepare it again"
+            f" {sequence_length}; set data.sequence_length={length} in training, --sequence-length"
+            f" {length} elsewhere, or prepare it again"
         )
     table = _map_table(directory, manifest)
-    sources, first = [], 0
+    sources = []
+    first = 0
     for counts in manifest.sources:
         rows = table.slice(first, counts.num_sequences)
-        sources.append(PackedSource(replace(counts, name=name or counts.name), rows, str(directory)))
+        sources.append(
+            PackedSource(replace(counts, name=name or counts.name), rows, str(directory))
+        )
         first += counts.num_sequences
     return sources
 
@@ -146,20 +174,27 @@ def _map_table(directory: Path, manifest: Manifest) -> "pyarrow.Table":
     import pyarrow.compute as pc
 
     try:
-        files = [pa.ipc.open_stream(pa.memory_map(str(directory / file))) for file in manifest.files]
+        files = [
+            pa.ipc.open_stream(pa.memory_map(str(directory / file))) for file in manifest.files
+        ]
         table = pa.concat_tables(reader.read_all() for reader in files)
         table.validate(full=True)  # reads the offsets of lists, not the tokens
         tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py()
     except Exception as error:  # pyarrow has exceptions of its own
         text = textwrap.shorten(str(error), 200)
-        raise UserError(f"data: {directory} cannot be read: {text}; prepare the data again") from error
+        raise UserError(
+            f"data: {directory} cannot be read: {text}; prepare the data again"
+        ) from error
     for what, found, wanted in (
         ("columns", _columns(table), COLUMNS),
         ("sequences", len(table), sum(counts.num_sequences for counts in manifest.sources)),
         ("tokens", tokens, sum(counts.num_tokens for counts in manifest.sources)),
     ):
         if found != wanted:
-            raise UserError(f"data: {directory} is damaged: {found} {what}, not {wanted}; prepare the data again")
+            raise UserError(
+                f"data: {directory} is damaged: {found} {what}, not {wanted}; prepare the data"
+                " again"
+            )
     return table
 
 

@@ -48,24 +48,29 @@ def read_prompts(
     limit: int | None = None,
     options: DataOptions | None = None,
 ) -> tuple[list[Prompt], list[str]]:
-    """Read prompts from files, folders and globs, in order; also returns `describe` of the rows without a prompt.
+    """Read prompts from files, folders and globs, in order; also returns `describe` of the rows
+    without a prompt.
 
-    In a row with messages, the prompt is the conversation before the assistant's last message; with `turns` "all", the
-    conversation before each of the assistant's messages is a prompt. A conversation that ends without an answer is a
-    prompt as a whole. A row with a prompt gives that prompt. A text is cut into pieces of `prompt_length` tokens; a
-    shorter remainder is dropped, unless it is the whole text.
+    In a row with messages, the prompt is the conversation before the assistant's last message; with
+    `turns` "all", the conversation before each of the assistant's messages is a prompt. A
+    conversation that ends without an answer is a prompt as a whole. A row with a prompt gives that
+    prompt. A text is cut into pieces of `prompt_length` tokens; a shorter remainder is dropped,
+    unless it is the whole text.
 
     Args:
-        limit: largest number of prompts, spread evenly over all prompts; pieces of texts beyond these are not made.
+        limit: largest number of prompts, spread evenly over all prompts; pieces of texts beyond
+            these are not made.
 
     Raises:
-        UserError: a file cannot be read or has none of the columns, a text comes without `prompt_length`, or too many
-            rows cannot be used.
+        UserError: a file cannot be read or has none of the columns, a text comes without
+            `prompt_length`, or too many rows cannot be used.
         RowError: by the options no row is to be skipped, and one cannot be used.
     """
     if prompt_length is not None and prompt_length < 1:
         raise UserError(f"prompt length is {prompt_length}, must be at least 1")
-    reader = _Reader(tokenizer, prompt_length, turns, columns or Columns(), options or DataOptions())
+    reader = _Reader(
+        tokenizer, prompt_length, turns, columns or Columns(), options or DataOptions()
+    )
     prompts: list[Callable[[], Prompt]] = []
     for file in find_files(paths):
         prompts += reader.read(file)
@@ -74,10 +79,13 @@ def read_prompts(
     if not prompts:
         first = f", the first is {refused[0]}" if refused else ""
         raise UserError(
-            f"data: no prompts: every text, prompt or conversation is empty or refused{first}; check the columns"
+            f"data: no prompts: every text, prompt or conversation is empty or refused{first};"
+            " check the columns"
         )
     if prompt_length is not None and not reader.texts:
-        logger.warning("the prompt length has no effect: no text is cut, all rows have prompts or messages")
+        logger.warning(
+            "the prompt length has no effect: no text is cut, all rows have prompts or messages"
+        )
     return [make() for make in spread(prompts, limit)], refused
 
 
@@ -94,13 +102,21 @@ class _Reader:
     """Reads prompts from files, and counts rows without one."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_length: int | None, turns: Turns, columns: Columns, options: DataOptions
+        self,
+        tokenizer: Tokenizer,
+        prompt_length: int | None,
+        turns: Turns,
+        columns: Columns,
+        options: DataOptions,
     ) -> None:
         self.options = options
         self.tally = Tally("prompts")
         self.texts = False
         """Whether there are texts, from which prompts are cut."""
-        self._tokenizer, self._prompt_length, self._turns, self._columns = tokenizer, prompt_length, turns, columns
+        self._tokenizer = tokenizer
+        self._prompt_length = prompt_length
+        self._turns = turns
+        self._columns = columns
         self._first = _bos(tokenizer)
 
     def read(self, file: Path) -> Iterator[Callable[[], Prompt]]:
@@ -117,8 +133,8 @@ class _Reader:
                 if not known:
                     raise UserError(
                         f"data: {name} has the columns {listed(table.columns)}, but none of"
-                        f" {self._columns.messages!r}, {self._columns.prompt!r} and {self._columns.text!r}; rename"
-                        f" them, or name the ones to use ({NAMING})"
+                        f" {self._columns.messages!r}, {self._columns.prompt!r} and"
+                        f" {self._columns.text!r}; rename them, or name the ones to use ({NAMING})"
                     )
                 yield from self._prompts(name, row, known, talk)
             except NothingToLearn as reason:
@@ -131,7 +147,9 @@ class _Reader:
                 self.tally.count({"num_bad_rows": 1})
                 self.tally.leave_out(name, problem, bad=True)
 
-    def _prompts(self, name: str, row: Row, known: list[str], talk: str | None) -> list[Callable[[], Prompt]]:
+    def _prompts(
+        self, name: str, row: Row, known: list[str], talk: str | None
+    ) -> list[Callable[[], Prompt]]:
         """The prompts of a row, from the first of its columns that is not empty."""
         column = next((column for column in known if row.get(column) is not None), None)
         if column is None:
@@ -139,7 +157,10 @@ class _Reader:
             empty = any(one in row for one in known) or all(value is None for value in row.values())
             raise NothingToLearn(problem) if empty else RowError(f"data: {name}: {problem}")
         if column == talk:
-            return [partial(_same, one) for one in self._from_messages(name, read_conversation(row, talk, name))]
+            return [
+                partial(_same, one)
+                for one in self._from_messages(name, read_conversation(row, talk, name))
+            ]
         text = read_text_cell(row, column, name)
         if not text:
             raise NothingToLearn("empty text")
@@ -150,7 +171,10 @@ class _Reader:
         self.texts = True
         length = self._prompt_length
         if length is None:
-            raise UserError(f"data: {name} is a text; say how many of its tokens make a prompt with --prompt-length")
+            raise UserError(
+                f"data: {name} is a text; say how many of its tokens make a prompt with"
+                " --prompt-length"
+            )
         starts = range(0, len(token_ids), length)
         return [
             partial(_piece, name, self._tokenizer, self._first, token_ids, start, length)
@@ -161,7 +185,11 @@ class _Reader:
     def _from_messages(self, name: str, conversation: Conversation) -> Iterator[Prompt]:
         messages = conversation.messages
         # A greeting at the beginning answers nothing.
-        answers = [index for index, message in enumerate(messages) if index and message["role"] == "assistant"]
+        answers = [
+            index
+            for index, message in enumerate(messages)
+            if index and message["role"] == "assistant"
+        ]
         # A question at the end of a conversation is to be answered too.
         if messages and messages[-1]["role"] != "assistant":
             answers.append(len(messages))
@@ -182,7 +210,12 @@ def _same(prompt: Prompt) -> Prompt:
 
 
 def _piece(
-    name: str, tokenizer: Tokenizer, first: list[int], token_ids: list[int], start: int, prompt_length: int
+    name: str,
+    tokenizer: Tokenizer,
+    first: list[int],
+    token_ids: list[int],
+    start: int,
+    prompt_length: int,
 ) -> Prompt:
     piece = token_ids[start : start + prompt_length]
     text = tokenizer.decode(piece)
@@ -190,6 +223,7 @@ def _piece(
 
 
 def _bos(tokenizer: Tokenizer) -> list[int]:
-    """The BOS token if the tokenizer adds one; a token that it adds at the end does not belong in a prompt."""
+    """The BOS token if the tokenizer adds one; a token that it adds at the end does not belong in a
+    prompt."""
     frame = tokenizer("", verbose=False)["input_ids"]
     return [token for token in frame[:1] if token == tokenizer.bos_token_id]

@@ -1,8 +1,9 @@
-"""The base's own answers to prompts, as data: heads learn best from text that the base itself would write.
+"""The base's own answers to prompts, as data: heads learn best from text that the base itself would
+write.
 
-Answers are kept in a journal beside the output, `NAME.partial`: a line of settings, then a line per prompt in the order
-in which they finish. A run that was stopped in any way continues from the journal. The output appears when all prompts
-are done, complete and in the order of the prompts.
+Answers are kept in a journal beside the output, `NAME.partial`: a line of settings, then a line per
+prompt in the order in which they finish. A run that was stopped in any way continues from the
+journal. The output appears when all prompts are done, complete and in the order of the prompts.
 """
 
 import fcntl
@@ -33,7 +34,8 @@ _REFRESH = 0.5
 
 
 class Sampling(Protocol):
-    """The part of `mtpkit.engine.SamplingParams` that is needed here: a dataclass with a field `seed`."""
+    """The part of `mtpkit.engine.SamplingParams` that is needed here: a dataclass with a field
+    `seed`."""
 
     __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
 
@@ -78,7 +80,8 @@ class Engine[S: Sampling](Protocol):
         ...
 
     def step(self, finished_only: bool) -> Sequence[Output]:
-        """Run one step; return the outputs of requests with new tokens, or only of those that are finished."""
+        """Run one step; return the outputs of requests with new tokens, or only of those that are
+        finished."""
         ...
 
     def stats(self) -> Stats:
@@ -145,7 +148,8 @@ class Journal:
         settings: all settings that the answers depend on.
 
     Raises:
-        UserError: the existing journal has other settings, is damaged, or is being written by another process.
+        UserError: the existing journal has other settings, is damaged, or is being written by
+            another process.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
@@ -160,7 +164,9 @@ class Journal:
             self._offsets = self._recover(json.loads(json.dumps(settings)))
         except BlockingIOError as error:
             self._file.close()
-            raise UserError(f"{self.path} is being written by another process; wait for it, or stop it") from error
+            raise UserError(
+                f"{self.path} is being written by another process; wait for it, or stop it"
+            ) from error
         except BaseException:
             self._file.close()
             raise
@@ -193,7 +199,8 @@ class Journal:
         self.path.unlink()
 
     def _recover(self, settings: Mapping[str, object]) -> dict[int, int]:
-        """Byte offset of each answer. An incomplete last line is cut off; a journal without answers is begun again."""
+        """Byte offset of each answer. An incomplete last line is cut off; a journal without answers
+        is begun again."""
         self._file.seek(0)
         whole = 0
         offsets: dict[int, int] = {}
@@ -201,7 +208,10 @@ class Journal:
         first = json.dumps(settings).encode() + b"\n"
         for number, line in enumerate(self._file, start=1):
             if number == 1 and not first.startswith(line[: len('{"model')]):
-                raise UserError(f"{self.path} holds no answers of this command; remove it, or name another output")
+                raise UserError(
+                    f"{self.path} holds no answers of this command; remove it, or name another"
+                    " output"
+                )
             if not line.endswith(b"\n"):
                 break
             where = f"{self.path}:{number}"
@@ -214,7 +224,9 @@ class Journal:
                 else:
                     index = from_file(Answer, record, where).index
                     if index in offsets:
-                        raise UserError(f"{where} has the index {shown(index)}, which is on an earlier line too")
+                        raise UserError(
+                            f"{where} has the index {shown(index)}, which is on an earlier line too"
+                        )
                     offsets[index] = whole
             except UserError as error:
                 raise UserError(f"{error}; remove the line, or the file to start again") from error
@@ -228,8 +240,8 @@ class Journal:
             whole = 0
         elif changed:
             raise UserError(
-                f"{self.path} holds answers made with other settings: {listed(changed, separator='; ')}; "
-                "use the same settings, or remove the file"
+                f"{self.path} holds answers made with other settings:"
+                f" {listed(changed, separator='; ')}; use the same settings, or remove the file"
             )
         self._file.truncate(whole)
         if not whole:
@@ -248,10 +260,12 @@ def regenerate[S: Sampling](
     in_flight: int,
     refused: Sequence[str] = (),
 ) -> int:
-    """Answer all prompts that the journal has no answer to, with continuous batching and a progress bar.
+    """Answer all prompts that the journal has no answer to, with continuous batching and a progress
+    bar.
 
-    Each prompt has its own seed, so that its answer depends neither on other requests nor on interruptions, except for
-    rounding differences between batches. A prompt that the engine cannot serve is left out, with a warning.
+    Each prompt has its own seed, so that its answer depends neither on other requests nor on
+    interruptions, except for rounding differences between batches. A prompt that the engine cannot
+    serve is left out, with a warning.
 
     Args:
         params: `SamplingParams` of all prompts; their seed is not used.
@@ -271,8 +285,8 @@ def regenerate[S: Sampling](
     done = journal.done
     if beyond := [index for index in done if index >= len(prompts)]:
         raise UserError(
-            f"{journal.path} answers prompt {shown(max(beyond) + 1)}, but there are {len(prompts)}; "
-            "remove it to start again"
+            f"{journal.path} answers prompt {shown(max(beyond) + 1)}, but there are {len(prompts)};"
+            " remove it to start again"
         )
     left_out = list(refused)
     waiting = iter([index for index in range(len(prompts)) if index not in done])
@@ -280,7 +294,9 @@ def regenerate[S: Sampling](
     before = engine.stats().generated_tokens
     drawn = time.monotonic()
     # disable=None: silent where stderr is not a terminal.
-    with tqdm(total=len(prompts), initial=len(done), desc="answering", unit=" prompts", disable=None) as progress:
+    with tqdm(
+        total=len(prompts), initial=len(done), desc="answering", unit=" prompts", disable=None
+    ) as progress:
         while True:
             while open_requests < in_flight and (index := next(waiting, None)) is not None:
                 own = replace(params, seed=_seed(seed, index))
@@ -312,11 +328,15 @@ def regenerate[S: Sampling](
     return answered
 
 
-def _answers(engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokenizer: str) -> list[Answer]:
+def _answers(
+    engine: Engine, prompts: Sequence[Prompt], journal: Journal, tokenizer: str
+) -> list[Answer]:
     """Take a step of the engine, and journal the answers that it finished."""
-    answers, failed = list[Answer](), list[str]()
+    answers = list[Answer]()
+    failed = list[str]()
     for output in engine.step(finished_only=True):
-        index, completion = int(output.request_id), output.outputs[0]
+        index = int(output.request_id)
+        completion = output.outputs[0]
         prompt = prompts[index]
         if completion.finish_reason == "error":
             failed.append(f"{prompt.name}: {completion.error}")
@@ -349,9 +369,13 @@ def digest(prompts: Sequence[Prompt]) -> str:
     """32 hexadecimal digits that depend on the prompts' tokens and their order."""
     content = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        content.update(np.array([len(prompt.token_ids), *prompt.token_ids], dtype=np.int64).tobytes())
+        content.update(
+            np.array([len(prompt.token_ids), *prompt.token_ids], dtype=np.int64).tobytes()
+        )
     return content.hexdigest()
 
 
 def _seed(seed: int, index: int) -> int:
-    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(
+        np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    )

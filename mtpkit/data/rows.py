@@ -1,4 +1,5 @@
-"""Read rows of files with file and row number: JSON lines, JSON, CSV and Parquet; a text file is one row."""
+"""Read rows of files with file and row number: JSON lines, JSON, CSV and Parquet; a text file is
+one row."""
 
 import codecs
 import csv
@@ -27,9 +28,10 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 """Suffixes of text files that are picked from a folder."""
 MORE_TEXT_SUFFIXES = frozenset(
     """
-    .markdown .tex .org .html .htm .css .xml .yaml .yml .toml .ini .cfg .log .diff .patch .cmake .mk
-    .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .java .kt .scala .cs .fs .go .rs .swift .zig .js .mjs .jsx .ts
-    .tsx .rb .php .pl .lua .r .jl .hs .ml .ex .erl .clj .lisp .el .sh .bash .sql .f90 .asm .s .v .vhd .tcl .vim
+    .markdown .tex .org .html .htm .css .xml .yaml .yml .toml .ini .cfg .log .diff .patch .cmake
+    .mk .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .java .kt .scala .cs .fs .go .rs
+    .swift .zig .js .mjs .jsx .ts .tsx .rb .php .pl .lua .r .jl .hs .ml .ex .erl .clj .lisp .el
+    .sh .bash .sql .f90 .asm .s .v .vhd .tcl .vim
     """.split()  # noqa: SIM905 (as a list it would take one line per suffix)
 )
 """Suffixes of text and source code that is read only if a path or a glob names it."""
@@ -57,19 +59,21 @@ class Table:
     columns: tuple[str, ...]
     """Columns of the first rows."""
     rows: Iterator[tuple[str, Row | RowError]]
-    """Each row with its name, `FILE:NUMBER`: the line number, or the row number in Parquet and JSON lists. A row has
-    only the columns that it has in the file. In place of a row that cannot be read stands the error."""
+    """Each row with its name, `FILE:NUMBER`: the line number, or the row number in Parquet and JSON
+    lists. A row has only the columns that it has in the file. In place of a row that cannot be read
+    stands the error."""
     blanks: bool = False
-    """Whether the file has a cell for every column of every row, so that an empty cell may be one that the row lacks.
-    Rows have no empty cells then."""
+    """Whether the file has a cell for every column of every row, so that an empty cell may be one
+    that the row lacks. Rows have no empty cells then."""
 
 
 def read_table(file: Path, text_column: str) -> Table:
-    """Read the rows of a file. A text file is one row with the whole text in the column `text_column`.
+    """Read the rows of a file. A text file is one row with the whole text in the column
+    `text_column`.
 
     Raises:
-        UserError: the file cannot be read as its suffix says, or has no rows; some of it may be found only later, as
-            the rows are read.
+        UserError: the file cannot be read as its suffix says, or has no rows; some of it may be
+            found only later, as the rows are read.
     """
     if problem := kind_problem(file):
         raise UserError(f"data: {problem}")
@@ -80,7 +84,9 @@ def read_table(file: Path, text_column: str) -> Table:
     first = list(islice(rows, _FIRST_ROWS))
     if not first:
         raise UserError(f"data: {file} has no rows")
-    columns = tuple(dict.fromkeys(key for _, row in first if not isinstance(row, RowError) for key in row))
+    columns = tuple(
+        dict.fromkeys(key for _, row in first if not isinstance(row, RowError) for key in row)
+    )
     every = chain(first, rows)
     return Table(columns, _filled(every), True) if reader in _WITH_BLANKS else Table(columns, every)
 
@@ -117,13 +123,19 @@ def _read_lines(file: Path) -> Iterator[tuple[int, str | RowError]]:
                 text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
                 yield number, _require_text(text, where)
             except UnicodeDecodeError as error:
-                yield number, RowError(f"data: {where} is not UTF-8 text ({error.reason}); save the file as UTF-8")
+                yield (
+                    number,
+                    RowError(
+                        f"data: {where} is not UTF-8 text ({error.reason}); save the file as UTF-8"
+                    ),
+                )
             except RowError as error:
                 yield number, error
 
 
 def _readable(lines: Iterator[tuple[int, str | RowError]]) -> Iterator[str]:
-    """Yield lines of a file whose lines cannot be told apart from rows; raises what is wrong with any of them."""
+    """Yield lines of a file whose lines cannot be told apart from rows; raises what is wrong with
+    any of them."""
     for _, line in lines:
         if isinstance(line, RowError):
             raise UserError(str(line))
@@ -132,7 +144,9 @@ def _readable(lines: Iterator[tuple[int, str | RowError]]) -> Iterator[str]:
 
 def _require_text(text: str, where: str) -> str:
     if "\0" in text:
-        raise RowError(f"data: {where} has a NUL byte, so it is UTF-16 or not text; save the file as UTF-8")
+        raise RowError(
+            f"data: {where} has a NUL byte, so it is UTF-16 or not text; save the file as UTF-8"
+        )
     return text
 
 
@@ -168,7 +182,9 @@ def _read_json(file: Path) -> Numbered:
 
 def _as_row(value: object, where: str) -> Row | RowError:
     if not isinstance(value, dict):
-        return RowError(f'data: {where} is not an object with columns; write a row as {{"text": ...}}')
+        return RowError(
+            f'data: {where} is not an object with columns; write a row as {{"text": ...}}'
+        )
     return value
 
 
@@ -201,7 +217,9 @@ def _from_cells(header: list[str], cells: list[str], where: str) -> Row | RowErr
 
 def _require_distinct(names: list[str], file: Path) -> list[str]:
     if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise UserError(f"data: {file} has more than one column {listed(map(repr, twice))}; rename them")
+        raise UserError(
+            f"data: {file} has more than one column {listed(map(repr, twice))}; rename them"
+        )
     return names
 
 
@@ -209,7 +227,9 @@ def _read_parquet(file: Path) -> Numbered:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f"data: reading {file} needs the package pyarrow: {error}; pip install pyarrow") from error
+        raise UserError(
+            f"data: reading {file} needs the package pyarrow: {error}; pip install pyarrow"
+        ) from error
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
@@ -220,17 +240,28 @@ def _read_parquet(file: Path) -> Numbered:
                     yield number, _drop_nulls(row)
     except UserError:
         raise
-    except Exception as error:  # pyarrow has exceptions of its own, and passes on those of types that it converts
+    # pyarrow has exceptions of its own, and passes on those of types that it converts
+    except Exception as error:
         text = textwrap.shorten(str(error), 200)
-        raise UserError(f"data: {file} cannot be read as parquet after row {number}: {text}") from error
+        raise UserError(
+            f"data: {file} cannot be read as parquet after row {number}: {text}"
+        ) from error
 
 
 def _drop_nulls(value: Any, top: bool = True) -> Any:
-    """Drop null entries inside columns: in a Parquet file all messages have the same keys, and absent ones are null."""
+    """Drop null entries inside columns: in a Parquet file all messages have the same keys, and
+    absent ones are null."""
     if isinstance(value, dict):
-        return {key: _drop_nulls(entry, False) for key, entry in value.items() if top or entry is not None}
+        return {
+            key: _drop_nulls(entry, False)
+            for key, entry in value.items()
+            if top or entry is not None
+        }
     if isinstance(value, list):
-        return [_drop_nulls(entry, False) if isinstance(entry, dict | list) else entry for entry in value]
+        return [
+            _drop_nulls(entry, False) if isinstance(entry, dict | list) else entry
+            for entry in value
+        ]
     return value
 
 

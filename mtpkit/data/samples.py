@@ -20,9 +20,10 @@ NAMING = "--text-column and the like; data.text_column=.. in training"
 class Columns:
     """Names of the columns to read: a conversation, else prompt and response, else text.
 
-    The first rows of a file decide which of these is read; among conversations, a row without messages may have prompt
-    and response. If a file lacks the default column `response`, `completion` is read in its place. If it lacks the
-    column of messages, ShareGPT's column and then Alpaca's columns are read in its place.
+    The first rows of a file decide which of these is read; among conversations, a row without
+    messages may have prompt and response. If a file lacks the default column `response`,
+    `completion` is read in its place. If it lacks the column of messages, ShareGPT's column and
+    then Alpaca's columns are read in its place.
     """
 
     text: str = "text"
@@ -63,7 +64,8 @@ class Sample:
     problem: str = field(default="", compare=False)
     """Reason why there is no text, if it is known."""
     bad: bool = field(default=False, compare=False)
-    """True: the row cannot be used, and `problem` says why. False: it can be, though it may hold no text."""
+    """True: the row cannot be used, and `problem` says why. False: it can be, though it may hold no
+    text."""
 
 
 def read_samples(
@@ -71,15 +73,17 @@ def read_samples(
 ) -> Iterator[Sample]:
     """Yield the samples of `files` in order: one per row of a file with columns, one per text file.
 
-    A text that is null or empty gives a sample without text. In files with a cell for each column of each row, such as
-    CSV and Parquet, this holds for responses only: other empty cells are columns that the row lacks.
+    A text that is null or empty gives a sample without text. In files with a cell for each column
+    of each row, such as CSV and Parquet, this holds for responses only: other empty cells are
+    columns that the row lacks.
 
     Args:
         on_bad_row: `skip`: a row that cannot be used becomes a sample with `bad`.
 
     Raises:
         UserError: a file cannot be read as its suffix says or has none of the columns.
-        RowError: a row cannot be read, lacks its column, or has a value of a wrong type; it is named.
+        RowError: a row cannot be read, lacks its column, or has a value of a wrong type; it is
+            named.
     """
     columns = columns or Columns()
     for file in files:
@@ -117,14 +121,24 @@ def _choose(file: Path, table: Table, columns: Columns) -> Callable[[Row, str], 
     def conversation(row: Row, name: str) -> Sample:
         assert talk is not None
         # A prompt with a response may stand among conversations.
-        if row.get(talk) is None and row.get(columns.prompt) is not None and row.get(response) is not None:
+        if (
+            row.get(talk) is None
+            and row.get(columns.prompt) is not None
+            and row.get(response) is not None
+        ):
             return pair(row, name)
         required = ALPACA if talk == ALPACA[0] and not table.blanks else (talk,)
         for column in required:
             _require_column(row, column, name)
         found = read_conversation(row, talk, name)
         return _with_tokens(
-            Sample(messages=found.messages, tools=found.tools, template_kwargs=found.template_kwargs, name=name), row
+            Sample(
+                messages=found.messages,
+                tools=found.tools,
+                template_kwargs=found.template_kwargs,
+                name=name,
+            ),
+            row,
         )
 
     def plain(row: Row, name: str) -> Sample:
@@ -138,9 +152,9 @@ def _choose(file: Path, table: Table, columns: Columns) -> Callable[[Row, str], 
     if columns.text in known:
         return plain
     raise UserError(
-        f"data: {file} has the columns {listed(known)}, but neither {columns.messages!r} or {SHAREGPT!r}, nor both"
-        f" {columns.prompt!r} and {columns.response!r}, or {ALPACA[0]!r} and {ALPACA[1]!r}, nor {columns.text!r};"
-        f" rename them, or name the ones to use ({NAMING})"
+        f"data: {file} has the columns {listed(known)}, but neither {columns.messages!r} or"
+        f" {SHAREGPT!r}, nor both {columns.prompt!r} and {columns.response!r}, or {ALPACA[0]!r} and"
+        f" {ALPACA[1]!r}, nor {columns.text!r}; rename them, or name the ones to use ({NAMING})"
     )
 
 
@@ -153,14 +167,21 @@ def _require_column(row: Row, column: str, name: str) -> None:
 def _with_tokens(sample: Sample, row: Row) -> Sample:
     """Add the columns that `mtpkit data regenerate` writes to a sample, if the row has them."""
     sample = replace(sample, complete=row.get("finish_reason") != "length")
-    prompt, completion = (_read_token_ids(row, f"{part}_token_ids", sample.name) for part in ("prompt", "completion"))
+    prompt, completion = (
+        _read_token_ids(row, f"{part}_token_ids", sample.name) for part in ("prompt", "completion")
+    )
     if prompt is None and completion is None:
         return sample
     if prompt is None or completion is None:
         has, lacks = ("prompt", "completion") if completion is None else ("completion", "prompt")
-        raise RowError(f"data: {sample.name} has {has}_token_ids, but no {lacks}_token_ids; give both or neither")
+        raise RowError(
+            f"data: {sample.name} has {has}_token_ids, but no {lacks}_token_ids; give both or"
+            " neither"
+        )
     tokenizer = read_text_cell(row, "tokenizer", sample.name)
-    return replace(sample, prompt_token_ids=prompt, completion_token_ids=completion, tokenizer=tokenizer)
+    return replace(
+        sample, prompt_token_ids=prompt, completion_token_ids=completion, tokenizer=tokenizer
+    )
 
 
 def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
@@ -169,5 +190,7 @@ def _read_token_ids(row: Row, column: str, name: str) -> list[int] | None:
     if token_ids is None:
         return None
     if wrong := [token for token in token_ids if type(token) is not int or token < 0]:
-        raise RowError(f"data: {name}: {column!r} holds {shown(wrong[0])}; token ids are integers, at least 0")
+        raise RowError(
+            f"data: {name}: {column!r} holds {shown(wrong[0])}; token ids are integers, at least 0"
+        )
     return token_ids

@@ -25,18 +25,22 @@ class Source:
     name: str
     files: tuple[Path, ...] = ()
     prepared: Path | None = None
-    """A directory of `mtpkit data prepare`, in place of files; `name` is empty if its sources keep their own names."""
+    """A directory of `mtpkit data prepare`, in place of files; `name` is empty if its sources keep
+    their own names."""
 
 
 def find_sources(paths: Iterable[str | Path], warn: bool = True) -> list[Source]:
-    """Find the sources that `paths` name: files, folders (with everything below), globs (`**` too), prepared data.
+    """Find the sources that `paths` name: files, folders (with everything below), globs (`**` too),
+    prepared data.
 
-    A source has the name of its file or folder without suffix, or the name of `name=path`. Sources that would share a
-    name have the end of their paths as names, `a/x.jsonl` and `b/x.jsonl`. A file that is named twice, directly or
-    through a folder or glob, belongs to the first source only, with a warning unless `warn` is False.
+    A source has the name of its file or folder without suffix, or the name of `name=path`. Sources
+    that would share a name have the end of their paths as names, `a/x.jsonl` and `b/x.jsonl`. A
+    file that is named twice, directly or through a folder or glob, belongs to the first source
+    only, with a warning unless `warn` is False.
 
     Raises:
-        UserError: paths that do not exist, hold only empty files, or are of an unknown kind; all of them are named.
+        UserError: paths that do not exist, hold only empty files, or are of an unknown kind; all of
+            them are named.
     """
     sources: list[Source] = []
     origins: list[tuple[str, Path | None]] = []
@@ -51,7 +55,9 @@ def find_sources(paths: Iterable[str | Path], warn: bool = True) -> list[Source]
         except UserError:
             raise
         except (OSError, ValueError) as error:  # for example a name that is too long or has a NUL
-            problems.append(f"{str(given)[:200]} cannot be read: {getattr(error, 'strerror', None) or error}")
+            problems.append(
+                f"{str(given)[:200]} cannot be read: {getattr(error, 'strerror', None) or error}"
+            )
             continue
         if problem:
             problems.append(problem)
@@ -69,7 +75,10 @@ def find_sources(paths: Iterable[str | Path], warn: bool = True) -> list[Source]
     if again and warn:
         logger.warning("data: %s named more than once, and read once", listed(again))
     names = tell_apart(origins)
-    return [Source(name, source.files, source.prepared) for name, source in zip(names, sources, strict=True)]
+    return [
+        Source(name, source.files, source.prepared)
+        for name, source in zip(names, sources, strict=True)
+    ]
 
 
 def find_files(paths: Iterable[str | Path]) -> list[Path]:
@@ -81,7 +90,10 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     sources = find_sources(paths)
     prepared = [source.prepared for source in sources if source.prepared]
     if prepared:
-        raise UserError(f"data: {listed(prepared)} is prepared data, tokens without text; name the files it is from")
+        raise UserError(
+            f"data: {listed(prepared)} is prepared data, tokens without text; name the files it is"
+            " from"
+        )
     return [file for source in sources for file in source.files]
 
 
@@ -97,7 +109,10 @@ def tell_apart(sources: Sequence[tuple[str, Path | None]]) -> list[str]:
     for name, path in sources:
         paths[name].add(path)
     taken = {end for name in paths for end in _ends(name)}
-    shared = {name: Counter(end for path in rivals if path for end in _ends(path)) for name, rivals in paths.items()}
+    shared = {
+        name: Counter(end for path in rivals if path for end in _ends(path))
+        for name, rivals in paths.items()
+    }
     names = []
     for name, path in sources:
         if path is not None and len(paths[name]) > 1:
@@ -134,23 +149,33 @@ def _is_glob(path: Path) -> bool:
 
 
 def _find(path: Path) -> tuple[list[Path], str]:
-    """Files at a path that are not empty, and a problem if there are none or some are of an unknown kind."""
+    """Files at a path that are not empty, and a problem if there are none or some are of an unknown
+    kind."""
     if path.is_file():
-        found, problem = [path], f"{path} is empty"
+        found = [path]
+        problem = f"{path} is empty"
     elif path.is_dir():
         found = sorted(p for p in path.rglob("*") if _is_data(p.relative_to(path)) and p.is_file())
         inside = [p.parent for p in found if p.name == MANIFEST]
         if inside:
-            return [], f"folder {path} holds prepared data in {inside[0]}: name that directory itself"
+            return (
+                [],
+                f"folder {path} holds prepared data in {inside[0]}: name that directory itself",
+            )
         suffixes = " ".join(sorted((*TEXT_SUFFIXES, *TABLE_SUFFIXES)))
         problem = f"folder {path} has no data files ({suffixes}); a glob may name others"
     elif _is_glob(path):
-        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        found = sorted(
+            Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()
+        )
         problem = f"{path} holds no data" if found else f"{path} matches no file"
     elif path.is_symlink():
         return [], f"{path} is a link that leads nowhere"
     else:
-        return [], f"{path} {'is neither a file nor a folder' if path.exists() else 'does not exist'}"
+        return (
+            [],
+            f"{path} {'is neither a file nor a folder' if path.exists() else 'does not exist'}",
+        )
     # An empty file among other files is normal (an __init__.py).
     found = [p for p in found if p.stat().st_size]
     if unknown := [p for p in found if kind_problem(p)]:

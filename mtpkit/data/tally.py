@@ -1,4 +1,5 @@
-"""Counts of the documents of a source while they are made, and what is said of those that are left out."""
+"""Counts of the documents of a source while they are made, and what is said of those that are left
+out."""
 
 import logging
 import re
@@ -68,8 +69,8 @@ class Tally:
         if self.num_bad_rows > options.bad_rows_allowed * self.num_rows:
             raise UserError(
                 f"data: {self.source}: {self.num_bad_rows} of {self.num_rows} rows cannot be used"
-                f" ({_counts(self._bad)}), the first is {self._first_bad}; mend them, or allow a larger share of them"
-                " with --bad-rows-allowed (data.bad_rows_allowed in training)"
+                f" ({_counts(self._bad)}), the first is {self._first_bad}; mend them, or allow a"
+                " larger share of them with --bad-rows-allowed (data.bad_rows_allowed in training)"
             )
 
     def warn(self, options: DataOptions, sequence_length: int, more: str = "") -> None:
@@ -79,7 +80,10 @@ class Tally:
             more: a note at the end of the warning about what is left out.
         """
         if self.left_out:
-            what = f"{len(self.left_out)} of {self.num_documents} documents have no token to learn and are left out"
+            what = (
+                f"{len(self.left_out)} of {self.num_documents} documents have no token to learn and"
+                " are left out"
+            )
             if len(self.left_out) > 1:
                 more = f"; by reason: {_counts(self._reasons)}{more}"
             logger.warning("data: %s: %s%s", what, listed(self.left_out), more)
@@ -90,8 +94,9 @@ class Tally:
                 "drop": "left out",
             }
             logger.warning(
-                "data: %s: %d of %d documents are conversations longer than a sequence of %d tokens, and are %s;"
-                " --long-conversations (data.long_conversations in training) says what is done with them",
+                "data: %s: %d of %d documents are conversations longer than a sequence of %d"
+                " tokens, and are %s; --long-conversations (data.long_conversations in training)"
+                " says what is done with them",
                 self.source,
                 self.num_long,
                 self.num_documents,

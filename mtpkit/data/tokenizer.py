@@ -24,23 +24,30 @@ BESIDE = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_t
 
 
 def lacks_vocabulary(directory: Path) -> str:
-    """An error message for a tokenizer without a vocabulary; "" if there is no tokenizer, or a complete one."""
-    if not (directory / "tokenizer_config.json").is_file() or any((directory / n).is_file() for n in VOCABULARIES):
+    """An error message for a tokenizer without a vocabulary; "" if there is no tokenizer, or a
+    complete one."""
+    if not (directory / "tokenizer_config.json").is_file() or any(
+        (directory / n).is_file() for n in VOCABULARIES
+    ):
         return ""
     return f"{directory} has no tokenizer.json; copy it there"
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Load the transformers tokenizer of a model directory of either layout. Code in the directory is never run.
+    """Load the transformers tokenizer of a model directory of either layout. Code in the directory
+    is never run.
 
     Raises:
-        UserError: the directory does not exist, has no tokenizer, or has one that transformers cannot read.
+        UserError: the directory does not exist, has no tokenizer, or has one that transformers
+            cannot read.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"model directory {directory} does not exist")
     if not any(is_there(directory / name) for name in TOKENIZER_FILES):
-        raise UserError(f"{directory} has no tokenizer; copy its tokenizer.json and tokenizer_config.json there")
+        raise UserError(
+            f"{directory} has no tokenizer; copy its tokenizer.json and tokenizer_config.json there"
+        )
     for name in (*TOKENIZER_FILES, *BESIDE):
         if is_there(directory / name):
             require_file(directory / name)
@@ -48,9 +55,13 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     try:
         with _without_config_warnings():
-            # By default transformers asks in a terminal whether to run the code that MiMo's `auto_map` names.
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of a wrong type fail only here
+            # By default transformers asks in a terminal whether to run the code that MiMo's
+            # `auto_map` names.
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        # settings of a wrong type fail only here
+        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
         return tokenizer
     except Exception as error:  # transformers passes on exceptions of many kinds
         reason = listed([" ".join(str(error).split())])
@@ -61,8 +72,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 @contextmanager
 def _without_config_warnings() -> Iterator[None]:
-    """Silence transformers' warning about a `config.json` of a model type that it does not know, such as `mimo`. It
-    needs that file only for the tokenizer's class, and only if the tokenizer's own files do not name the class."""
+    """Silence transformers' warning about a `config.json` of a model type that it does not know,
+    such as `mimo`. It needs that file only for the tokenizer's class, and only if the tokenizer's
+    own files do not name the class."""
     logger = logging.getLogger("transformers.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -73,14 +85,20 @@ def _without_config_warnings() -> Iterator[None]:
 
 
 def without_second_bos(token_ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
-    """Drop the BOS token that a tokenizer put before a text that begins with its own, as rendered chats do."""
+    """Drop the BOS token that a tokenizer put before a text that begins with its own, as rendered
+    chats do."""
     bos = getattr(tokenizer, "bos_token_id", None)
-    twice = bos is not None and list(token_ids[:2]) == [bos, bos] and text.startswith(tokenizer.bos_token)
+    twice = (
+        bos is not None
+        and list(token_ids[:2]) == [bos, bos]
+        and text.startswith(tokenizer.bos_token)
+    )
     return list(token_ids[1:] if twice else token_ids)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """32 hexadecimal digits that are equal for tokenizers that split texts in the same way, wherever they are stored.
+    """32 hexadecimal digits that are equal for tokenizers that split texts in the same way,
+    wherever they are stored.
 
     The chat template does not count: it changes the text, not its tokens.
     """

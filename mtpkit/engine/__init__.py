@@ -1,6 +1,8 @@
-"""Decoding with and without multi-token-prediction heads: continuous batching over paged and recurrent caches.
+"""Decoding with and without multi-token-prediction heads: continuous batching over paged and
+recurrent caches.
 
-Importing the package imports only the settings; the engine, and torch with it, is imported on first use.
+Importing the package imports only the settings; the engine, and torch with it, is imported on first
+use.
 """
 
 from importlib import import_module
@@ -13,7 +15,13 @@ if TYPE_CHECKING:
     from mtpkit.engine.engine import Engine
     from mtpkit.engine.llm import LLM
     from mtpkit.engine.replicas import Replicas
-    from mtpkit.engine.request import CompletionOutput, EngineStats, RequestError, RequestOutput, require_whole
+    from mtpkit.engine.request import (
+        CompletionOutput,
+        EngineStats,
+        RequestError,
+        RequestOutput,
+        require_whole,
+    )
 
 __all__ = [
     "COMMAND_DEFAULTS",

@@ -1,4 +1,5 @@
-"""Arguments and methods that vLLM has and mtpkit lacks; the errors about them say what to do instead."""
+"""Arguments and methods that vLLM has and mtpkit lacks; the errors about them say what to do
+instead."""
 
 import difflib
 import functools
@@ -23,7 +24,8 @@ class Absent(NamedTuple):
         if value is None or ((is_list(value) or isinstance(value, str | dict)) and not value):
             return True
         return isinstance(value, bool | int | float | str) and any(
-            isinstance(plain(value), bool) is isinstance(one, bool) and value == one for one in self.neutral
+            isinstance(plain(value), bool) is isinstance(one, bool) and value == one
+            for one in self.neutral
         )
 
 
@@ -32,8 +34,8 @@ class AbsentMethod(UserError, AttributeError):
 
 
 def _absent(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Absent]:
-    """Map each argument's name to its `Absent`. A row has an advice, and for each of its arguments the neutral value or
-    a tuple of neutral values."""
+    """Map each argument's name to its `Absent`. A row has an advice, and for each of its arguments
+    the neutral value or a tuple of neutral values."""
     return {
         name: Absent(advice, value if isinstance(value, tuple) else (value,))
         for advice, arguments in rows.items()
@@ -43,12 +45,22 @@ def _absent(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Absent]:
 
 LLM_ARGUMENTS = _absent(
     {
-        "use mtpkit generate --data-parallel, or mtpkit.engine.Replicas": dict(data_parallel_size=1),
-        "start the processes with torchrun": dict(distributed_executor_backend=("mp", "uni", "external_launcher")),
-        "weights are not quantised, see dtype": dict(quantization=None, quantization_param_path=None),
-        "keys and values have the dtype of the weights": dict(kv_cache_dtype="auto", calculate_kv_scales=False),
+        "use mtpkit generate --data-parallel, or mtpkit.engine.Replicas": dict(
+            data_parallel_size=1
+        ),
+        "start the processes with torchrun": dict(
+            distributed_executor_backend=("mp", "uni", "external_launcher")
+        ),
+        "weights are not quantised, see dtype": dict(
+            quantization=None, quantization_param_path=None
+        ),
+        "keys and values have the dtype of the weights": dict(
+            kv_cache_dtype="auto", calculate_kv_scales=False
+        ),
         "use state_dtype": dict(mamba_ssm_cache_dtype="auto", mamba_cache_dtype="auto"),
-        "use num_speculative_tokens": dict(speculative_config=None, speculative_model=None, num_lookahead_slots=0),
+        "use num_speculative_tokens": dict(
+            speculative_config=None, speculative_model=None, num_lookahead_slots=0
+        ),
         "use num_blocks": dict(num_gpu_blocks_override=None),
         "use max_model_len": dict(max_seq_len_to_capture=None, max_context_len_to_capture=None),
         "use gpu_memory_utilization": dict(kv_cache_memory_bytes=None),
@@ -66,11 +78,17 @@ LLM_ARGUMENTS = _absent(
             load_format=("auto", "safetensors"),
             config_format="auto",
         ),
-        "edit config.json": dict(hf_overrides=None, rope_scaling=None, rope_theta=None, override_neuron_config=None),
-        "give SamplingParams to generate": dict(generation_config="vllm", override_generation_config=None),
+        "edit config.json": dict(
+            hf_overrides=None, rope_scaling=None, rope_theta=None, override_neuron_config=None
+        ),
+        "give SamplingParams to generate": dict(
+            generation_config="vllm", override_generation_config=None
+        ),
         "give token ids as prompts": dict(skip_tokenizer_init=False, tokenizer_mode="auto"),
         "render messages with the tokenizer's chat template": dict(chat_template=None),
-        "adapters must be merged into the weights": dict(enable_lora=False, max_loras=1, max_lora_rank=16),
+        "adapters must be merged into the weights": dict(
+            enable_lora=False, max_loras=1, max_lora_rank=16
+        ),
         "models read and write text only": dict(
             limit_mm_per_prompt=None,
             mm_processor_kwargs=None,
@@ -79,7 +97,9 @@ LLM_ARGUMENTS = _absent(
             runner=("auto", "generate"),
             convert=("auto", "none"),
         ),
-        "outputs are not constrained": dict(guided_decoding_backend="auto", structured_outputs_config=None),
+        "outputs are not constrained": dict(
+            guided_decoding_backend="auto", structured_outputs_config=None
+        ),
         "use llm.stats()": dict(disable_log_stats=(True, False)),
         "callbacks cannot change logits": dict(logits_processors=None),
         "probabilities are not reported": dict(max_logprobs=20, logprobs_mode="raw_logprobs"),
@@ -90,19 +110,29 @@ LLM_ARGUMENTS = _absent(
 SAMPLING_ARGUMENTS = _absent(
     {
         "repeat the prompt with other seeds": dict(best_of=1),
-        "beam search is not supported": dict(use_beam_search=False, length_penalty=1.0, early_stopping=False),
-        "probabilities are not reported": dict(logprobs=None, prompt_logprobs=None, flat_logprobs=False),
+        "beam search is not supported": dict(
+            use_beam_search=False, length_penalty=1.0, early_stopping=False
+        ),
+        "probabilities are not reported": dict(
+            logprobs=None, prompt_logprobs=None, flat_logprobs=False
+        ),
         "use ignore_eos to decode up to max_tokens": dict(min_tokens=0),
         "single tokens can be neither favoured nor forbidden": dict(
             logit_bias=None, bad_words=None, allowed_token_ids=None, logits_processors=None
         ),
-        "outputs are not constrained, see stop": dict(guided_decoding=None, structured_outputs=None),
+        "outputs are not constrained, see stop": dict(
+            guided_decoding=None, structured_outputs=None
+        ),
         "outputs have token_ids and text": dict(detokenize=True, output_text_buffer_length=0),
-        "decode token_ids yourself": dict(skip_special_tokens=True, spaces_between_special_tokens=True),
+        "decode token_ids yourself": dict(
+            skip_special_tokens=True, spaces_between_special_tokens=True
+        ),
         "stop strings are left out of the text": dict(include_stop_str_in_output=False),
         "shorten the prompt": dict(truncate_prompt_tokens=None),
         "use llm.generate or llm.stream": dict(output_kind=None),
-        "leave it out": dict(extra_args=None, thinking_token_budget=None, skip_reading_prefix_cache=False),
+        "leave it out": dict(
+            extra_args=None, thinking_token_budget=None, skip_reading_prefix_cache=False
+        ),
     }
 )
 """Arguments of vLLM's `SamplingParams`."""
@@ -110,7 +140,9 @@ SAMPLING_ARGUMENTS = _absent(
 GENERATE_ARGUMENTS = _absent(
     {
         "give token ids as prompts": dict(prompt_token_ids=None),
-        "adapters must be merged into the weights": dict(lora_request=None, prompt_adapter_request=None),
+        "adapters must be merged into the weights": dict(
+            lora_request=None, prompt_adapter_request=None
+        ),
         "requests run first come, first served": dict(priority=0),
         "outputs are not constrained": dict(guided_options_request=None),
         "models read and write text only": dict(multi_modal_data=None, mm_processor_kwargs=None),
@@ -120,11 +152,17 @@ GENERATE_ARGUMENTS = _absent(
 """Arguments of vLLM's `LLM.generate`."""
 
 LLM_METHODS = {
-    "chat": "give generate the ids of llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
-    "return_dict=False)",
+    "chat": (
+        "give generate the ids of llm.tokenizer.apply_chat_template(messages,"
+        " add_generation_prompt=True, return_dict=False)"
+    ),
     "beam_search": "beam search is not supported, use generate",
-    **dict.fromkeys(("embed", "encode", "classify", "reward", "score"), "models only generate text"),
-    **dict.fromkeys(("get_tokenizer", "set_tokenizer"), "use llm.tokenizer and LLM's argument tokenizer"),
+    **dict.fromkeys(
+        ("embed", "encode", "classify", "reward", "score"), "models only generate text"
+    ),
+    **dict.fromkeys(
+        ("get_tokenizer", "set_tokenizer"), "use llm.tokenizer and LLM's argument tokenizer"
+    ),
     "get_default_sampling_params": "defaults are those of SamplingParams()",
     "llm_engine": "use llm.engine",
     "get_metrics": "use llm.stats()",
@@ -137,13 +175,16 @@ LLM_METHODS = {
 def answers_absent[**P, R](
     what: str, absent: Mapping[str, Absent], signature: inspect.Signature | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: raise one `UserError` that names all given arguments the function lacks, with the advice in `absent`.
+    """Decorator: raise one `UserError` that names all given arguments the function lacks, with the
+    advice in `absent`.
 
-    Arguments in `absent` with neutral values are dropped. The function keeps its signature and help.
+    Arguments in `absent` with neutral values are dropped. The function keeps its signature and
+    help.
 
     Args:
         what: the function's name in the error.
-        signature: the function's signature, for functions whose signature `inspect.signature` cannot find.
+        signature: the function's signature, for functions whose signature `inspect.signature`
+            cannot find.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -152,12 +193,18 @@ def answers_absent[**P, R](
         @functools.wraps(function)
         def answering(*args: P.args, **named: P.kwargs) -> R:
             unknown = named.keys() - own.parameters.keys()
-            neutral = {name for name in unknown & absent.keys() if absent[name].accepts(named[name])}
+            neutral = {
+                name for name in unknown & absent.keys() if absent[name].accepts(named[name])
+            }
             wrong = [name for name in named if name in unknown - neutral]
             if wrong:
                 answers = [_answer(name, absent, own.parameters) for name in wrong]
-                raise UserError(f"{what} has no argument {_joined(wrong, answers)}; see help({what})")
-            known: dict[str, Any] = {name: value for name, value in named.items() if name not in unknown}
+                raise UserError(
+                    f"{what} has no argument {_joined(wrong, answers)}; see help({what})"
+                )
+            known: dict[str, Any] = {
+                name: value for name, value in named.items() if name not in unknown
+            }
             try:
                 own.bind(*args, **known)
             except TypeError as error:
@@ -173,7 +220,8 @@ def answers_absent_fields[T](absent: Mapping[str, Absent]) -> Callable[[type[T]]
     """Decorator: `answers_absent` for the fields of a dataclass."""
 
     def decorate(cls: type[T]) -> type[T]:
-        own, fields = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), inspect.signature(cls)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        fields = inspect.signature(cls)
         signature = fields.replace(parameters=[own, *fields.parameters.values()])
         cls.__init__ = answers_absent(cls.__name__, absent, signature)(cls.__init__)  # type: ignore[method-assign]
         return cls
@@ -190,9 +238,14 @@ def absent_method(owner: object, name: str) -> AttributeError:
 
 
 def _joined(names: Sequence[str], answers: Sequence[str]) -> str:
-    """Join all answers; if they are too long for one line, join the names, followed by the first answers."""
+    """Join all answers; if they are too long for one line, join the names, followed by the first
+    answers."""
     whole = listed(answers, most=len(answers), width=330)
-    return whole if whole.endswith(answers[-1]) else f"{listed(names, width=180)}: {listed(answers, width=140)}"
+    return (
+        whole
+        if whole.endswith(answers[-1])
+        else f"{listed(names, width=180)}: {listed(answers, width=140)}"
+    )
 
 
 def _answer(name: str, absent: Mapping[str, Absent], own: Mapping[str, Any]) -> str:

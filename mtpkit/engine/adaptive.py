@@ -1,4 +1,5 @@
-"""Choice of the drafts of each step: always the same ones, or those with the highest expected tokens per second."""
+"""Choice of the drafts of each step: always the same ones, or those with the highest expected
+tokens per second."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,17 +7,21 @@ from mtpkit.engine.tree import DraftShape, depth_of
 
 _DECAY = 0.99
 """Decay factor of the acceptance counts per step."""
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
-"""Acceptance rate assumed for a depth that has not been tried, and the number of drafts this assumption counts for."""
+_PRIOR_RATE = 0.7
+_PRIOR_WEIGHT = 4.0
+"""Acceptance rate assumed for a depth that has not been tried, and the number of drafts this
+assumption counts for."""
 _PRIOR_MENDED = 0.37
-"""Assumed probability that another candidate of a tree is right when the first one is wrong: the rate that others have
-measured for second candidates."""
-_PROBE_INTERVAL, _PROBE_STEPS = 256, 2
-"""Acceptance is learnt only from drafts that are verified, so 2 of every 256 steps of a batch are probes, which verify
-other drafts than the best ones. The first of the two finds stale drafts. If a probe takes twice the time of a plain
-step, the two probes cost 1%."""
+"""Assumed probability that another candidate of a tree is right when the first one is wrong: the
+rate that others have measured for second candidates."""
+_PROBE_INTERVAL = 256
+_PROBE_STEPS = 2
+"""Acceptance is learnt only from drafts that are verified, so 2 of every 256 steps of a batch are
+probes, which verify other drafts than the best ones. The first of the two finds stale drafts. If a
+probe takes twice the time of a plain step, the two probes cost 1%."""
 _GAIN = 1.01
-"""More drafts are chosen only if their expected speed exceeds that of fewer drafts by more than this factor."""
+"""More drafts are chosen only if their expected speed exceeds that of fewer drafts by more than
+this factor."""
 
 
 class FixedSpeculation:
@@ -48,43 +53,58 @@ class _Acceptance:
         return [a / r for a, r in zip(self._accepted, self._reached, strict=True)]
 
     def expected_length(self, depths: int) -> float:
-        """Expected tokens per row of a step: the base's own token, and accepted drafts of the first `depths` depths."""
-        length, product = 1.0, 1.0
+        """Expected tokens per row of a step: the base's own token, and accepted drafts of the first
+        `depths` depths."""
+        length = 1.0
+        product = 1.0
         for rate in self.rates[:depths]:
             product *= rate
             length += product
         return length
 
     def observe(self, accepted: Sequence[int], known: Sequence[int]) -> None:
-        """Count the accepted drafts of each row, at as many depths as the row's entry in `known` says."""
+        """Count the accepted drafts of each row, at as many depths as the row's entry in `known`
+        says."""
         for depth in range(min(max(known, default=0), len(self._reached))):
             counted = [a for a, most in zip(accepted, known, strict=True) if most > depth]
             if counted:
-                self._reached[depth] = self._reached[depth] * _DECAY + sum(a >= depth for a in counted)
-                self._accepted[depth] = self._accepted[depth] * _DECAY + sum(a > depth for a in counted)
+                self._reached[depth] = self._reached[depth] * _DECAY + sum(
+                    a >= depth for a in counted
+                )
+                self._accepted[depth] = self._accepted[depth] * _DECAY + sum(
+                    a > depth for a in counted
+                )
 
     def age(self) -> None:
-        """Age the counts after a step without such drafts: the rates stay, but weigh less against later ones."""
+        """Age the counts after a step without such drafts: the rates stay, but weigh less against
+        later ones."""
         for depth, reached in enumerate(self._reached):
             kept = max(_DECAY, _PRIOR_WEIGHT / reached)
-            self._reached[depth], self._accepted[depth] = reached * kept, self._accepted[depth] * kept
+            self._reached[depth], self._accepted[depth] = (
+                reached * kept,
+                self._accepted[depth] * kept,
+            )
 
 
 class AdaptiveSpeculation:
-    """Chooses the drafts with the most expected tokens per second and row: (1 + r_1 + r_1 r_2 + ..) / step time.
+    """Chooses the drafts with the most expected tokens per second and row: (1 + r_1 + r_1 r_2 + ..)
+    / step time.
 
-    The rates r_k are running conditional acceptance rates. For a chain, r_k is the rate of the first candidate at depth
-    k, which steps with trees also show. For a tree, it is the rate at which any candidate at depth k is accepted. The
-    step times are measured before the first request.
+    The rates r_k are running conditional acceptance rates. For a chain, r_k is the rate of the
+    first candidate at depth k, which steps with trees also show. For a tree, it is the rate at
+    which any candidate at depth k is accepted. The step times are measured before the first
+    request.
 
     Args:
-        step_times: seconds of a step by (rows, drafts), for several numbers of rows, each K from 0 to the largest, and
-            optionally a tree of the largest depth.
-        batches: number of batches whose steps take turns. A probe runs in one step of each batch, since a step that
-            finds stale drafts must be followed by a step of the same batch.
+        step_times: seconds of a step by (rows, drafts), for several numbers of rows, each K from 0
+            to the largest, and optionally a tree of the largest depth.
+        batches: number of batches whose steps take turns. A probe runs in one step of each batch,
+            since a step that finds stale drafts must be followed by a step of the same batch.
     """
 
-    def __init__(self, step_times: Mapping[tuple[int, DraftShape], float], batches: int = 1) -> None:
+    def __init__(
+        self, step_times: Mapping[tuple[int, DraftShape], float], batches: int = 1
+    ) -> None:
         self.step_times = dict(step_times)
         self._batches = batches
         self._sizes = sorted({rows for rows, _ in step_times})
@@ -103,7 +123,9 @@ class AdaptiveSpeculation:
 
     def expected_length(self, drafts: DraftShape) -> float:
         """Expected tokens per row of a step with these drafts."""
-        return (self._chain if isinstance(drafts, int) else self._tree).expected_length(depth_of(drafts))
+        return (self._chain if isinstance(drafts, int) else self._tree).expected_length(
+            depth_of(drafts)
+        )
 
     def choose(self, num_rows: int) -> DraftShape:
         """Return K, or the tree, for a step; `num_rows` counts the decode rows of all batches."""
@@ -123,8 +145,9 @@ class AdaptiveSpeculation:
         return self.expected_length(drafts) / self.step_times[size, drafts]
 
     def _untold(self, best: DraftShape) -> list[DraftShape]:
-        """List the drafts whose acceptance does not show in steps of the best drafts, for probes to try in turn: one
-        more depth, where a gain shows first; all depths, which may pay off only together; a tree."""
+        """List the drafts whose acceptance does not show in steps of the best drafts, for probes to
+        try in turn: one more depth, where a gain shows first; all depths, which may pay off only
+        together; a tree."""
         if not isinstance(best, int):
             return []
         deeper = [best + 1, self.max_depth] if best < self.max_depth else []
@@ -135,8 +158,8 @@ class AdaptiveSpeculation:
 
         Args:
             accepted: accepted drafts of each decode row.
-            fresh: for each row, the number of drafts that its previous step made and this step verified. Deeper drafts
-                are stale, and their acceptance says nothing.
+            fresh: for each row, the number of drafts that its previous step made and this step
+                verified. Deeper drafts are stale, and their acceptance says nothing.
         """
         self._chain.observe(accepted, fresh)
         self._tree.age()
@@ -147,10 +170,18 @@ class AdaptiveSpeculation:
         Args:
             ranks: the rank of the accepted candidate, for each row and depth; see `Verdict.ranks`.
         """
-        self._tree.observe([sum(rank >= 0 for rank in row) for row in ranks], [len(row) for row in ranks])
-        # The first candidates of a row form a chain, which counts as far as it is known whether they were right.
-        firsts = [next((depth for depth, rank in enumerate(row) if rank), len(row)) for row in ranks]
-        known = [first + (row[first : first + 1] not in ([], [-2])) for first, row in zip(firsts, ranks, strict=True)]
+        self._tree.observe(
+            [sum(rank >= 0 for rank in row) for row in ranks], [len(row) for row in ranks]
+        )
+        # The first candidates of a row form a chain, which counts as far as it is known whether
+        # they were right.
+        firsts = [
+            next((depth for depth, rank in enumerate(row) if rank), len(row)) for row in ranks
+        ]
+        known = [
+            first + (row[first : first + 1] not in ([], [-2]))
+            for first, row in zip(firsts, ranks, strict=True)
+        ]
         self._chain.observe(firsts, known)
 
 

@@ -1,7 +1,8 @@
 """Tensors of a step, built from its plan.
 
-The host sends all numbers in one copy and the block tables in another; everything else is computed on the device. A
-step whose sizes are fixed can therefore be captured in a CUDA graph, see `mtpkit.engine.graphs`.
+The host sends all numbers in one copy and the block tables in another; everything else is computed
+on the device. A step whose sizes are fixed can therefore be captured in a CUDA graph, see
+`mtpkit.engine.graphs`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,18 +25,21 @@ from mtpkit.model.state import Committed, States
 from mtpkit.platform import to_device
 
 NULL_SLOT = -1
-"""Slot of null rows. Kernels of recurrent state take it for no slot; in `DeviceState` it indexes the last entry."""
+"""Slot of null rows. Kernels of recurrent state take it for no slot; in `DeviceState` it indexes
+the last entry."""
 NULL_CONTEXT = -1
 """Context length of null rows among the chunks, see `StepInput.context_lens`."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of a step, which are at least those of its plan: null rows and their tokens pad the plan."""
+    """Sizes of a step, which are at least those of its plan: null rows and their tokens pad the
+    plan."""
 
     decode_rows: int
     chunk_rows: int
-    """If this exceeds the number of chunks in the plan, the last row is a null row that has all padding tokens."""
+    """If this exceeds the number of chunks in the plan, the last row is a null row that has all
+    padding tokens."""
     chunk_tokens: int
 
     @classmethod
@@ -62,13 +66,15 @@ class _Part(NamedTuple):
     positions: Tensor
     kv_slots: Tensor
     bounds: Tensor
-    """[R + 1], the first token of each row of the step, and the end of the last one. For chunks after decode rows [R]:
-    the decode rows already have the first entry, as the end of their last row."""
+    """[R + 1], the first token of each row of the step, and the end of the last one. For chunks
+    after decode rows [R]: the decode rows already have the first entry, as the end of their last
+    row."""
     context_lens: Tensor
     logit_indices: Tensor
     logit_rows: Tensor
     committed: Committed | None
-    """Counters of the rows' committed positions; None: chunks after decode rows, whose counters `_joined` adds."""
+    """Counters of the rows' committed positions; None: chunks after decode rows, whose counters
+    `_joined` adds."""
 
 
 def _joined(decoding: _Part, chunks: _Part) -> _Part:
@@ -88,10 +94,16 @@ class _Trees(NamedTuple):
 
 
 class BatchBuilder:
-    """Builds batches from plans; reads `DeviceState` and the states of the layers, and writes neither."""
+    """Builds batches from plans; reads `DeviceState` and the states of the layers, and writes
+    neither."""
 
     def __init__(
-        self, block_size: int, states: States, state: DeviceState, device: torch.device, tree: Tree | None = None
+        self,
+        block_size: int,
+        states: States,
+        state: DeviceState,
+        device: torch.device,
+        tree: Tree | None = None,
     ) -> None:
         self.block_size = block_size
         self.tree = tree
@@ -102,8 +114,13 @@ class BatchBuilder:
             self._static = parents, *ancestor_masks(parents, tree.depth)
             families = [tree.children(token) for token in range(tree.tokens)]
             padded = [family + [-1] * (tree.most_children - len(family)) for family in families]
-            places = [tree.expanded.index(token) if family else 0 for token, family in enumerate(families)]
-            self._families = to_device(padded, torch.int64, device), to_device(places, torch.int64, device)
+            places = [
+                tree.expanded.index(token) if family else 0 for token, family in enumerate(families)
+            ]
+            self._families = (
+                to_device(padded, torch.int64, device),
+                to_device(places, torch.int64, device),
+            )
         self.states = states
         self.state = state
         self.device = device
@@ -113,7 +130,8 @@ class BatchBuilder:
     def build(self, plan: Plan) -> Batch:
         """Build the tensors of `plan`, all on the device."""
         shape = StepShape.of(plan)
-        numbers, tables = self.ints(self.numbers(plan, shape)), self.ints(block_tables(plan, shape))
+        numbers = self.ints(self.numbers(plan, shape))
+        tables = self.ints(block_tables(plan, shape))
         return self.assemble(plan, shape, numbers, tables, plan.processors)
 
     def count(self, shape: StepShape) -> int:
@@ -121,13 +139,14 @@ class BatchBuilder:
         return sum(self._counts(shape))
 
     def _counts(self, shape: StepShape) -> list[int]:
-        """Lengths of the parts of `numbers`, in order: the slots of all rows, then for the chunks their ends, context
-        lengths, known tokens after them, and tokens."""
+        """Lengths of the parts of `numbers`, in order: the slots of all rows, then for the chunks
+        their ends, context lengths, known tokens after them, and tokens."""
         chunks = shape.chunk_rows
         return [shape.rows, chunks, chunks, chunks * self._lookahead, shape.chunk_tokens]
 
     def numbers(self, plan: Plan, shape: StepShape) -> np.ndarray:
-        """[count(shape)] int64, everything that the host sends for a step except the block tables."""
+        """[count(shape)] int64, everything that the host sends for a step except the block
+        tables."""
         chunks = plan.chunks
         slots = np.full(shape.rows, NULL_SLOT, np.int64)
         ends = np.full(shape.chunk_rows, plan.num_chunk_tokens, np.int64)
@@ -144,29 +163,43 @@ class BatchBuilder:
         return np.concatenate([slots, ends, contexts, lookahead.ravel(), token_ids])
 
     def null_numbers(self, shape: StepShape, slots: Sequence[int] = ()) -> np.ndarray:
-        """`numbers` of a step in which all rows are null rows except the first decode rows, which are at `slots`."""
+        """`numbers` of a step in which all rows are null rows except the first decode rows, which
+        are at `slots`."""
         numbers = self.numbers(Plan((), 0, 0, 0), shape)
         numbers[: len(slots)] = slots
         return numbers
 
-    def assemble(self, plan: Plan, shape: StepShape, numbers: Tensor, tables: Tensor, use: Use) -> Batch:
+    def assemble(
+        self, plan: Plan, shape: StepShape, numbers: Tensor, tables: Tensor, use: Use
+    ) -> Batch:
         """Build the tensors of a step on the device, without a host-device sync.
 
         Args:
-            plan: only its K, its number of sampling rows, `trees` and whether there are `restores` are read.
+            plan: only its K, its number of sampling rows, `trees` and whether there are `restores`
+                are read.
             numbers: the result of the method `numbers`, on the device.
             tables: [R, B] int64, the blocks of each row.
             use: names of the processors that the step computes.
         """
         slots, *chunks = numbers.split(self._counts(shape))
-        decoding, depths, count = shape.decode_rows, plan.num_speculative_tokens, plan.num_sampling_rows
+        decoding = shape.decode_rows
+        depths = plan.num_speculative_tokens
+        count = plan.num_sampling_rows
         held = slots[:decoding]
         slots = self.state.live(slots, decoding)
         tree = self._trees(held) if decoding and plan.trees else None
         width = tree.parents.shape[1] if tree else 1 + depths
         parts = [
-            *([self._decode_rows(held, slots, tables, width, tree and tree.depths)] if decoding else []),
-            *([self._chunks(shape, tables, decoding * width, count, chunks)] if shape.chunk_rows else []),
+            *(
+                [self._decode_rows(held, slots, tables, width, tree and tree.depths)]
+                if decoding
+                else []
+            ),
+            *(
+                [self._chunks(shape, tables, decoding * width, count, chunks)]
+                if shape.chunk_rows
+                else []
+            ),
         ]
         joined = parts[0] if len(parts) == 1 else _joined(*parts)
         assert joined.committed is not None
@@ -183,7 +216,10 @@ class BatchBuilder:
             num_decode_rows=decoding,
             decode_width=width,
             states=self.states,
-            tree=tree and TreeInput(tree.masks, joined.context_lens[:decoding], tree.parents, 0, *self._families),
+            tree=tree
+            and TreeInput(
+                tree.masks, joined.context_lens[:decoding], tree.parents, 0, *self._families
+            ),
         )
         return Batch(
             plan=plan,
@@ -194,8 +230,12 @@ class BatchBuilder:
             logit_indices=joined.logit_indices,
             logit_rows=joined.logit_rows,
             drafts=joined.token_ids[: decoding * width].view(decoding, width)[:, 1:],
-            draft_probs=None if probs is None else probs[slots[:decoding], : None if tree else depths],
-            lookahead=torch.cat([known, chunks[2].view(-1, self._lookahead)]) if shape.chunk_rows else known,
+            draft_probs=None
+            if probs is None
+            else probs[slots[:decoding], : None if tree else depths],
+            lookahead=torch.cat([known, chunks[2].view(-1, self._lookahead)])
+            if shape.chunk_rows
+            else known,
             earlier=self.state.earlier_at(slots, behind=bool(plan.restores)),
         )
 
@@ -210,20 +250,27 @@ class BatchBuilder:
     def _decode_rows(
         self, slots: Tensor, live: Tensor, tables: Tensor, width: int, depths: Tensor | None = None
     ) -> _Part:
-        """Gather decode rows at `slots` [D] with `width` tokens each; only the device knows these tokens.
+        """Gather decode rows at `slots` [D] with `width` tokens each; only the device knows these
+        tokens.
 
         Args:
             live: [R] the slots of all rows, see `DeviceState.live`.
-            depths: [D, width] depths of the tokens of trees. They determine positions only: the caches still hold the
-                tokens one after another.
+            depths: [D, width] depths of the tokens of trees. They determine positions only: the
+                caches still hold the tokens one after another.
         """
-        state, counted = self.state, self.state.committed.counts
-        ended, held = None if state.ends is None else live, tuple(counted.values())
-        found = decode_rows(slots, ended, state.num_computed, state.tokens, held, tables, width, self.block_size)
+        state = self.state
+        counted = self.state.committed.counts
+        ended = None if state.ends is None else live
+        held = tuple(counted.values())
+        found = decode_rows(
+            slots, ended, state.num_computed, state.tokens, held, tables, width, self.block_size
+        )
         return _Part(
             token_ids=found.token_ids,
             rows=found.rows,
-            positions=found.positions if depths is None else (found.context_lens[:, None] + depths).flatten(),
+            positions=found.positions
+            if depths is None
+            else (found.context_lens[:, None] + depths).flatten(),
             kv_slots=found.kv_slots,
             bounds=found.starts,
             context_lens=found.context_lens,
@@ -232,7 +279,9 @@ class BatchBuilder:
             committed=Committed(dict(zip(counted, found.counts, strict=True))),
         )
 
-    def _chunks(self, shape: StepShape, tables: Tensor, first: int, count: int, numbers: Iterable[Tensor]) -> _Part:
+    def _chunks(
+        self, shape: StepShape, tables: Tensor, first: int, count: int, numbers: Iterable[Tensor]
+    ) -> _Part:
         """Build the chunks, the first of which begins at token `first` of the step.
 
         Args:
@@ -254,7 +303,9 @@ class BatchBuilder:
             context_lens=context_lens,
             logit_indices=(first + ends[: count - shape.decode_rows] - 1).clamp_min(0),
             logit_rows=torch.arange(shape.decode_rows, count, device=self.device),
-            committed=None if shape.decode_rows else Committed.none(counted, shape.chunk_rows, self.device),
+            committed=None
+            if shape.decode_rows
+            else Committed.none(counted, shape.chunk_rows, self.device),
         )
 
     def ints(self, values: list | np.ndarray) -> Tensor:
@@ -267,7 +318,8 @@ def _slots(rows: Sequence[Row]) -> np.ndarray:
 
 
 def block_tables(plan: Plan, shape: StepShape, fill: int = 0) -> np.ndarray:
-    """[R, B] int64, the blocks of each row of the shape, padded with `fill` to the longest row of the plan."""
+    """[R, B] int64, the blocks of each row of the shape, padded with `fill` to the longest row of
+    the plan."""
     width = max(len(row.request.block_table) for row in plan.rows)
     tables = np.full((shape.rows, width), fill, dtype=np.int64)
 
@@ -281,7 +333,8 @@ def block_tables(plan: Plan, shape: StepShape, fill: int = 0) -> np.ndarray:
 
 
 def token_rows(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """[tokens] the row of each token and its index within the row, for rows that end before tokens `ends` [R]."""
+    """[tokens] the row of each token and its index within the row, for rows that end before tokens
+    `ends` [R]."""
     index = torch.arange(tokens, device=ends.device)
     rows = torch.searchsorted(ends, index, right=True)
     return rows, index - F.pad(ends, (1, 0))[rows]

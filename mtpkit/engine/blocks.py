@@ -32,8 +32,11 @@ class IdPool:
         return ids
 
     def allocate_from(self, among: range) -> int:
-        """Take the id in `among` that would be handed out first. The caller knows that one of them is free."""
-        index = next(index for index in reversed(range(len(self._free))) if self._free[index] in among)
+        """Take the id in `among` that would be handed out first. The caller knows that one of them
+        is free."""
+        index = next(
+            index for index in reversed(range(len(self._free))) if self._free[index] in among
+        )
         taken = self._free.pop(index)
         self._references[taken] = 1
         return taken
@@ -64,6 +67,8 @@ class IdPool:
         if counts != self._references or sorted(self._free) != unreferenced:
             wrong = [i for i in range(self.size) if counts[i] != self._references[i]]
             raise MtpkitError(
-                f"allocator is inconsistent: ids {wrong} have references {[self._references[i] for i in wrong]}, "
-                f"holders have {[counts[i] for i in wrong]}; free list {self.free_ids}, unreferenced {unreferenced}"
+                f"allocator is inconsistent: ids {wrong} have references"
+                f" {[self._references[i] for i in wrong]}, holders have"
+                f" {[counts[i] for i in wrong]}; free list {self.free_ids}, unreferenced"
+                f" {unreferenced}"
             )

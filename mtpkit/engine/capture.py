@@ -1,4 +1,5 @@
-"""CUDA graphs: capture of functions, and replay of functions on a few rows of integers with one graph per row count."""
+"""CUDA graphs: capture of functions, and replay of functions on a few rows of integers with one
+graph per row count."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,8 @@ NO_ROW = -1
 
 
 class Capture:
-    """Captures functions as graphs that share their memory: a result is valid until any of them is replayed."""
+    """Captures functions as graphs that share their memory: a result is valid until any of them is
+    replayed."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -27,11 +29,12 @@ class Capture:
     def graph[R](
         self, function: Callable[[], R], warming: Callable[[], AbstractContextManager] = nullcontext
     ) -> tuple[torch.cuda.CUDAGraph, R]:
-        """Capture a function; returns the graph and the function's result, which each replay overwrites.
+        """Capture a function; returns the graph and the function's result, which each replay
+        overwrites.
 
         Args:
-            function: must run without a host-device sync. It is also called once before the capture, so that kernels
-                are compiled and libraries choose their algorithms.
+            function: must run without a host-device sync. It is also called once before the
+                capture, so that kernels are compiled and libraries choose their algorithms.
             warming: makes the context of that first call.
         """
         torch.cuda.synchronize()
@@ -41,7 +44,8 @@ class Capture:
             function()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # With several ranks, NCCL's own thread queries events during the capture, which "global" would forbid.
+        # With several ranks, NCCL's own thread queries events during the capture, which "global"
+        # would forbid.
         mode = "thread_local" if dist.is_initialized() and dist.get_world_size() > 1 else "global"
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
             result = function()
@@ -50,14 +54,16 @@ class Capture:
 
 
 class RowGraphs:
-    """Replays functions on rows of integers. There is one graph for each function and each power of two of rows, which
-    null rows pad to.
+    """Replays functions on rows of integers. There is one graph for each function and each power of
+    two of rows, which null rows pad to.
 
-    A function gets a tensor [columns, R] int64, skips the rows that are `NO_ROW`, and returns nothing. The function is
-    not stored: it refers to the owner of these graphs, which would then keep itself alive.
+    A function gets a tensor [columns, R] int64, skips the rows that are `NO_ROW`, and returns
+    nothing. The function is not stored: it refers to the owner of these graphs, which would then
+    keep itself alive.
 
     Args:
-        rows: the most rows that a call usually has. More rows, or more than `_MOST_ROWS`, take several replays.
+        rows: the most rows that a call usually has. More rows, or more than `_MOST_ROWS`, take
+            several replays.
         columns: the number of integers in a row.
     """
 
@@ -66,7 +72,9 @@ class RowGraphs:
         """The captured row counts, ascending."""
         while self.sizes[-1] < min(rows, _MOST_ROWS):
             self.sizes.append(2 * self.sizes[-1])
-        self._numbers = {size: torch.full((columns, size), NO_ROW, device=device) for size in self.sizes}
+        self._numbers = {
+            size: torch.full((columns, size), NO_ROW, device=device) for size in self.sizes
+        }
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._capture = Capture()
 
@@ -79,7 +87,8 @@ class RowGraphs:
             graph.replay()
 
     def capture_all(self, function: Callable[[Tensor], None]) -> None:
-        """Capture a function for all row counts, the largest first, so that the smaller graphs share its memory."""
+        """Capture a function for all row counts, the largest first, so that the smaller graphs
+        share its memory."""
         for size in reversed(self.sizes):
             self._captured(function, size)
 

@@ -1,4 +1,5 @@
-"""Comparison of the decoding of two model directories: the tokens that they choose, and the drafts that they make."""
+"""Comparison of the decoding of two model directories: the tokens that they choose, and the drafts
+that they make."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from mtpkit.errors import UserError
 from mtpkit.platform import default_device
 
 _BESIDE_WEIGHTS = 2 * 10**9
-"""Bytes needed besides the weights, for libraries and for the caches and activations of a few short requests."""
+"""Bytes needed besides the weights, for libraries and for the caches and activations of a few short
+requests."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class DecodingAgreement:
     same_tokens: float
     """Share of the output tokens that come before the first difference of their prompt."""
     same_drafts: float
-    """Share of equal drafts among those that both models made after the same tokens; 1 if there are none."""
+    """Share of equal drafts among those that both models made after the same tokens; 1 if there are
+    none."""
     acceptance_lengths: tuple[float, float]
 
     @property
@@ -39,21 +42,25 @@ class DecodingAgreement:
 
 
 class Recorder:
-    """A drafter that records the drafts that another one makes for the only request, by the number of known tokens.
+    """A drafter that records the drafts that another one makes for the only request, by the number
+    of known tokens.
 
     Args:
         known: length of the request's prompt.
     """
 
     def __init__(self, inner: Drafter, known: int) -> None:
-        self._inner, self._known = inner, known
+        self._inner = inner
+        self._known = known
         self.earlier = inner.earlier
         self.drafts: dict[int, list[int]] = {}
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """Return the drafts of the inner drafter, and record them."""
         made = self._inner.draft(hidden, batch, verdict)
-        for accepted, token_ids in zip(verdict.accepted.tolist(), made.token_ids.tolist(), strict=False):
+        for accepted, token_ids in zip(
+            verdict.accepted.tolist(), made.token_ids.tolist(), strict=False
+        ):
             self._known += accepted + 1
             self.drafts[self._known] = token_ids
         return made
@@ -66,7 +73,11 @@ def lack_of_memory(directory: Path | str) -> str:
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     count = sum(torch.Size(info.shape).numel() for info in open_weights(directory).tensors.values())
     needed = count * (2 if on_gpu else 4) + _BESIDE_WEIGHTS
-    return f"needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free" if needed > free else ""
+    return (
+        f"needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
+        if needed > free
+        else ""
+    )
 
 
 def compare_decoding(
@@ -81,18 +92,24 @@ def compare_decoding(
     """Decode random prompts greedily with two models, one after the other, and compare.
 
     Args:
-        num_drafts: K; None: the smaller of the two models' defaults, which is 0 if one has no heads.
+        num_drafts: K; None: the smaller of the two models' defaults, which is 0 if one has no
+            heads.
 
     Raises:
-        UserError: the models have vocabularies of different sizes, or heads that cannot make `num_drafts` drafts.
+        UserError: the models have vocabularies of different sizes, or heads that cannot make
+            `num_drafts` drafts.
     """
     configs = [load_config(directory) for directory in (first, second)]
     if configs[0].vocab_size != configs[1].vocab_size:
-        raise UserError(f"{first} and {second} differ in vocabulary; their tokens cannot be compared")
+        raise UserError(
+            f"{first} and {second} differ in vocabulary; their tokens cannot be compared"
+        )
     k = min(config.mtp.default_drafts if config.mtp.num_depths else 0 for config in configs)
     k = k if num_drafts is None else num_drafts
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(configs[0].vocab_size, (num_prompts, prompt_length), generator=generator).tolist()
+    prompts = torch.randint(
+        configs[0].vocab_size, (num_prompts, prompt_length), generator=generator
+    ).tolist()
     (tokens, drafts, length), (others, other_drafts, other_length) = (
         _decode(directory, k, prompts, max_tokens) for directory in (first, second)
     )
@@ -124,8 +141,10 @@ def _decode(
         async_scheduling=False,
         warm_up=False,
     )
-    drafter, params = llm.engine.executor.drafter, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    tokens, drafts = [], []
+    drafter = llm.engine.executor.drafter
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    tokens = []
+    drafts = []
     for prompt in prompts:
         recorder = llm.engine.executor.drafter = Recorder(drafter, len(prompt))
         tokens.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
@@ -135,4 +154,6 @@ def _decode(
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common prefix of two token sequences."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

@@ -8,15 +8,19 @@ from mtpkit.engine.token_texts import CleanUp, RawText, Tokenizer, TokenTexts
 class Detokenizer:
     """Decodes the output of one request token by token.
 
-    The text is that of the whole output, and whatever was visible stays. A character appears once all its tokens are
-    known, and before the tokenizer's clean-up of spaces can no longer change it. The text ends before the first stop
-    string. Until the request is finished, the last characters, which may become part of a stop string, are not shown.
-    Without stop strings, nothing is decoded until the text is read or the request ends. The time is linear in the
-    number of tokens, whatever they are.
+    The text is that of the whole output, and whatever was visible stays. A character appears once
+    all its tokens are known, and before the tokenizer's clean-up of spaces can no longer change it.
+    The text ends before the first stop string. Until the request is finished, the last characters,
+    which may become part of a stop string, are not shown. Without stop strings, nothing is decoded
+    until the text is read or the request ends. The time is linear in the number of tokens, whatever
+    they are.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | TokenTexts, prompt_token_ids: Sequence[int], stop_strings: tuple[str, ...] = ()
+        self,
+        tokenizer: Tokenizer | TokenTexts,
+        prompt_token_ids: Sequence[int],
+        stop_strings: tuple[str, ...] = (),
     ) -> None:
         texts = tokenizer if isinstance(tokenizer, TokenTexts) else TokenTexts(tokenizer)
         self._raw = RawText(texts)
@@ -36,8 +40,8 @@ class Detokenizer:
         return bool(self._stop_strings) and self._read_on()
 
     def flush(self) -> bool:
-        """Show what was held back, such as the bytes of an unfinished character; no token may be appended afterwards.
-        Returns whether that completed a stop string."""
+        """Show what was held back, such as the bytes of an unfinished character; no token may be
+        appended afterwards. Returns whether that completed a stop string."""
         self._read_on()
         rest = self._raw.flush()
         if self._clean_up:

@@ -1,7 +1,9 @@
-"""State of the running requests on the device, from which the next step reads what the previous step decided.
+"""State of the running requests on the device, from which the next step reads what the previous
+step decided.
 
-Only this module writes that state: it admits requests, stores the results of steps and resets slots. The one exception
-is `earlier`: the launch that restores the states of the layers from a checkpoint restores it, too.
+Only this module writes that state: it admits requests, stores the results of steps and resets
+slots. The one exception is `earlier`: the launch that restores the states of the layers from a
+checkpoint restores it, too.
 """
 
 from collections.abc import Sequence
@@ -29,11 +31,13 @@ _NO_END = -2
 
 @dataclass(frozen=True)
 class Ends:
-    """End conditions of requests. No step goes beyond the end of its request, and steps that are launched later leave
-    the slot unchanged, so that a checkpoint can be made of the slot once the host has learned of the end."""
+    """End conditions of requests. No step goes beyond the end of its request, and steps that are
+    launched later leave the slot unchanged, so that a checkpoint can be made of the slot once the
+    host has learned of the end."""
 
     token_ids: Tensor
-    """[slots, MOST_END_TOKENS] int64, tokens that end the request; if there are more, the smallest ones."""
+    """[slots, MOST_END_TOKENS] int64, tokens that end the request; if there are more, the smallest
+    ones."""
     limits: Tensor
     """[slots] int64, the number of committed positions at which `max_tokens` ends the request."""
     reached: Tensor
@@ -51,9 +55,11 @@ class Ends:
         self.reached.index_fill_(0, slots, False)
 
     def cut(self, batch: Batch, verdict: Verdict) -> Tensor:
-        """[R] the number of accepted drafts that come before the end of each row's request; marks requests that end."""
+        """[R] the number of accepted drafts that come before the end of each row's request; marks
+        requests that end."""
         count = batch.plan.num_sampling_rows
-        slots, accepted = batch.inputs.state_slots[:count], verdict.accepted[:count]
+        slots = batch.inputs.state_slots[:count]
+        accepted = verdict.accepted[:count]
         chosen = verdict.token_ids[:count]
         index = torch.arange(chosen.shape[1], device=chosen.device)
         ended = (chosen[..., None] == self.token_ids[slots][:, None]).any(-1)
@@ -67,16 +73,17 @@ class Ends:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """State of the requests by slot, from which a step gathers its rows. All tensors are [slots, ...] and stay at their
-    address, as CUDA graphs require.
+    """State of the requests by slot, from which a step gathers its rows. All tensors are [slots,
+    ...] and stay at their address, as CUDA graphs require.
 
-    A slot keeps nothing of its previous request: `admit` writes part of it before the last chunk of a prompt, and the
-    step of that chunk writes the rest. A preempted request is restored in the same way from the tokens on the host.
+    A slot keeps nothing of its previous request: `admit` writes part of it before the last chunk of
+    a prompt, and the step of that chunk writes the rest. A preempted request is restored in the
+    same way from the tokens on the host.
     """
 
     tokens: Tensor
-    """[slots, 1 + K] int64, the inputs of the next step: the newest token and the drafts after it; [slots, T] for
-    trees."""
+    """[slots, 1 + K] int64, the inputs of the next step: the newest token and the drafts after it;
+    [slots, T] for trees."""
     num_computed: Tensor
     """[slots] int64, number of positions that are committed in the states of the layers."""
     committed: Committed
@@ -86,14 +93,14 @@ class DeviceState:
     columns: Columns
     """Columns of all `PROCESSORS`."""
     draft_probs: Tensor | None
-    """[slots, K, v] float32, the distributions that drafts were drawn from, for the v tokens that this rank holds, see
-    `Batch.draft_probs`; None: drafts are not drawn."""
+    """[slots, K, v] float32, the distributions that drafts were drawn from, for the v tokens that
+    this rank holds, see `Batch.draft_probs`; None: drafts are not drawn."""
     parents: Tensor | None
     """[slots, T] int64, parents of the tokens in trees that grow; None: trees do not grow."""
     earlier: Earlier | None
-    """[slots, E, ...], the last E committed positions; None: nothing on this rank reads them. With a prefix cache there
-    is one position more, since the heads begin one position before a checkpoint. Pipeline stages before the last one
-    have no hidden states to keep."""
+    """[slots, E, ...], the last E committed positions; None: nothing on this rank reads them. With
+    a prefix cache there is one position more, since the heads begin one position before a
+    checkpoint. Pipeline stages before the last one have no hidden states to keep."""
     ends: Ends | None
     """End conditions of requests; None: only the host checks them."""
     vocabulary: Vocabulary
@@ -116,16 +123,20 @@ class DeviceState:
             counters: counters that the states of the layers have for each request.
             earlier: E and the hidden size, see `Drafter.earlier`.
             dtype: dtype of hidden states.
-            hidden_size: the base's hidden size, needed with a prefix cache; 0: this rank lacks the base's hidden
-                states.
+            hidden_size: the base's hidden size, needed with a prefix cache; 0: this rank lacks the
+                base's hidden states.
         """
         cached = config.enable_prefix_caching
-        positions, hidden_size = (earlier[0] + 1, hidden_size) if cached and hidden_size else earlier
+        positions, hidden_size = (
+            (earlier[0] + 1, hidden_size) if cached and hidden_size else earlier
+        )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)
 
-        forms = {name: form for one in PROCESSORS for name, form in one.columns(vocabulary.width).items()}
+        forms = {
+            name: form for one in PROCESSORS for name, form in one.columns(vocabulary.width).items()
+        }
         return cls(
             tokens=zeros(config.decode_width),
             num_computed=zeros(),
@@ -135,14 +146,26 @@ class DeviceState:
                 name: torch.full((count, *form.shape), form.fill, dtype=form.dtype, device=device)
                 for name, form in forms.items()
             },
-            draft_probs=zeros(config.draft_distributions, vocabulary.width, dtype=torch.float32)
-            if config.draft_distributions
-            else None,
-            parents=torch.arange(-1, config.tree.tokens - 1, device=device).repeat(count, 1)
-            if isinstance(config.tree, DynamicTree)
-            else None,
-            earlier=Earlier(zeros(positions), zeros(positions, hidden_size, dtype=dtype)) if positions else None,
-            ends=Ends(zeros(MOST_END_TOKENS).fill_(_NO_END), zeros(), zeros(dtype=torch.bool)) if cached else None,
+            draft_probs=(
+                zeros(config.draft_distributions, vocabulary.width, dtype=torch.float32)
+                if config.draft_distributions
+                else None
+            ),
+            parents=(
+                torch.arange(-1, config.tree.tokens - 1, device=device).repeat(count, 1)
+                if isinstance(config.tree, DynamicTree)
+                else None
+            ),
+            earlier=(
+                Earlier(zeros(positions), zeros(positions, hidden_size, dtype=dtype))
+                if positions
+                else None
+            ),
+            ends=(
+                Ends(zeros(MOST_END_TOKENS).fill_(_NO_END), zeros(), zeros(dtype=torch.bool))
+                if cached
+                else None
+            ),
             vocabulary=vocabulary,
         )
 
@@ -150,11 +173,17 @@ class DeviceState:
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        parts = [value for part in (self.earlier, self.ends) if part is not None for value in vars(part).values()]
+        parts = [
+            value
+            for part in (self.earlier, self.ends)
+            if part is not None
+            for value in vars(part).values()
+        ]
         return [*own, *self.committed.counts.values(), *self.columns.values(), *parts]
 
     def earlier_at(self, slots: Tensor, behind: bool = False) -> Earlier | None:
-        """[R, E, ...] the committed positions that the drafter reads before a step of the rows at `slots`.
+        """[R, E, ...] the committed positions that the drafter reads before a step of the rows at
+        `slots`.
 
         Args:
             behind: the step begins at the last committed position, see `Plan.restores`.
@@ -180,10 +209,12 @@ class DeviceState:
         return Sampling(use, slots, self.seeds, self.columns, self.vocabulary)
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Write the sampling parameters of `requests`, before the last chunk of their prompts is computed. The step of
-        that chunk may make a chain of drafts where the next step verifies a tree, so the tree is reset here.
+        """Write the sampling parameters of `requests`, before the last chunk of their prompts is
+        computed. The step of that chunk may make a chain of drafts where the next step verifies a
+        tree, so the tree is reset here.
 
-        Nothing here waits for the device. `tensor[slots] = 0` would: PyTorch copies the number and waits for the copy.
+        Nothing here waits for the device. `tensor[slots] = 0` would: PyTorch copies the number and
+        waits for the copy.
         """
         if not requests:
             return
@@ -195,7 +226,11 @@ class DeviceState:
             self.parents[slots] = torch.arange(-1, self.parents.shape[1] - 1, device=slots.device)
         size = self.vocabulary.size
         numbers = [
-            {name: value for one in PROCESSORS for name, value in one.numbers(request.params, size).items()}
+            {
+                name: value
+                for one in PROCESSORS
+                for name, value in one.numbers(request.params, size).items()
+            }
             for request in requests
         ]
         # One copy takes all numbers to the device; float64 represents each of them exactly.
@@ -207,14 +242,19 @@ class DeviceState:
         if self.ends is not None:
             self.ends.admit(slots, requests)
 
-    def step(self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor | None = None) -> None:
+    def step(
+        self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor | None = None
+    ) -> None:
         """Store the results of a batch. Chunks that do not end a prompt have no tokens to store.
 
         Args:
             hidden: [T, 1, h], the base's hidden states; may be None if no `earlier` ones are kept.
         """
-        inputs, slots = batch.inputs, batch.inputs.state_slots
-        last = batch.last_index(verdict.accepted if self.ends is None else self.ends.cut(batch, verdict))
+        inputs = batch.inputs
+        slots = batch.inputs.state_slots
+        last = batch.last_index(
+            verdict.accepted if self.ends is None else self.ends.cut(batch, verdict)
+        )
         store_rows(
             slots,
             self.num_computed,
@@ -237,9 +277,11 @@ class DeviceState:
         self._count_tokens(batch, verdict, drafts)
 
     def _count_tokens(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:
-        """Store the distributions and parents of the drafts, and let processors count the chosen tokens."""
+        """Store the distributions and parents of the drafts, and let processors count the chosen
+        tokens."""
         count = batch.plan.num_sampling_rows
-        slots, accepted = batch.inputs.state_slots[:count], verdict.accepted[:count]
+        slots = batch.inputs.state_slots[:count]
+        accepted = verdict.accepted[:count]
         if self.draft_probs is not None and drafts.probs is not None:
             self.draft_probs[slots] = drafts.probs
         if self.parents is not None and drafts.parents is not None:
@@ -250,7 +292,8 @@ class DeviceState:
                 processor.count(self.columns, slots, accepted, placed)
 
     def settled(self, slots: Tensor, committed: Committed) -> None:
-        """Reset the counters of the slots [R], whose states are now as a prefill chunk would have left them.
+        """Reset the counters of the slots [R], whose states are now as a prefill chunk would have
+        left them.
 
         Args:
             committed: the counters of the slots until now.
@@ -258,7 +301,8 @@ class DeviceState:
         self.committed.put(slots, committed.none(committed.counts, len(slots), slots.device))
 
     def restart(self, first: int = 0) -> None:
-        """Reset the slots from `first` on to position 0, for null rows and for steps that are only timed."""
+        """Reset the slots from `first` on to position 0, for null rows and for steps that are only
+        timed."""
         self.num_computed[first:].zero_()
         if self.ends is not None:
             self.ends.limits[first:].fill_(LARGEST_COUNT)

@@ -21,7 +21,14 @@ from mtpkit.engine.params import SEED_BITS, SamplingParams
 from mtpkit.engine.prefix import CachedBlocks, PrefixCache
 from mtpkit.engine.processors import processors_of
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.request import AcceptanceStats, EngineStats, PromptError, Request, RequestOutput, RequestStats
+from mtpkit.engine.request import (
+    AcceptanceStats,
+    EngineStats,
+    PromptError,
+    Request,
+    RequestOutput,
+    RequestStats,
+)
 from mtpkit.engine.runner import StepRunner
 from mtpkit.engine.scheduler import Scheduler
 from mtpkit.engine.step import Plan, StepResult
@@ -38,10 +45,11 @@ _logger = logging.getLogger(__name__)
 class Engine:
     """Runs requests step by step; reads no files and has no command line.
 
-    With `async_scheduling`, a step is launched before the results of the previous one are read: unless blocks run out,
-    the device does not wait for the host, and the host learns one step late that a request has stopped. With several
-    batches, each step belongs to one batch, and its previous step is that of the same batch: until the results of a
-    batch arrive, steps of the other batches are planned and launched. With `graphs`, steps are replayed CUDA graphs.
+    With `async_scheduling`, a step is launched before the results of the previous one are read:
+    unless blocks run out, the device does not wait for the host, and the host learns one step late
+    that a request has stopped. With several batches, each step belongs to one batch, and its
+    previous step is that of the same batch: until the results of a batch arrive, steps of the other
+    batches are planned and launched. With `graphs`, steps are replayed CUDA graphs.
     """
 
     def __init__(
@@ -66,8 +74,11 @@ class Engine:
         self.texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._never_found = set[str]()
         """Stop strings that were warned of."""
-        self.executor = Executor(config, layout, num_blocks, runner, drafter, vocab_size, device, verifier, self.ranks)
-        blocks, prefix = IdPool(num_blocks), None
+        self.executor = Executor(
+            config, layout, num_blocks, runner, drafter, vocab_size, device, verifier, self.ranks
+        )
+        blocks = IdPool(num_blocks)
+        prefix = None
         if config.enable_prefix_caching:
             blocks = CachedBlocks(num_blocks)
             # All pipeline stages must find the same prefixes, but only the last stage has heads.
@@ -75,10 +86,13 @@ class Engine:
             successors = self.ranks.most(int(ahead > 0 and layout.head_slot_bytes > 0))
             room = config.num_checkpoints, ahead, config.prefix_cache_interval
             prefix = PrefixCache(blocks, config.block_size, *room, bool(successors))
-        graphs, slots = self.executor.graphs, IdPool(config.max_num_seqs)
+        graphs = self.executor.graphs
+        slots = IdPool(config.max_num_seqs)
         sizes = (graphs.chunk_sizes, graphs.sizes_beside) if graphs else ()
         self.pacing = pacing_for(config, device, *sizes)
-        self.scheduler = Scheduler(config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing, prefix)
+        self.scheduler = Scheduler(
+            config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing, prefix
+        )
         self._arrived = 0.0
         """When the newest results arrived."""
         self._seeds = random.Random(config.seed)
@@ -103,7 +117,9 @@ class Engine:
         Raises:
             UserError: the request can never be served, or an unfinished request has the same id.
         """
-        request = self.make_request(prompt_token_ids, params, request_id, prompt, checkpoint_at=checkpoint_at)
+        request = self.make_request(
+            prompt_token_ids, params, request_id, prompt, checkpoint_at=checkpoint_at
+        )
         self.scheduler.add(request)
         return request.request_id
 
@@ -120,8 +136,8 @@ class Engine:
 
         Args:
             place: name of the request in messages, such as its place in a list or in a file.
-            checkpoint_at: number of prompt tokens after which the prefix cache keeps a checkpoint, besides those that
-                it keeps anyway.
+            checkpoint_at: number of prompt tokens after which the prefix cache keeps a checkpoint,
+                besides those that it keeps anyway.
 
         Raises:
             PromptError: the prompt can never be served.
@@ -131,22 +147,37 @@ class Engine:
         where = place or f"request {name}"
         if not isinstance(params, SamplingParams):
             raise UserError(f"{where}: params is {shown(params)}, give SamplingParams(...)")
-        arrival, self._num_requests = self._num_requests, self._num_requests + 1
+        arrival = self._num_requests
+        self._num_requests = self._num_requests + 1
         tokens = list(prompt_token_ids)
-        if not are_whole(tokens) or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < self.vocab_size:
-            foreign = [token for token in tokens if not is_whole(token) or not 0 <= token < self.vocab_size]
-            raise PromptError(f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}")
+        if (
+            not are_whole(tokens)
+            or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < self.vocab_size
+        ):
+            foreign = [
+                token for token in tokens if not is_whole(token) or not 0 <= token < self.vocab_size
+            ]
+            raise PromptError(
+                f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}"
+            )
         if checkpoint_at is not None and not 1 <= checkpoint_at <= max(1, len(tokens)):
             raise PromptError(
-                f"{where}: checkpoint_at is {checkpoint_at}, must be from 1 to the prompt's {len(tokens)} tokens"
+                f"{where}: checkpoint_at is {checkpoint_at}, must be from 1 to the prompt's"
+                f" {len(tokens)} tokens"
             )
-        unknown = [token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size]
+        unknown = [
+            token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size
+        ]
         if unknown:
             _logger.warning(
-                "stop_token_ids %s have no effect: the vocabulary has %d tokens", unknown[:5], self.vocab_size
+                "stop_token_ids %s have no effect: the vocabulary has %d tokens",
+                unknown[:5],
+                self.vocab_size,
             )
         if params.stop_strings and self.tokenizer is None:
-            raise UserError(f"{where}: stop strings need a tokenizer, use stop_token_ids or give one")
+            raise UserError(
+                f"{where}: stop strings need a tokenizer, use stop_token_ids or give one"
+            )
         room = max(0, self.config.max_model_len - len(tokens))
         counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
         text = None if self.texts is None else Detokenizer(self.texts, tokens, params.stop_strings)
@@ -154,7 +185,8 @@ class Engine:
             request_id=name,
             prompt_token_ids=list(map(int, tokens)),
             params=params,
-            seed=(self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed) % (1 << SEED_BITS),
+            seed=(self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed)
+            % (1 << SEED_BITS),
             arrival=arrival,
             stats=RequestStats(**vars(counts), state_bytes=self.layout.slot_bytes),
             processors=processors_of(params, self.vocab_size),
@@ -171,7 +203,8 @@ class Engine:
         return request
 
     def _stop_tokens(self, stop_strings: tuple[str, ...]) -> frozenset[int]:
-        """Special tokens that stop strings name. The text leaves special tokens out, so that it never holds a name."""
+        """Special tokens that stop strings name. The text leaves special tokens out, so that it
+        never holds a name."""
         tokens = set[int]()
         for stop in stop_strings if self.texts else ():
             assert self.texts is not None
@@ -181,7 +214,8 @@ class Engine:
             elif (special := self.texts.special_inside(stop)) and stop not in self._never_found:
                 self._never_found.add(stop)
                 _logger.warning(
-                    "the stop string %r is never found, as the text leaves out the special token %r: use %r alone",
+                    "the stop string %r is never found, as the text leaves out the special token"
+                    " %r: use %r alone",
                     stop,
                     special,
                     special,
@@ -189,13 +223,23 @@ class Engine:
         return frozenset(tokens)
 
     def refused(
-        self, request_id: str, params: SamplingParams, error: PromptError, prompt: str | None, tokens: Sequence[int]
+        self,
+        request_id: str,
+        params: SamplingParams,
+        error: PromptError,
+        prompt: str | None,
+        tokens: Sequence[int],
     ) -> Request:
-        """Make the request of a prompt that cannot be served: one that has already ended, with `error`."""
+        """Make the request of a prompt that cannot be served: one that has already ended, with
+        `error`."""
         counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
-        stats, processors = RequestStats(**vars(counts)), frozenset[str]()
-        request = Request(request_id, list(tokens), params, 0, self._num_requests, stats, processors, prompt)
-        request.finish_reason, request.error = "error", str(error)
+        stats = RequestStats(**vars(counts))
+        processors = frozenset[str]()
+        request = Request(
+            request_id, list(tokens), params, 0, self._num_requests, stats, processors, prompt
+        )
+        request.finish_reason = "error"
+        request.error = str(error)
         return request
 
     def next_id(self) -> str:
@@ -204,13 +248,21 @@ class Engine:
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
         """Give parameters without a seed the next one that is drawn from the engine's."""
-        return replace(params, seed=self._seeds.getrandbits(SEED_BITS)) if params.seed is None else params
+        return (
+            replace(params, seed=self._seeds.getrandbits(SEED_BITS))
+            if params.seed is None
+            else params
+        )
 
     def _name(self, request_id: str | None) -> str:
-        """The given id, or else the next number; numbering continues above given numbers, so that ids are unique."""
+        """The given id, or else the next number; numbering continues above given numbers, so that
+        ids are unique."""
         name = str(self._next_number) if request_id is None else request_id
         if not isinstance(name, str):
-            raise UserError(f"request_id is {shown(name)}, must be a text: leave it out to have requests numbered")
+            raise UserError(
+                f"request_id is {shown(name)}, must be a text: leave it out to have requests"
+                " numbered"
+            )
         if name.isdecimal() and len(name) < _LONG_NUMBER:
             self._next_number = max(self._next_number, int(name) + 1)
         return name
@@ -222,12 +274,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, finished_only: bool = False) -> list[RequestOutput]:
-        """Launch a step of one batch, and commit the results of the batch's previous step (with `async_scheduling`) or
-        of this step.
+        """Launch a step of one batch, and commit the results of the batch's previous step (with
+        `async_scheduling`) or of this step.
 
         Args:
-            finished_only: return outputs of finished requests only; the text of unfinished requests is then not
-                decoded.
+            finished_only: return outputs of finished requests only; the text of unfinished requests
+                is then not decoded.
 
         Returns:
             Outputs of the requests that emitted tokens.
@@ -236,19 +288,23 @@ class Engine:
         with self.ranks.working():
             changed = self._step()
         self._seconds += time.perf_counter() - began
-        once = {request.request_id: request for request in changed}  # results of two steps may have been committed
+        # results of two steps may have been committed
+        once = {request.request_id: request for request in changed}
         wanted = (request for request in once.values() if request.finished or not finished_only)
         return [RequestOutput.of(request) for request in wanted]
 
     def _step(self) -> list[Request]:
-        """Launch a step and commit results; returns the requests that changed, twice if two steps changed them."""
+        """Launch a step and commit results; returns the requests that changed, twice if two steps
+        changed them."""
         changed = []
         ahead = self.config.async_scheduling
         if not ahead:
             changed += self._take_up()
         plans = self.ranks.plan(self.scheduler, self.speculation.choose)
         if not plans and not self._under_way and self.scheduler.has_unfinished:
-            raise MtpkitError("requests are unfinished, but no step is running and none can be planned")
+            raise MtpkitError(
+                "requests are unfinished, but no step is running and none can be planned"
+            )
         if plans:
             launched = (self.executor.launch(plan) for plan in plans)
             self._under_way.append([one for one in launched if one is not None])
@@ -264,26 +320,34 @@ class Engine:
         self.executor.warm_up(shapes)
 
     def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
-        """Time steps of these batch sizes with each of `draft_shapes`, and from then on choose drafts by these times.
-        No request may wait or run."""
+        """Time steps of these batch sizes with each of `draft_shapes`, and from then on choose
+        drafts by these times. No request may wait or run."""
         assert not self.has_unfinished
         shapes = self.draft_shapes
-        times = {(size, drafts): self._time(size, drafts, repeats) for size in batch_sizes for drafts in shapes}
+        times = {
+            (size, drafts): self._time(size, drafts, repeats)
+            for size in batch_sizes
+            for drafts in shapes
+        }
         self.speculation = AdaptiveSpeculation(times, self.config.num_batches)
 
     def _time(self, rows: int, drafts: DraftShape, repeats: int) -> float:
-        """Seconds from one step of a request to its next while `rows` requests decode. With pipeline stages it is the
-        time of the slowest stage for all batches or the time of one batch through all stages, whichever is longer.
-        Rows of a batch that do not fit into the token budget together take turns, in steps of equal size."""
+        """Seconds from one step of a request to its next while `rows` requests decode. With
+        pipeline stages it is the time of the slowest stage for all batches or the time of one batch
+        through all stages, whichever is longer. Rows of a batch that do not fit into the token
+        budget together take turns, in steps of equal size."""
         batches = min(rows, self.config.num_batches)
         rows_of_batch = -(-rows // batches)
         turns = -(-rows_of_batch // (self.config.max_num_batched_tokens // width_of(drafts)))
-        own = round(1e9 * turns * self.executor.time_step(-(-rows_of_batch // turns), drafts, repeats))
+        own = round(
+            1e9 * turns * self.executor.time_step(-(-rows_of_batch // turns), drafts, repeats)
+        )
         return max(batches * self.ranks.most(own), self.ranks.over_stages(own)) / 1e9
 
     @property
     def draft_shapes(self) -> list[DraftShape]:
-        """The shapes of drafts to choose from: chains of K = 0 and more, then the tree, if there is one."""
+        """The shapes of drafts to choose from: chains of K = 0 and more, then the tree, if there is
+        one."""
         chains = list[DraftShape](range(self.config.num_speculative_tokens + 1))
         return chains + ([self.config.tree] if self.config.tree else [])
 
@@ -294,12 +358,14 @@ class Engine:
         self.ranks.settle()
 
     def _take_up(self, batch: int | None = None) -> list[Request]:
-        """Commit the results of steps under way, the oldest first: all, or until one step of `batch` is left."""
+        """Commit the results of steps under way, the oldest first: all, or until one step of
+        `batch` is left."""
         changed = []
         while self._under_way and (batch is None or self._num_under_way(batch) > 1):
             step = self._under_way.popleft()
             results = self.executor.collect(step)
-            began, self._arrived = max(self._arrived, step[0].began), time.perf_counter()
+            began = max(self._arrived, step[0].began)
+            self._arrived = time.perf_counter()
             if self.pacing:
                 self.pacing.observe([launched.plan for launched in step], self._arrived - began)
             for plan, result in zip((launched.plan for launched in step), results, strict=True):
@@ -313,8 +379,10 @@ class Engine:
         return sum(step[0].plan.batch == batch for step in self._under_way)
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
-        """Report the accepted drafts of decode rows to `speculation`, except for rows whose logits are invalid."""
-        accepted, counts = result.accepted.tolist(), result.num_tokens.tolist()
+        """Report the accepted drafts of decode rows to `speculation`, except for rows whose logits
+        are invalid."""
+        accepted = result.accepted.tolist()
+        counts = result.num_tokens.tolist()
         valid = [
             index
             for index, row in enumerate(plan.decode_rows)
@@ -325,7 +393,9 @@ class Engine:
             self.speculation.observe([accepted[index] for index in valid], fresh)
         else:
             ranks = result.ranks.tolist()
-            self.speculation.observe_trees([ranks[index] for index, made in zip(valid, fresh, strict=True) if made])
+            self.speculation.observe_trees(
+                [ranks[index] for index, made in zip(valid, fresh, strict=True) if made]
+            )
 
     def abort(self, request_id: str) -> None:
         """Drop a request; the id of a finished or unknown request is ignored."""
@@ -348,7 +418,8 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
             prefilled_tokens=scheduler.num_prefilled,
-            returned_bytes=self.executor.stage.returned_bytes / max(1, self.executor.stage.returned_rows),
+            returned_bytes=self.executor.stage.returned_bytes
+            / max(1, self.executor.stage.returned_rows),
         )
 
     def reset_stats(self) -> None:

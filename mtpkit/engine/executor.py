@@ -1,4 +1,5 @@
-"""Execution of steps on the device: base, verification, drafting and state, with CUDA graphs and pipeline stages."""
+"""Execution of steps on the device: base, verification, drafting and state, with CUDA graphs and
+pipeline stages."""
 
 import statistics
 import time
@@ -32,7 +33,16 @@ from mtpkit.engine.ranks.returned import (
     unpack_returned,
 )
 from mtpkit.engine.runner import CachingRunner, CapturedRunner, Runner, StepRunner
-from mtpkit.engine.step import Batch, Plan, Restore, Save, StepOutput, StepResult, Verdict, pack_result
+from mtpkit.engine.step import (
+    Batch,
+    Plan,
+    Restore,
+    Save,
+    StepOutput,
+    StepResult,
+    Verdict,
+    pack_result,
+)
 from mtpkit.engine.tree import DraftShape, width_of
 from mtpkit.engine.verifier import verify
 from mtpkit.model.state import StateLayout
@@ -41,7 +51,8 @@ Verifier = Callable[[Tensor, Batch], Verdict]
 
 
 class Launched:
-    """A launched plan. Its result is being copied to the host or, on a stage before the last one, has yet to arrive."""
+    """A launched plan. Its result is being copied to the host or, on a stage before the last one,
+    has yet to arrive."""
 
     def __init__(self, plan: Plan, values: Tensor | None = None) -> None:
         self.plan = plan
@@ -64,15 +75,18 @@ class Launched:
         """Wait for the result and return it.
 
         Args:
-            check: raises an error if no step of the plan can have these results, given the results [S, columns] and the
-                plan.
+            check: raises an error if no step of the plan can have these results, given the results
+                [S, columns] and the plan.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        packed, plan = self._values.numpy(), self.plan
+        packed = self._values.numpy()
+        plan = self.plan
         if check is not None:
             check(packed, plan)
-        return StepResult.unpack(packed, plan.num_speculative_tokens, plan.trees and plan.num_decode_rows > 0)
+        return StepResult.unpack(
+            packed, plan.num_speculative_tokens, plan.trees and plan.num_decode_rows > 0
+        )
 
 
 class _Open(NamedTuple):
@@ -80,7 +94,8 @@ class _Open(NamedTuple):
 
     launched: Launched
     slots: frozenset[int | None]
-    """The slots of its rows: until the results are stored, no other plan with any of these slots may begin."""
+    """The slots of its rows: until the results are stored, no other plan with any of these slots
+    may begin."""
     held: list[int | None]
     """The slots of its decode rows in order, if their drafts are trees; else empty."""
     store: Callable[[Tensor], Tensor]
@@ -88,22 +103,25 @@ class _Open(NamedTuple):
 
     @property
     def is_left(self) -> bool:
-        """Whether a request whose drafts are a tree has left its slot. Its blocks may then get another owner, so the
-        plan must be stored first: this moves entries within the blocks."""
+        """Whether a request whose drafts are a tree has left its slot. Its blocks may then get
+        another owner, so the plan must be stored first: this moves entries within the blocks."""
         return any(
-            row.request.slot != slot for row, slot in zip(self.launched.plan.decode_rows, self.held, strict=False)
+            row.request.slot != slot
+            for row, slot in zip(self.launched.plan.decode_rows, self.held, strict=False)
         )
 
 
 class Executor:
-    """Runs plans on the device. Allocates everything that a step reads and writes there, and decides nothing.
+    """Runs plans on the device. Allocates everything that a step reads and writes there, and
+    decides nothing.
 
     Attributes:
         states: caches of the layers.
         state: what the device knows of the requests.
         checkpoints: the checkpoints of the prefix cache, if there is one.
         graphs: the captured steps, if there are graphs.
-        stores: on pipeline stages before the last one, the captured functions that store the results of steps.
+        stores: on pipeline stages before the last one, the captured functions that store the
+            results of steps.
     """
 
     def __init__(
@@ -119,9 +137,13 @@ class Executor:
         ranks: Ranks,
     ) -> None:
         self.config = config
-        self.runner, self.drafter, self.verifier = runner, drafter, verifier or verify
-        self.stage, self.vocab_size = ranks.stage, vocab_size
-        null, cached = int(config.graphs), config.enable_prefix_caching
+        self.runner = runner
+        self.drafter = drafter
+        self.verifier = verifier or verify
+        self.stage = ranks.stage
+        self.vocab_size = vocab_size
+        null = int(config.graphs)
+        cached = config.enable_prefix_caching
         self.states = layout.allocate(num_blocks + null, config.max_num_seqs, device)
         self.state = DeviceState.allocate(
             config.max_num_seqs + int(config.graphs or cached),
@@ -131,7 +153,9 @@ class Executor:
             counters=layout.counters,
             earlier=drafter.earlier,
             dtype=layout.sizes.dtype,
-            hidden_size=cast(CachingRunner, runner).hidden_size if cached and self.stage.last else 0,
+            hidden_size=(
+                cast(CachingRunner, runner).hidden_size if cached and self.stage.last else 0
+            ),
         )
         self.builder = BatchBuilder(config.block_size, self.states, self.state, device, config.tree)
         self.checkpoints: CheckpointStore | None = None
@@ -144,22 +168,33 @@ class Executor:
             )
         self.graphs = self.stores = None
         if config.graphs:
-            width = -(-(config.max_model_len + config.decode_width + config.lookahead) // config.block_size)
-            self.graphs = StepGraphs(self.builder, config, width, num_blocks, cast(CapturedRunner, runner).shortened)
+            width = -(
+                -(config.max_model_len + config.decode_width + config.lookahead)
+                // config.block_size
+            )
+            self.graphs = StepGraphs(
+                self.builder, config, width, num_blocks, cast(CapturedRunner, runner).shortened
+            )
             if not self.stage.last:
                 self.stores = StepGraphs(self.builder, config, width, num_blocks)
                 nbytes = nbytes_of(self._columns_of(Plan.without_rows(1, 1, config.drafts)))
-                self._message = torch.zeros(largest_step(config)[2], nbytes, dtype=torch.uint8, device=device)
-                """Fixed tensor that `stores` read: each row of a message at its row of the step, and zeros in null
-                rows."""
+                self._message = torch.zeros(
+                    largest_step(config)[2], nbytes, dtype=torch.uint8, device=device
+                )
+                """Fixed tensor that `stores` read: each row of a message at its row of the step,
+                and zeros in null rows."""
         self._open: deque[_Open] = deque()
-        self._most_open = 2 * self.stage.stages  # one step per batch, as one plan of decode rows and one of chunks
+        # one step per batch, as one plan of decode rows and one of chunks
+        self._most_open = 2 * self.stage.stages
 
     def launch(self, plan: Plan) -> Launched | None:
         """Launch a plan; returns None if the plan has no rows but only restores checkpoints."""
-        slots = frozenset([*(row.request.slot for row in plan.rows), *(one.slot for one in plan.restores)])
+        slots = frozenset(
+            [*(row.request.slot for row in plan.rows), *(one.slot for one in plan.restores)]
+        )
         while self._open and (
-            len(self._open) >= self._most_open or any(slots & one.slots or one.is_left for one in self._open)
+            len(self._open) >= self._most_open
+            or any(slots & one.slots or one.is_left for one in self._open)
         ):
             self._store_first()
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
@@ -183,7 +218,8 @@ class Executor:
             self.checkpoints.save(saves)
 
     def _launch_resumed(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
-        """Launch a step of rows that begin at checkpoints, see `Plan`. Stages exchange no hidden states for it."""
+        """Launch a step of rows that begin at checkpoints, see `Plan`. Stages exchange no hidden
+        states for it."""
         batch = self.builder.build(plan)
         if not self.stage.last:
             return self._opened(plan, slots, partial(self._store, batch))
@@ -192,18 +228,28 @@ class Executor:
             self.stage.tell(to_bytes(packed, self._columns_of(plan)))
         return Launched(plan, packed)
 
-    def _opened(self, plan: Plan, slots: frozenset[int | None], store: Callable[[Tensor], Tensor]) -> Launched:
-        """Keep a plan open until the last stage sends its results, see `_Open`; returns the plan as launched."""
+    def _opened(
+        self, plan: Plan, slots: frozenset[int | None], store: Callable[[Tensor], Tensor]
+    ) -> Launched:
+        """Keep a plan open until the last stage sends its results, see `_Open`; returns the plan as
+        launched."""
         launched = Launched(plan)
-        self._open.append(_Open(launched, slots, [row.request.slot for row in plan.decode_rows if plan.trees], store))
+        self._open.append(
+            _Open(
+                launched, slots, [row.request.slot for row in plan.decode_rows if plan.trees], store
+            )
+        )
         return launched
 
     def _resume(self, batch: Batch) -> Tensor:
         """Run a step of rows that begin at checkpoints, without the base; see `Plan`."""
-        runner, earlier = cast(CachingRunner, self.runner), self.state.earlier
+        runner = cast(CachingRunner, self.runner)
+        earlier = self.state.earlier
         assert earlier is not None
         hidden = earlier.hidden[batch.inputs.state_slots, -1][:, None]
-        return self._finish(batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden))
+        return self._finish(
+            batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden)
+        )
 
     def _launch_stage(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
         """Launch this pipeline stage's part of a plan. All transfers are outside of graphs."""
@@ -211,17 +257,23 @@ class Executor:
         width = width_of(self.config.drafts) if plan.trees else 1 + plan.num_speculative_tokens
         cast(Runner, self.runner).receive(shape.tokens(width))
         if self.stage.last:
-            packed = self.graphs.run(self._execute, plan) if self.graphs else self._execute(self.builder.build(plan))
+            packed = (
+                self.graphs.run(self._execute, plan)
+                if self.graphs
+                else self._execute(self.builder.build(plan))
+            )
             self.stage.tell(to_bytes(packed, self._columns_of(plan)))
             return Launched(plan, packed)
-        # Requests may have changed when the results arrive, so what is stored then must be built now. On the device,
-        # these slots do not change until then.
+        # Requests may have changed when the results arrive, so what is stored then must be built
+        # now. On the device, these slots do not change until then.
         if self.graphs:
             sent = self.graphs.send(plan)
-            hidden, store = self.graphs.replay(self._execute, plan, sent), partial(self._replay_store, plan, sent)
+            hidden = self.graphs.replay(self._execute, plan, sent)
+            store = partial(self._replay_store, plan, sent)
         else:
             batch = self.builder.build(plan)
-            hidden, store = self._execute(batch), partial(self._store, batch)
+            hidden = self._execute(batch)
+            store = partial(self._store, batch)
         self.stage.send(hidden.clone())
         return self._opened(plan, slots, store)
 
@@ -245,17 +297,21 @@ class Executor:
         self.stage.settle()
 
     def _store_first(self) -> None:
-        """Receive the results of the first open plan from the last stage, store them, and begin to copy them to the
-        host."""
+        """Receive the results of the first open plan from the last stage, store them, and begin to
+        copy them to the host."""
         first = self._open.popleft()
         plan = first.launched.plan
-        message = self.stage.hear(plan.num_sampling_rows, nbytes_of(self._columns_of(plan)), self.builder.device)
+        message = self.stage.hear(
+            plan.num_sampling_rows, nbytes_of(self._columns_of(plan)), self.builder.device
+        )
         first.launched.fetch(first.store(message))
 
     def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:
-        """Store the results of a plan by a graph, given what `StepGraphs.send` returned for the plan."""
+        """Store the results of a plan by a graph, given what `StepGraphs.send` returned for the
+        plan."""
         assert self.stores is not None
-        shape, decoded = self.stores.shape_for(plan), plan.num_decode_rows
+        shape = self.stores.shape_for(plan)
+        decoded = plan.num_decode_rows
         rows = self._message[: shape.rows, : message.shape[1]].zero_()
         rows[:decoded] = message[:decoded]
         rows[shape.decode_rows :][: len(message) - decoded] = message[decoded:]
@@ -280,25 +336,29 @@ class Executor:
         return packed
 
     def _execute(self, batch: Batch) -> Tensor:
-        """Run the device's part of a step; returns the packed results, see `_finish`. A pipeline stage before the last
-        one returns the hidden states for the next stage instead."""
+        """Run the device's part of a step; returns the packed results, see `_finish`. A pipeline
+        stage before the last one returns the hidden states for the next stage instead."""
         out = self.runner.run(batch)
         return self._finish(batch, out) if self.stage.last else out.hidden
 
     def _finish(self, batch: Batch, out: StepOutput) -> Tensor:
-        """Verify, draft and store, given the results of the base; returns `pack_returned` or, without stages,
-        `pack_result`."""
+        """Verify, draft and store, given the results of the base; returns `pack_returned` or,
+        without stages, `pack_result`."""
         verdict = self.verifier(out.logits, batch)
         batch, order = batch.along(verdict)
         hidden = out.hidden if order is None else out.hidden[order]
         drafts = self.drafter.draft(hidden, batch, verdict)
         self.state.step(batch, verdict, drafts, hidden)
-        return pack_returned(verdict, drafts) if self.stage.stages > 1 else pack_result(verdict, drafts)
+        return (
+            pack_returned(verdict, drafts)
+            if self.stage.stages > 1
+            else pack_result(verdict, drafts)
+        )
 
     @torch.inference_mode()
     def warm_up(self, shapes: Sequence[DraftShape]) -> None:
-        """If there are CUDA graphs, capture steps of all sizes for each of these shapes of drafts. With a prefix cache,
-        capture its copies, and compile the code that it runs without graphs.
+        """If there are CUDA graphs, capture steps of all sizes for each of these shapes of drafts.
+        With a prefix cache, capture its copies, and compile the code that it runs without graphs.
 
         Slots and blocks must be free.
         """
@@ -307,7 +367,9 @@ class Executor:
         if self.checkpoints and self.stage.last:
             shape = StepShape(0, 1, 1)
             numbers = self.builder.ints(self.builder.null_numbers(shape))
-            plan = replace(Plan.without_rows(0, 1, self.config.drafts), restores=(Restore(0, NULL_SLOT, 1),))
+            plan = replace(
+                Plan.without_rows(0, 1, self.config.drafts), restores=(Restore(0, NULL_SLOT, 1),)
+            )
             tables = numbers.new_zeros(1, self.config.decode_width + self.config.lookahead)
             self._resume(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
         if self.graphs:
@@ -317,8 +379,8 @@ class Executor:
 
     @torch.inference_mode()
     def time_step(self, rows: int, drafts: DraftShape, repeats: int) -> float:
-        """Median seconds of `repeats` greedy decode steps on free slots; as for `warm_up`, slots and blocks must be
-        free."""
+        """Median seconds of `repeats` greedy decode steps on free slots; as for `warm_up`, slots
+        and blocks must be free."""
 
         def step() -> None:
             if self.graphs:
@@ -326,7 +388,8 @@ class Executor:
                 if self.stores:
                     self.stores.replay_free_slots(self._store, rows, drafts)
             else:
-                shape, plan = StepShape(rows, 0, 0), Plan.without_rows(rows, rows, drafts)
+                shape = StepShape(rows, 0, 0)
+                plan = Plan.without_rows(rows, rows, drafts)
                 self.state.restart()
                 numbers = self.builder.ints(self.builder.null_numbers(shape, range(rows)))
                 tables = numbers.new_zeros(rows, self.config.decode_width + self.config.lookahead)

@@ -1,9 +1,9 @@
 """Steps as CUDA graphs, with one replay per step.
 
-One graph is captured for each `StepShape`, shape of drafts and set of processors, before the first request or when it
-is first needed. It reads what the host sends from fixed tensors, and everything else from `DeviceState`. Null rows pad
-a step to the shape: they have no recurrent state, and use a block of keys and values and an entry of `DeviceState` that
-belong to no request.
+One graph is captured for each `StepShape`, shape of drafts and set of processors, before the first
+request or when it is first needed. It reads what the host sends from fixed tensors, and everything
+else from `DeviceState`. Null rows pad a step to the shape: they have no recurrent state, and use a
+block of keys and values and an entry of `DeviceState` that belong to no request.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,8 @@ from mtpkit.engine.tree import DraftShape, width_of
 _SMALLEST = 16
 """Fewest chunk tokens that a graph is captured for."""
 _COARSE = 128
-"""Up to this many tokens, a step takes about as long as reading the weights, so captured sizes are far apart."""
+"""Up to this many tokens, a step takes about as long as reading the weights, so captured sizes are
+far apart."""
 _TOKENS_PER_CHUNK = 4
 """Chunk tokens per chunk row of a graph. Kernels visit all rows, so more rows would cost time."""
 
@@ -42,8 +43,8 @@ Execute = Callable[[Batch], Tensor]
 
 
 def _rounded(value: int, *steps: tuple[int, int], beyond: int) -> int:
-    """Round `value` up to a multiple of the step in the first pair (limit, step) with limit >= `value`, or else of
-    `beyond`."""
+    """Round `value` up to a multiple of the step in the first pair (limit, step) with limit >=
+    `value`, or else of `beyond`."""
     step = next((step for limit, step in steps if value <= limit), beyond)
     return -(-value // step) * step
 
@@ -54,15 +55,18 @@ def bucket_size(rows: int) -> int:
 
 
 def chunk_bucket(tokens: int) -> int:
-    """The captured number of chunk tokens for `tokens`: a power of two up to 128, then four sizes per doubling."""
+    """The captured number of chunk tokens for `tokens`: a power of two up to 128, then four sizes
+    per doubling."""
     power = 1 << max(0, tokens - 1).bit_length()
     return max(_SMALLEST, _rounded(tokens, (_COARSE, power), beyond=power // 8))
 
 
 def mixed_bucket(rows: int, tokens: int) -> tuple[int, int]:
-    """The captured numbers of decode rows and of chunk tokens beside them. They are coarser than those of
-    `bucket_size` and `chunk_bucket`, since every pair of them is a graph."""
-    return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(tokens, (32, 32), (256, 64), beyond=128)
+    """The captured numbers of decode rows and of chunk tokens beside them. They are coarser than
+    those of `bucket_size` and `chunk_bucket`, since every pair of them is a graph."""
+    return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(
+        tokens, (32, 32), (256, 64), beyond=128
+    )
 
 
 def _tokens_for(chunks: int) -> int:
@@ -91,9 +95,14 @@ def _most_mixed(config: EngineConfig) -> int:
 
 def largest_step(config: EngineConfig) -> tuple[int, int, int]:
     """The largest numbers of tokens, of logits and of rows in captured steps."""
-    decode_rows, chunk_rows = mixed_bucket(config.max_num_seqs, 1)[0], config.max_num_seqs + 1
+    decode_rows = mixed_bucket(config.max_num_seqs, 1)[0]
+    chunk_rows = config.max_num_seqs + 1
     rows = decode_rows * config.decode_width
-    return max(most_chunk_tokens(config), rows + _most_mixed(config)), rows + chunk_rows, decode_rows + chunk_rows
+    return (
+        max(most_chunk_tokens(config), rows + _most_mixed(config)),
+        rows + chunk_rows,
+        decode_rows + chunk_rows,
+    )
 
 
 def _size(key: Key) -> int:
@@ -105,9 +114,10 @@ def _size(key: Key) -> int:
 class StepGraphs:
     """Captures steps and replays them.
 
-    Each call gets the captured function as `execute`, the same one each time. The function runs a batch without a
-    host-device sync and returns a tensor, which for `run` has an entry per row, [R, ...]. The function is not
-    stored, since it refers to the engine, which would then keep itself alive.
+    Each call gets the captured function as `execute`, the same one each time. The function runs a
+    batch without a host-device sync and returns a tensor, which for `run` has an entry per row, [R,
+    ...]. The function is not stored, since it refers to the engine, which would then keep itself
+    alive.
 
     Args:
         config: its limits determine the largest steps.
@@ -124,20 +134,27 @@ class StepGraphs:
         null_block: int,
         warming: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.builder, self.config = builder, config
-        self.null_block, self._warming = null_block, warming
+        self.builder = builder
+        self.config = config
+        self.null_block = null_block
+        self._warming = warming
         self.chunk_sizes = _sizes(chunk_bucket, most_chunk_tokens(config))
         """The captured numbers of chunk tokens, ascending."""
         self.mixed_sizes = _sizes(lambda tokens: mixed_bucket(1, tokens)[1], _most_mixed(config))
         """The captured numbers of chunk tokens that run together with decode rows."""
         beside = [size for size in self.chunk_sizes if size > config.max_mixed_tokens]
-        self.sizes_beside = [size for size in self.mixed_sizes if size <= config.max_mixed_tokens] + beside
-        """The captured numbers of chunk tokens in steps that also have decode rows, whether both run together or
-        apart."""
+        self.sizes_beside = [
+            size for size in self.mixed_sizes if size <= config.max_mixed_tokens
+        ] + beside
+        """The captured numbers of chunk tokens in steps that also have decode rows, whether both
+        run together or apart."""
         rows, tokens = mixed_bucket(config.max_num_seqs, self.chunk_sizes[-1])
-        largest, device = StepShape(rows, config.max_num_seqs + 1, tokens), builder.device
+        largest = StepShape(rows, config.max_num_seqs + 1, tokens)
+        device = builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
-        self._tables = torch.full((largest.rows, table_width), null_block, dtype=torch.int64, device=device)
+        self._tables = torch.full(
+            (largest.rows, table_width), null_block, dtype=torch.int64, device=device
+        )
         self._given = np.zeros(largest.rows, np.int64)
         """For each row of `_tables`, the number of entries that the newest step of the row gave."""
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -152,16 +169,26 @@ class StepGraphs:
         Returns:
             [S, ...], the results of `execute` for the rows that sample, valid until the next run.
         """
-        result, shape = self.replay(execute, plan, sent), self.shape_for(plan)
-        decoded, chunks = plan.num_decode_rows, plan.num_sampling_rows - plan.num_decode_rows
+        result = self.replay(execute, plan, sent)
+        shape = self.shape_for(plan)
+        decoded = plan.num_decode_rows
+        chunks = plan.num_sampling_rows - plan.num_decode_rows
         first = result[shape.decode_rows :][:chunks]
-        return torch.cat([result[:decoded], first]) if decoded and chunks else result[:decoded] if decoded else first
+        return (
+            torch.cat([result[:decoded], first])
+            if decoded and chunks
+            else result[:decoded]
+            if decoded
+            else first
+        )
 
     def replay(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
-        """Replay the graph for `plan`; returns all that `execute` gives, also for null rows, valid until the next
-        run."""
+        """Replay the graph for `plan`; returns all that `execute` gives, also for null rows, valid
+        until the next run."""
         shape = self.shape_for(plan)
-        graph, result = self.captured(execute, self._key(shape, self._drafts(plan), plan.processors))
+        graph, result = self.captured(
+            execute, self._key(shape, self._drafts(plan), plan.processors)
+        )
         self._fill(shape, *(sent or self.send(plan)))
         graph.replay()
         return result
@@ -169,7 +196,9 @@ class StepGraphs:
     def send(self, plan: Plan) -> Sent:
         """Make the arrays that the host sends for a plan as it is now."""
         shape = self.shape_for(plan)
-        return Sent(self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block))
+        return Sent(
+            self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block)
+        )
 
     def _drafts(self, plan: Plan) -> DraftShape:
         return self.config.drafts if plan.trees else plan.num_speculative_tokens
@@ -178,23 +207,32 @@ class StepGraphs:
         """The shape of the graph for a plan."""
         if not plan.chunks:
             return StepShape(bucket_size(plan.num_decode_rows), 0, 0)
-        return self._with_chunks(plan.num_decode_rows, max(plan.num_chunk_tokens, _tokens_for(len(plan.chunks))))
+        return self._with_chunks(
+            plan.num_decode_rows, max(plan.num_chunk_tokens, _tokens_for(len(plan.chunks)))
+        )
 
     def _with_chunks(self, rows: int, tokens: int) -> StepShape:
         rows, tokens = mixed_bucket(rows, tokens) if rows else (0, chunk_bucket(tokens))
-        return StepShape(rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens)
+        return StepShape(
+            rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens
+        )
 
     def capture_all(self, execute: Execute, shapes: Sequence[DraftShape]) -> None:
-        """Capture the graphs that requests may need, with a progress bar, except those for penalties and for many
-        prompts of fewer than `_TOKENS_PER_CHUNK` tokens. The largest steps come first, so that smaller steps share
-        their memory.
+        """Capture the graphs that requests may need, with a progress bar, except those for
+        penalties and for many prompts of fewer than `_TOKENS_PER_CHUNK` tokens. The largest steps
+        come first, so that smaller steps share their memory.
 
         Args:
-            shapes: all drafts that steps without chunks may have; steps with chunks are captured for the most drafts.
+            shapes: all drafts that steps without chunks may have; steps with chunks are captured
+                for the most drafts.
         """
         decode = [StepShape(rows, 0, 0) for rows in _sizes(bucket_size, self.config.max_num_seqs)]
         chunks = [self._with_chunks(0, tokens) for tokens in self.chunk_sizes]
-        chunks += [self._with_chunks(shape.decode_rows, tokens) for shape in decode for tokens in self.mixed_sizes]
+        chunks += [
+            self._with_chunks(shape.decode_rows, tokens)
+            for shape in decode
+            for tokens in self.mixed_sizes
+        ]
         keys = {
             self._key(shape, drafts, use)
             for shape in decode
@@ -221,19 +259,21 @@ class StepGraphs:
         return self._graphs[key]
 
     def _key(self, shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:
-        """The key of a graph. Graphs with chunks always compute temperature and filters, so that fewer graphs are
-        needed. On a stage without the lm_head, nothing is computed from logits."""
+        """The key of a graph. Graphs with chunks always compute temperature and filters, so that
+        fewer graphs are needed. On a stage without the lm_head, nothing is computed from logits."""
         if not self.builder.state.vocabulary.width:
             return shape, drafts, GREEDY
         chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
         return shape, drafts, for_graph(chosen)
 
     def _fill(self, shape: StepShape, numbers: np.ndarray, tables: np.ndarray) -> None:
-        """Write what a step of this shape reads. Block table entries beyond the given ones name the null block: a step
-        that went beyond its blocks by mistake must not find those of another request. They are written only where an
-        earlier step gave more, so that most steps make no extra launch."""
+        """Write what a step of this shape reads. Block table entries beyond the given ones name the
+        null block: a step that went beyond its blocks by mistake must not find those of another
+        request. They are written only where an earlier step gave more, so that most steps make no
+        extra launch."""
         self._numbers[: len(numbers)].copy_(self.builder.ints(numbers))
-        given, width = self._given[: shape.rows], tables.shape[1]
+        given = self._given[: shape.rows]
+        width = tables.shape[1]
         self._tables[: shape.rows, :width].copy_(self.builder.ints(tables))
         if (most := given.max(initial=0)) > width:
             self._tables[: shape.rows, width:most] = self.null_block
@@ -244,7 +284,8 @@ class StepGraphs:
 
     def _step(self, execute: Execute, key: Key) -> Tensor:
         shape, drafts, use = key
-        numbers, tables = self._numbers[: self.builder.count(shape)], self._tables[: shape.rows]
+        numbers = self._numbers[: self.builder.count(shape)]
+        tables = self._tables[: shape.rows]
         # Null rows advance in each step like all others, and are reset here.
         self.builder.state.restart(NULL_SLOT)
         plan = Plan.without_rows(shape.decode_rows, shape.rows, drafts)

@@ -1,4 +1,5 @@
-"""`LLM`, the entry point: texts or token ids in, texts and token ids out, with the interface of vLLM's `LLM`."""
+"""`LLM`, the entry point: texts or token ids in, texts and token ids out, with the interface of
+vLLM's `LLM`."""
 
 import atexit
 import gc
@@ -21,7 +22,14 @@ from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, is_prompt, list_params, list_prompts
+from mtpkit.engine.prompts import (
+    Prompt,
+    checkpoint_of,
+    encode,
+    is_prompt,
+    list_params,
+    list_prompts,
+)
 from mtpkit.engine.ranks import Ranks, join
 from mtpkit.engine.request import EngineStats, PromptError, Request, RequestOutput
 from mtpkit.engine.runner import Runner
@@ -38,7 +46,8 @@ _logger = logging.getLogger(__name__)
 class LLM:
     """A model that is ready to decode.
 
-    The arguments are the fields of `EngineOptions`, by name or in their order; see `help(LLM.__init__)`.
+    The arguments are the fields of `EngineOptions`, by name or in their order; see
+    `help(LLM.__init__)`.
 
     Raises:
         UserError: settings that cannot work, or heads that are missing or too few.
@@ -51,14 +60,17 @@ class LLM:
         model_config = loading.config_of(options.model)
         adaptive = options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
-        # With "auto", each K would need its own graphs of mixed steps. Everything is checked before weights are read.
+        # With "auto", each K would need its own graphs of mixed steps. Everything is checked before
+        # weights are read.
         mixed = 0 if adaptive else options.max_mixed_tokens
         options = replace(options, num_speculative_tokens=depths, max_mixed_tokens=mixed)
         loading.check_trained(options.model, model_config.mtp, depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
         stages = self.ranks.stage.stages
-        loading.check_children(tree, model_config.vocab_size if draft_ids is None else len(draft_ids))
+        loading.check_children(
+            tree, model_config.vocab_size if draft_ids is None else len(draft_ids)
+        )
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
             options.model,
             options.dtype,
@@ -70,19 +82,28 @@ class LLM:
             Decoding.of(model_config, "auto" if adaptive else depths, options.max_num_seqs, stages),
         )
         loading.round_embedding(self.model, options.draft_embedding_dtype, depths, stages)
-        stacked, weight = stack_experts(self.model), next(self.model.parameters())
+        stacked = stack_experts(self.model)
+        weight = next(self.model.parameters())
         self.ranks.connect(weight, not options.disable_custom_all_reduce)
-        ahead, graphs = loading.execution(weight, stacked, options.async_scheduling, options.enforce_eager, stages)
+        ahead, graphs = loading.execution(
+            weight, stacked, options.async_scheduling, options.enforce_eager, stages
+        )
         config = _engine_config(options, model_config, depths, tree, self.ranks, ahead, graphs)
         loading.report_limits(config, model_config.max_position_embeddings)
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
         here = depths if self.ranks.stage.last else 0  # the last stage drafts for all
-        drafter = make_drafter(self.model, here, config.block_size, config.draft_sampling, draft_ids, tree)
+        drafter = make_drafter(
+            self.model, here, config.block_size, config.draft_sampling, draft_ids, tree
+        )
         acceptance = options.synthetic_acceptance
-        loading.report_unused(depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance)
+        loading.report_unused(
+            depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance
+        )
         widths = (config.block_size, config.decode_width)
-        sizes = StateSizes(*widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype])
+        sizes = StateSizes(
+            *widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype]
+        )
         layout = StateLayout(state_specs(self.model), sizes, drafter.earlier[0])
         self.memory_plan = plan_memory(
             model_config,
@@ -99,12 +120,18 @@ class LLM:
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)
         loading.report_uncached(options, self.memory_plan)
-        verifier = None if acceptance is None else SyntheticAcceptance(acceptance, depths, weight.device)
+        verifier = (
+            None if acceptance is None else SyntheticAcceptance(acceptance, depths, weight.device)
+        )
         self.engine = Engine(
             config,
             layout,
             self.memory_plan.num_blocks,
-            Runner(self.model, self.ranks.stage, max(config.max_num_batched_tokens, largest_step(config)[0])),
+            Runner(
+                self.model,
+                self.ranks.stage,
+                max(config.max_num_batched_tokens, largest_step(config)[0]),
+            ),
             drafter,
             model_config.vocab_size,
             weight.device,
@@ -119,13 +146,16 @@ class LLM:
         self._warm_up(options.warm_up, adaptive)
 
     def _warm_up(self, capture: bool, adaptive: bool) -> None:
-        """Capture graphs if `capture` is set; with K = "auto", time steps of batch sizes that double."""
+        """Capture graphs if `capture` is set; with K = "auto", time steps of batch sizes that
+        double."""
         config = self.engine.config
         if capture:
             self.engine.warm_up(self.engine.draft_shapes if adaptive else [config.drafts])
         if adaptive and config.num_speculative_tokens:
             most = config.max_num_seqs
-            self.engine.adapt(sorted({min(2**power, most) for power in range(most.bit_length() + 1)}))
+            self.engine.adapt(
+                sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
+            )
 
     @answers_absent("LLM.generate", GENERATE_ARGUMENTS)
     def generate(
@@ -137,19 +167,21 @@ class LLM:
         """Decode all prompts to their end. Calls from several threads run one after the other.
 
         Args:
-            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these. A
-                dict may have a `name`, which messages use for the prompt, and `checkpoint_at`, see `Prompt`.
+            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a
+                list of these. A dict may have a `name`, which messages use for the prompt, and
+                `checkpoint_at`, see `Prompt`.
             sampling_params: one object for all prompts, or one per prompt.
             use_tqdm: show progress on stderr; None: if that is a terminal, and on rank 0 alone.
 
         Returns:
-            One finished output per prompt, in the order of the prompts. If a prompt of a list cannot be served, or the
-            logits of a request become NaN or infinite, its finish reason is "error", and `error` says why; see
-            `require_whole`. The other prompts are decoded.
+            One finished output per prompt, in the order of the prompts. If a prompt of a list
+            cannot be served, or the logits of a request become NaN or infinite, its finish reason
+            is "error", and `error` says why; see `require_whole`. The other prompts are decoded.
 
         Raises:
-            UserError: a single prompt that cannot be served, a text without a tokenizer, something that is no prompt
-                at all, or a stream of this thread that is still open; no prompt is decoded then.
+            UserError: a single prompt that cannot be served, a text without a tokenizer, something
+                that is no prompt at all, or a stream of this thread that is still open; no prompt
+                is decoded then.
         """
         requests = self._requests(prompts, sampling_params)
         finished = {}
@@ -170,20 +202,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield an output whenever a request has new tokens, with all tokens and the whole text so far.
+        """Yield an output whenever a request has new tokens, with all tokens and the whole text so
+        far.
 
-        Text that may become part of a stop string is held back. Closing the iterator drops the unfinished requests.
-        Calls of other threads wait from the stream's first output until it ends or is closed. Prompts of a list that
-        cannot be served come first, as in `generate`.
+        Text that may become part of a stop string is held back. Closing the iterator drops the
+        unfinished requests. Calls of other threads wait from the stream's first output until it
+        ends or is closed. Prompts of a list that cannot be served come first, as in `generate`.
 
         Raises:
-            UserError: as in `generate`, raised by the call itself; or another stream, last read by this thread, is
-                still open.
+            UserError: as in `generate`, raised by the call itself; or another stream, last read by
+                this thread, is still open.
         """
         return self._run(self._requests(prompts, sampling_params))
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`; for vLLM's methods that mtpkit lacks, the error says what to do instead."""
+        """Raise `AttributeError`; for vLLM's methods that mtpkit lacks, the error says what to do
+        instead."""
         raise absent_method(self, name)
 
     @property
@@ -200,12 +234,14 @@ class LLM:
         self.engine.reset_stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what earlier prompts and outputs left in the prefix cache; required after a change of the weights.
-        Waits until calls of other threads have ended. If the model is split over ranks, every rank must call this
-        method. Without a prefix cache there is nothing to forget. Statistics stay.
+        """Forget what earlier prompts and outputs left in the prefix cache; required after a change
+        of the weights. Waits until calls of other threads have ended. If the model is split over
+        ranks, every rank must call this method. Without a prefix cache there is nothing to forget.
+        Statistics stay.
 
         Returns:
-            False if requests that were added to `engine` directly are unfinished: nothing is forgotten then. Else True.
+            False if requests that were added to `engine` directly are unfinished: nothing is
+            forgotten then. Else True.
 
         Raises:
             UserError: a stream of this thread is still open.
@@ -224,7 +260,8 @@ class LLM:
         with self._turn.taken():
             if self.engine.has_unfinished:
                 raise UserError(
-                    "requests added to llm.engine directly are not finished: call llm.engine.step until they are"
+                    "requests added to llm.engine directly are not finished: call llm.engine.step"
+                    " until they are"
                 )
             try:
                 for request in accepted:
@@ -245,11 +282,14 @@ class LLM:
                     self.engine.abort(request_id)
 
     def _requests(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Make requests of all prompts, without queueing them. Prompts of a list that cannot be served become requests
-        that have ended with an error."""
-        listed, alone = list_prompts(prompts), is_prompt(prompts)
+        """Make requests of all prompts, without queueing them. Prompts of a list that cannot be
+        served become requests that have ended with an error."""
+        listed = list_prompts(prompts)
+        alone = is_prompt(prompts)
         params = list_params(sampling_params, len(listed))
         with self._making:  # requests are numbered, and tokenizers serve one thread at a time
             return [
@@ -302,7 +342,9 @@ def _engine_config(
         state_rollback=options.state_rollback,
         enable_prefix_caching=options.enable_prefix_caching,
         prefix_cache_dtype=(
-            options.state_dtype if options.prefix_cache_dtype == "auto" else options.prefix_cache_dtype
+            options.state_dtype
+            if options.prefix_cache_dtype == "auto"
+            else options.prefix_cache_dtype
         ),
         prefix_cache_interval=options.prefix_cache_interval,
         draft_sampling=options.draft_sampling,
@@ -314,11 +356,12 @@ def _engine_config(
 
 
 def _freeze_objects() -> None:
-    """Exclude all objects made so far from garbage collection: no step may wait while the collector traverses all
-    modules of a model. Objects that an earlier engine froze are collected first, if they have become garbage.
+    """Exclude all objects made so far from garbage collection: no step may wait while the collector
+    traverses all modules of a model. Objects that an earlier engine froze are collected first, if
+    they have become garbage.
 
-    At exit they are unfrozen: Python's last collection passes frozen objects by, and Triton 3.9 then reports its own
-    among them as leaked.
+    At exit they are unfrozen: Python's last collection passes frozen objects by, and Triton 3.9
+    then reports its own among them as leaked.
     """
     gc.unfreeze()
     gc.collect()
@@ -328,7 +371,8 @@ def _freeze_objects() -> None:
 
 
 class _Turn:
-    """A lock that lets one call run at a time; a second call of the same thread is an error, as it would deadlock."""
+    """A lock that lets one call run at a time; a second call of the same thread is an error, as it
+    would deadlock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -342,7 +386,10 @@ class _Turn:
             UserError: this thread holds the lock.
         """
         if self._thread == threading.get_ident():
-            raise UserError("an earlier stream of this thread is still open: read it to its end or close it first")
+            raise UserError(
+                "an earlier stream of this thread is still open: read it to its end or close it"
+                " first"
+            )
         with self._lock:
             self.hold()
             try:

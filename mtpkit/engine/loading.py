@@ -1,4 +1,5 @@
-"""Resolves the arguments of `LLM` to what an engine runs: model, tokenizer, end tokens, K, graphs, draft vocabulary."""
+"""Resolves the arguments of `LLM` to what an engine runs: model, tokenizer, end tokens, K, graphs,
+draft vocabulary."""
 
 import functools
 import logging
@@ -54,32 +55,45 @@ def open_model(
     Args:
         model: a directory of either layout, or a model.
         dtype: a key of `DTYPES`, or "auto".
-        tokenizer: a tokenizer or its directory. None: the tokenizer beside the model, if there is one.
+        tokenizer: a tokenizer or its directory. None: the tokenizer beside the model, if there is
+            one.
         ranks: number of tensor-parallel ranks; of a directory, this rank loads its part.
         whole_experts: give each of these ranks whole experts, instead of a part of every expert.
-        stages, balance: number of pipeline stages, of which this rank loads one, and how layers are divided among them.
+        stages, balance: number of pipeline stages, of which this rank loads one, and how layers are
+            divided among them.
 
     Returns:
-        The model, its tokenizer (None if there is none), and the union of the end-of-sequence tokens that config,
-        generation settings and tokenizer name, since each may lack some.
+        The model, its tokenizer (None if there is none), and the union of the end-of-sequence
+        tokens that config, generation settings and tokenizer name, since each may lack some.
 
     Raises:
-        UserError: a directory that cannot be loaded, a model of another dtype, a device that does not exist.
+        UserError: a directory that cannot be loaded, a model of another dtype, a device that does
+            not exist.
     """
     from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
     place = _device(device)
-    read: Tokenizer | None = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    read: Tokenizer | None = (
+        load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    )
     if not isinstance(model, str | Path):
         weight = next(model.parameters())
         own = weight.dtype
         if weight.is_meta:
             raise UserError(
-                "the model given lies on device meta, without weights: load it, or build it on 'cuda' or 'cpu'"
+                "the model given lies on device meta, without weights: load it, or build it on"
+                " 'cuda' or 'cpu'"
             )
         if dtype != "auto" and DTYPES[dtype] != own:
-            raise UserError(f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert the model")
-        return (model if device is None else model.to(place)).eval(), read, sorted(_end_tokens(model, read))
+            raise UserError(
+                f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert"
+                " the model"
+            )
+        return (
+            (model if device is None else model.to(place)).eval(),
+            read,
+            sorted(_end_tokens(model, read)),
+        )
     from mtpkit.checkpoint import end_token_ids, find_companions, load_model
 
     loaded = load_model(
@@ -111,10 +125,13 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"device {device!r} is unknown: use 'cuda' or 'cpu'") from error
     if place.type not in ("cuda", "cpu"):
-        raise UserError(f"device is {place}, on which decoding is not supported: use 'cuda' or 'cpu'")
+        raise UserError(
+            f"device is {place}, on which decoding is not supported: use 'cuda' or 'cpu'"
+        )
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"device is {place}, but torch finds no GPU here: use 'cpu', or check the driver and the torch build"
+            f"device is {place}, but torch finds no GPU here: use 'cpu', or check the driver and"
+            " the torch build"
         )
     return place
 
@@ -125,7 +142,8 @@ def _end_tokens(model: HybridModel, tokenizer: Tokenizer | None) -> frozenset[in
 
 
 def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
-    """The largest number of drafts per step: as given, or by default the depths that the heads were trained for.
+    """The largest number of drafts per step: as given, or by default the depths that the heads were
+    trained for.
 
     Raises:
         UserError: the heads cannot make `k` drafts.
@@ -137,47 +155,50 @@ def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
 
 
 def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | None, int]:
-    """Return the tree of the drafts, or None for a chain, and the largest number of drafts on a path.
+    """Return the tree of the drafts, or None for a chain, and the largest number of drafts on a
+    path.
 
     Raises:
         UserError: settings that exclude each other, or that the heads cannot serve.
     """
-    given, topk, tokens = (
-        options.speculative_token_tree,
-        options.speculative_eagle_topk,
-        options.speculative_num_draft_tokens,
-    )
+    given = options.speculative_token_tree
+    topk = options.speculative_eagle_topk
+    tokens = options.speculative_num_draft_tokens
     k = options.num_speculative_tokens
     if given is not None:
         tree = parse_tree(given)
         if topk is not None or tokens is not None:
             raise UserError(
-                "speculative_token_tree and speculative_eagle_topk or speculative_num_draft_tokens exclude each other: "
-                "give a fixed tree, or one that grows"
+                "speculative_token_tree and speculative_eagle_topk or speculative_num_draft_tokens"
+                " exclude each other: give a fixed tree, or one that grows"
             )
         if k not in (None, "auto", tree.depth):
             raise UserError(
-                f"num_speculative_tokens is {k}, but speculative_token_tree has depth {tree.depth}: leave it out"
+                f"num_speculative_tokens is {k}, but speculative_token_tree has depth {tree.depth}:"
+                " leave it out"
             )
         depth = resolve_drafts(config, tree.depth)
         return (None if tree.is_chain else tree), depth
     depth = resolve_drafts(config, k)
     if topk is None:
         if tokens is not None:
-            raise UserError("speculative_num_draft_tokens needs speculative_eagle_topk, the children of a draft")
+            raise UserError(
+                "speculative_num_draft_tokens needs speculative_eagle_topk, the children of a draft"
+            )
         return None, depth
     if topk == 1 or not depth:
         return None, depth
     if options.draft_sampling:
         raise UserError(
-            "draft_sampling draws the drafts, and speculative_eagle_topk keeps the most probable ones: give "
-            "speculative_token_tree, or leave draft_sampling out"
+            "draft_sampling draws the drafts, and speculative_eagle_topk keeps the most probable"
+            " ones: give speculative_token_tree, or leave draft_sampling out"
         )
     grown = DynamicTree(depth, topk, tokens or min(MOST_TREE_TOKENS, 1 + topk * depth))
     if grown.tokens > 1 + grown.candidates or grown.entries > MOST_TREE_TOKENS:
         raise UserError(
-            f"speculative_num_draft_tokens is {grown.tokens} and speculative_eagle_topk {topk}: with K = {depth} there "
-            f"are {1 + grown.candidates} tokens to choose from, and at most {MOST_TREE_TOKENS} drafts may get children"
+            f"speculative_num_draft_tokens is {grown.tokens} and speculative_eagle_topk {topk}:"
+            f" with K = {depth} there are {1 + grown.candidates} tokens to choose from, and at most"
+            f" {MOST_TREE_TOKENS} drafts may get children"
         )
     return grown, depth
 
@@ -193,12 +214,14 @@ def check_children(tree: Tree | None, tokens: int) -> None:
     """
     if tree is not None and tree.most_children > tokens:
         raise UserError(
-            f"a token of the tree has {tree.most_children} children, but there are {tokens} tokens to draft"
+            f"a token of the tree has {tree.most_children} children, but there are {tokens} tokens"
+            " to draft"
         )
 
 
 def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) -> None:
-    """Round the draft embedding of a model's last pipeline stage to integers, or log why this setting has no effect.
+    """Round the draft embedding of a model's last pipeline stage to integers, or log why this
+    setting has no effect.
 
     Args:
         dtype: a key of `DRAFT_EMBEDDING_BITS`, or "auto".
@@ -206,14 +229,19 @@ def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) ->
         stages: pipeline stages.
 
     Raises:
-        UserError: the draft embedding of a given model was already rounded to another number of bits, or `hidden_size`
-            is odd for int4.
+        UserError: the draft embedding of a given model was already rounded to another number of
+            bits, or `hidden_size` is odd for int4.
     """
     if dtype == "auto":
         return
-    config, bits, reason = model.mtpkit_config, DRAFT_EMBEDDING_BITS[dtype], ""
+    config = model.mtpkit_config
+    bits = DRAFT_EMBEDDING_BITS[dtype]
+    reason = ""
     if bits == 4 and config.hidden_size % 2:
-        raise UserError(f"draft_embedding_dtype int4 stores pairs of numbers, hidden_size {config.hidden_size} is odd")
+        raise UserError(
+            f"draft_embedding_dtype int4 stores pairs of numbers, hidden_size {config.hidden_size}"
+            " is odd"
+        )
     if not depths:
         reason = "num_speculative_tokens is 0"
     elif stages == 1:
@@ -230,8 +258,8 @@ def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) ->
 def warn_untrained(model: str, k: int, depths: int) -> None:
     """Warn once per process that a repeated head is unrolled further than it was trained."""
     _logger.warning(
-        "num_speculative_tokens is %d, but the head of %s has %d depths: later drafts were not trained; take at most "
-        "%d, or train more depths",
+        "num_speculative_tokens is %d, but the head of %s has %d depths: later drafts were not"
+        " trained; take at most %d, or train more depths",
         k,
         model,
         depths,
@@ -240,10 +268,12 @@ def warn_untrained(model: str, k: int, depths: int) -> None:
 
 
 def check_trained(model: HybridModel | str | Path, heads: MtpConfig, k: int) -> None:
-    """Warn if a repeated head is to make more drafts than it was trained for, where the checkpoint says for how
-    many."""
+    """Warn if a repeated head is to make more drafts than it was trained for, where the checkpoint
+    says for how many."""
     if heads.repeated and heads.depths_known and k > heads.num_depths:
-        warn_untrained(str(model) if isinstance(model, str | Path) else "the model given", k, heads.num_depths)
+        warn_untrained(
+            str(model) if isinstance(model, str | Path) else "the model given", k, heads.num_depths
+        )
 
 
 def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
@@ -257,7 +287,8 @@ def report_unused(depths: int, model: ModelConfig, **settings: object) -> None:
 
 
 def report_limits(config: EngineConfig, positions: int) -> None:
-    """Warn about requests that cannot all decode in one step, and about outputs beyond the model's positions.
+    """Warn about requests that cannot all decode in one step, and about outputs beyond the model's
+    positions.
 
     Args:
         positions: length of the longest sequence that the model is made for.
@@ -266,8 +297,8 @@ def report_limits(config: EngineConfig, positions: int) -> None:
     slots = -(-config.max_num_seqs // config.num_batches)
     if slots > most:
         _logger.warning(
-            "max_num_batched_tokens %d has room for %d of %d requests of %d tokens each: if more decode, they take "
-            "turns; raise it to %d or lower max_num_seqs",
+            "max_num_batched_tokens %d has room for %d of %d requests of %d tokens each: if more"
+            " decode, they take turns; raise it to %d or lower max_num_seqs",
             config.max_num_batched_tokens,
             most,
             slots,
@@ -276,8 +307,8 @@ def report_limits(config: EngineConfig, positions: int) -> None:
         )
     if config.max_model_len > positions:
         _logger.warning(
-            "max_model_len %d is above the model's %d positions (max_position_embeddings): text beyond them may be "
-            "meaningless; lower max_model_len",
+            "max_model_len %d is above the model's %d positions (max_position_embeddings): text"
+            " beyond them may be meaningless; lower max_model_len",
             config.max_model_len,
             positions,
         )
@@ -292,14 +323,21 @@ def report_uncached(options: EngineOptions, plan: MemoryPlan) -> None:
             plan.checkpoint_bytes,
         )
     for name in ("prefix_cache_bytes", "prefix_cache_dtype", "prefix_cache_interval"):
-        if not options.enable_prefix_caching and getattr(options, name) != getattr(EngineOptions, name):
+        if not options.enable_prefix_caching and getattr(options, name) != getattr(
+            EngineOptions, name
+        ):
             _logger.warning("%s has no effect: enable_prefix_caching is off", name)
 
 
 def execution(
-    weight: torch.Tensor, stacked: bool, async_scheduling: bool | None, enforce_eager: bool, stages: int = 1
+    weight: torch.Tensor,
+    stacked: bool,
+    async_scheduling: bool | None,
+    enforce_eager: bool,
+    stages: int = 1,
 ) -> tuple[bool, bool]:
-    """Whether a step is launched before the results of the last one are read, and whether steps are CUDA graphs.
+    """Whether a step is launched before the results of the last one are read, and whether steps are
+    CUDA graphs.
 
     Args:
         weight: any weight of the model, for its device.
@@ -307,26 +345,34 @@ def execution(
         stages: pipeline stages.
 
     Raises:
-        UserError: the model is on a GPU that is not the current one, on which streams and kernels run.
+        UserError: the model is on a GPU that is not the current one, on which streams and kernels
+            run.
     """
-    device, on_gpu = weight.device, weight.is_cuda
+    device = weight.device
+    on_gpu = weight.is_cuda
     if on_gpu and device.index not in (None, torch.cuda.current_device()):
         raise UserError(
-            f"device is {device}, but cuda:{torch.cuda.current_device()} is current: call "
-            f"torch.cuda.set_device({device.index}) first, or choose the GPU by CUDA_VISIBLE_DEVICES"
+            f"device is {device}, but cuda:{torch.cuda.current_device()} is current: call"
+            f" torch.cuda.set_device({device.index}) first, or choose the GPU by"
+            " CUDA_VISIBLE_DEVICES"
         )
     reason = ""
     if not stacked:
         reason = "experts that cannot be stacked need a host-device sync, which CUDA graphs forbid"
     if on_gpu and not on_kernels(weight):
-        reason = f"{CHOICE} chooses plain PyTorch kernels, with host-device syncs, which CUDA graphs forbid"
+        reason = (
+            f"{CHOICE} chooses plain PyTorch kernels, with host-device syncs, which CUDA graphs"
+            " forbid"
+        )
     if on_gpu and (enforce_eager or reason):
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
     ahead = on_gpu or stages > 1 if async_scheduling is None else async_scheduling
     return ahead, on_gpu and not enforce_eager and not reason
 
 
-def draft_token_ids(draft_vocab: str | Path | Collection[int] | None, vocab_size: int) -> torch.Tensor | None:
+def draft_token_ids(
+    draft_vocab: str | Path | Collection[int] | None, vocab_size: int
+) -> torch.Tensor | None:
     """[D] int64, the tokens that drafts are chosen from, ascending; None: all tokens.
 
     Raises:

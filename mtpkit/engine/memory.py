@@ -18,13 +18,14 @@ from mtpkit.model.state import StateLayout
 _CPU_CACHE_BYTES = 4 << 30
 """Limit of the caches on a CPU if `num_blocks` is not given."""
 _CHECKPOINTS = 2
-"""Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of its output."""
+"""Checkpoints of the prefix cache for each request that may run: the end of a prompt, and that of
+its output."""
 _LEAST_CHECKPOINTS = 16
-"""Least number of checkpoints by default, if there is memory for them: with fewer, those that one request leaves would
-evict those that the next could use."""
+"""Least number of checkpoints by default, if there is memory for them: with fewer, those that one
+request leaves would evict those that the next could use."""
 _CHECKPOINTS_SHARE = 10
-"""By default, checkpoints may take all memory that requests of full length leave, or one tenth of what the fewest
-blocks leave if that is more."""
+"""By default, checkpoints may take all memory that requests of full length leave, or one tenth of
+what the fewest blocks leave if that is more."""
 _LIVE_COPIES = 3
 """Number of the widest layer's activations that are live at once."""
 
@@ -38,13 +39,14 @@ class MemoryPlan:
     in_use: int
     """Weights, and everything else that was on the device before the engine."""
     activations: int
-    """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs. They include the copies of
-    recurrent states that depths change, the distributions that drafts are drawn from, and the hidden states that
-    pipeline stages exchange."""
+    """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs. They
+    include the copies of recurrent states that depths change, the distributions that drafts are
+    drawn from, and the hidden states that pipeline stages exchange."""
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest captured step."""
     slot_bytes: int
-    """Recurrent state, convolution windows and rings of one request, and its share of `DeviceState`."""
+    """Recurrent state, convolution windows and rings of one request, and its share of
+    `DeviceState`."""
     ring_bytes: int
     """The part of `slot_bytes` that rings take."""
     max_num_seqs: int
@@ -92,22 +94,34 @@ class MemoryPlan:
         def gb(value: int) -> str:
             return f"{value / 1e9:.2f} GB"
 
-        lengths = sorted({n for n in (512, 2048, 8192, 32768) if n < self.max_model_len} | {self.max_model_len})
+        lengths = sorted(
+            {n for n in (512, 2048, 8192, 32768) if n < self.max_model_len} | {self.max_model_len}
+        )
         fitting = ", ".join(f"{self.requests_that_fit(n)} of {n:,} tokens" for n in lengths)
-        slots = f"{self.max_num_seqs} x {self.slot_bytes / 1e6:.1f} MB, rings {self.ring_bytes / 1e6:.1f} MB of it"
+        slots = (
+            f"{self.max_num_seqs} x {self.slot_bytes / 1e6:.1f} MB, rings"
+            f" {self.ring_bytes / 1e6:.1f} MB of it"
+        )
         cache = (
             f"prefix cache {gb(self.prefix_bytes)} ({self.num_checkpoints} checkpoints x "
             f"{self.checkpoint_bytes / 1e6:.1f} MB), "
             if self.checkpoint_bytes
             else ""
         )
-        device = f"device {gb(self.total)}: weights and other memory in use {gb(self.in_use)}, " if self.total else ""
-        drafts = f"of it a draft embedding of {self.draft_embedding / 1e6:.1f} MB on the last stage, "
+        device = (
+            f"device {gb(self.total)}: weights and other memory in use {gb(self.in_use)}, "
+            if self.total
+            else ""
+        )
+        drafts = (
+            f"of it a draft embedding of {self.draft_embedding / 1e6:.1f} MB on the last stage, "
+        )
         device += drafts if self.draft_embedding else ""
         return (
-            f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)}, state "
-            f"{gb(self.state_bytes)} ({slots}), {cache}keys and values {gb(self.kv_bytes)} ("
-            f"{self.num_blocks} blocks of {self.block_size} tokens); requests that fit at once: {fitting}"
+            f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)},"
+            f" state {gb(self.state_bytes)} ({slots}), {cache}keys and values {gb(self.kv_bytes)}"
+            f" ({self.num_blocks} blocks of {self.block_size} tokens); requests that fit at once:"
+            f" {fitting}"
         )
 
 
@@ -123,29 +137,34 @@ def plan_memory(
     ranks: Ranks | None = None,
     draft_embedding: int = 0,
 ) -> MemoryPlan:
-    """Divide the memory that the loaded weights leave free. Each rank plans its own memory; the numbers of blocks and
-    checkpoints are those of the rank with the fewest.
+    """Divide the memory that the loaded weights leave free. Each rank plans its own memory; the
+    numbers of blocks and checkpoints are those of the rank with the fewest.
 
     Args:
-        num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as many as fit.
+        num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as
+            many as fit.
         earlier: see `Drafter.earlier`.
-        prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None: `_CHECKPOINTS` for each
-            request, within the limit of `_CHECKPOINTS_SHARE`.
+        prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None:
+            `_CHECKPOINTS` for each request, within the limit of `_CHECKPOINTS_SHARE`.
         draft_embedding: see `draft_embedding_bytes`.
 
     Raises:
-        UserError: `num_blocks`, or one request of full length, does not fit; the message has the numbers and what to
-            change.
+        UserError: `num_blocks`, or one request of full length, does not fit; the message has the
+            numbers and what to change.
     """
     ranks = ranks or Ranks()
     vocabulary = ranks.vocabulary(model.vocab_size)
-    again = config.max_num_seqs * (earlier[0] and earlier[0] + config.decode_width)  # see `DistinctDrafter`
-    tokens, logit_rows = config.max_num_batched_tokens, config.max_num_seqs * (1 + config.decode_width)
+    # see `DistinctDrafter`
+    again = config.max_num_seqs * (earlier[0] and earlier[0] + config.decode_width)
+    tokens = config.max_num_batched_tokens
+    logit_rows = config.max_num_seqs * (1 + config.decode_width)
     rows = config.max_num_seqs
     if config.graphs:
         tokens, logit_rows, rows = largest_step(config)
     logits = logit_rows * vocabulary.width
-    activations = _activation_bytes(model, layout.sizes.dtype, tokens + again, logits, ranks.tensor_size)
+    activations = _activation_bytes(
+        model, layout.sizes.dtype, tokens + again, logits, ranks.tensor_size
+    )
     activations += rows * _draft_bytes(vocabulary.width, layout, config, earlier)
     transfers = ranks.stage.copies * tokens * model.hidden_size * layout.sizes.dtype.itemsize
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
@@ -154,9 +173,12 @@ def plan_memory(
         available = int(total * utilization) - in_use - activations - transfers - graphs
     else:
         available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
-    meta, sizes = torch.device("meta"), layout.sizes
+    meta = torch.device("meta")
+    sizes = layout.sizes
     hidden_size = model.hidden_size if ranks.stage.last else 0
-    state = DeviceState.allocate(1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, hidden_size)
+    state = DeviceState.allocate(
+        1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, hidden_size
+    )
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
@@ -177,8 +199,13 @@ def plan_memory(
         null_blocks=int(config.graphs),
     )
     if config.enable_prefix_caching:
-        plan = replace(plan, num_checkpoints=ranks.least(_checkpoints(plan, available, num_blocks, prefix_bytes)))
-    fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(1, layout.block_bytes) - config.graphs
+        plan = replace(
+            plan,
+            num_checkpoints=ranks.least(_checkpoints(plan, available, num_blocks, prefix_bytes)),
+        )
+    fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(
+        1, layout.block_bytes
+    ) - config.graphs
     return replace(plan, num_blocks=ranks.least(_blocks(plan, fitting, available, num_blocks)))
 
 
@@ -190,16 +217,22 @@ def _checkpoint_bytes(layout: StateLayout, config: EngineConfig, state: DeviceSt
     return checkpoint_bytes(layout, getattr(torch, config.prefix_cache_dtype), kept)
 
 
-def _checkpoints(plan: MemoryPlan, available: int, num_blocks: int | None, prefix_bytes: int | None) -> int:
-    """Number of prefix cache checkpoints that a rank has room for; see `plan_memory`. By default they leave room for
-    the fewest blocks that must fit."""
+def _checkpoints(
+    plan: MemoryPlan, available: int, num_blocks: int | None, prefix_bytes: int | None
+) -> int:
+    """Number of prefix cache checkpoints that a rank has room for; see `plan_memory`. By default
+    they leave room for the fewest blocks that must fit."""
     if prefix_bytes is None:
         least = num_blocks or plan.blocks_for(plan.max_model_len)
         useful = num_blocks or least * plan.max_num_seqs
         rest = available - plan.state_bytes - plan.null_blocks * plan.block_bytes
         if not plan.total:  # all free memory of the host, which other processes use, too
             rest = min(rest, least * plan.block_bytes + _CPU_CACHE_BYTES)
-        prefix_bytes = max(0, rest - useful * plan.block_bytes, (rest - least * plan.block_bytes) // _CHECKPOINTS_SHARE)
+        prefix_bytes = max(
+            0,
+            rest - useful * plan.block_bytes,
+            (rest - least * plan.block_bytes) // _CHECKPOINTS_SHARE,
+        )
         most = max(_LEAST_CHECKPOINTS, _CHECKPOINTS * plan.max_num_seqs)
     else:
         most = LARGEST_COUNT
@@ -208,7 +241,8 @@ def _checkpoints(plan: MemoryPlan, available: int, num_blocks: int | None, prefi
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int]:
-    """Total memory of a GPU, and the part in use; what torch reserves without using it counts as free. CPU: (0, 0)."""
+    """Total memory of a GPU, and the part in use; what torch reserves without using it counts as
+    free. CPU: (0, 0)."""
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
@@ -217,38 +251,51 @@ def _device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | None) -> int:
-    """The number of blocks: `num_blocks` if given, else what requests of full length can use, or fewer if fewer fit.
+    """The number of blocks: `num_blocks` if given, else what requests of full length can use, or
+    fewer if fewer fit.
 
     Raises:
         UserError: the blocks do not fit; see `plan_memory`.
     """
     one = plan.blocks_for(plan.max_model_len)
-    least, name, what = one, "max_model_len", f"one request of max_model_len {plan.max_model_len} needs"
+    least = one
+    name = "max_model_len"
+    what = f"one request of max_model_len {plan.max_model_len} needs"
     if num_blocks is not None:
-        least, name, what = num_blocks, "num_blocks", f"num_blocks {num_blocks} needs"
+        least = num_blocks
+        name = "num_blocks"
+        what = f"num_blocks {num_blocks} needs"
     if fitting < least:
-        cache = f", prefix_cache_bytes {plan.prefix_bytes / 1e9:.2f} GB" if plan.prefix_bytes else ""
+        cache = (
+            f", prefix_cache_bytes {plan.prefix_bytes / 1e9:.2f} GB" if plan.prefix_bytes else ""
+        )
         raise UserError(
-            f"{available / 1e9:.2f} GB are left for caches; the state of {plan.max_num_seqs} requests takes "
-            f"{plan.state_bytes / 1e9:.2f} GB{cache} and {what} {least * plan.block_bytes / 1e9:.2f} GB: lower "
-            f"max_num_seqs, {name} or max_num_batched_tokens, or raise gpu_memory_utilization"
+            f"{available / 1e9:.2f} GB are left for caches; the state of {plan.max_num_seqs}"
+            f" requests takes {plan.state_bytes / 1e9:.2f} GB{cache} and {what}"
+            f" {least * plan.block_bytes / 1e9:.2f} GB: lower max_num_seqs, {name} or"
+            " max_num_batched_tokens, or raise gpu_memory_utilization"
         )
     return min(fitting, one * plan.max_num_seqs) if num_blocks is None else num_blocks
 
 
-def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]) -> int:
-    """Bytes that drafting takes per row besides activations. First, copies of the states that depths 2 .. K change (see
-    `StepInput.continued`): one for a chain of a repeated head; for a tree one, and one more for each draft that gets
-    children. Second, distributions of drafts in three places: as each is made, stacked, and under verification."""
+def _draft_bytes(
+    width: int, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]
+) -> int:
+    """Bytes that drafting takes per row besides activations. First, copies of the states that
+    depths 2 .. K change (see `StepInput.continued`): one for a chain of a repeated head; for a tree
+    one, and one more for each draft that gets children. Second, distributions of drafts in three
+    places: as each is made, stacked, and under verification."""
     depths = config.num_speculative_tokens
     copies = 1 + config.tree.entries if config.tree else 0 if earlier[0] else 1
     forked = layout.head_slot_bytes * copies if depths > 1 else 0
     return forked + 3 * config.draft_distributions * width * torch.float32.itemsize
 
 
-def _activation_bytes(model: ModelConfig, dtype: torch.dtype, tokens: int, logits: int, ranks: int) -> int:
-    """Estimate the bytes of activations: `_LIVE_COPIES` of the widest layer's, which are divided by the ranks except
-    for hidden states, and this rank's logits in the model's dtype and in fp32."""
+def _activation_bytes(
+    model: ModelConfig, dtype: torch.dtype, tokens: int, logits: int, ranks: int
+) -> int:
+    """Estimate the bytes of activations: `_LIVE_COPIES` of the widest layer's, which are divided by
+    the ranks except for hidden states, and this rank's logits in the model's dtype and in fp32."""
     widest = max(kind.activations(model) for kind in kinds_in(model.letters)) // ranks
     hidden = (widest + 4 * model.hidden_size) * _LIVE_COPIES * dtype.itemsize
     return tokens * hidden + logits * (dtype.itemsize + 4)

@@ -1,6 +1,8 @@
-"""Settings of an engine, each declared once: the arguments of `LLM` and the options of commands are made from them.
+"""Settings of an engine, each declared once: the arguments of `LLM` and the options of commands are
+made from them.
 
-`EngineOptions` is what a user sets; `EngineConfig` has the resolved values that an engine runs with.
+`EngineOptions` is what a user sets; `EngineConfig` has the resolved values that an engine runs
+with.
 """
 
 import functools
@@ -54,117 +56,141 @@ class EngineOptions:
     """Directory of a checkpoint, in the Hugging Face or the Megatron layout, or a model from
     `mtpkit.model.build_model`; call `reset_prefix_cache` after changing the model's weights."""
     num_speculative_tokens: Drafts | Literal["auto"] | None = None
-    """Number of drafts per step (K) from the model's MTP heads; by default the number that the heads were trained for,
-    or 0 without heads. 0: plain decoding. "auto": K is chosen for each step from measured step times and the acceptance
-    so far, up to the number that the heads were trained for (7 if that is unknown). If a tree is given, the choice is
-    among chains up to its depth and the tree."""
+    """Number of drafts per step (K) from the model's MTP heads; by default the number that the
+    heads were trained for, or 0 without heads. 0: plain decoding. "auto": K is chosen for each step
+    from measured step times and the acceptance so far, up to the number that the heads were trained
+    for (7 if that is unknown). If a tree is given, the choice is among chains up to its depth and
+    the tree."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU, float32 on a CPU."""
+    """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU,
+    float32 on a CPU."""
     tensor_parallel_size: Count = 1
-    """Number of processes, each with a GPU and a part of the model, that decode together; start them with torchrun."""
+    """Number of processes, each with a GPU and a part of the model, that decode together; start
+    them with torchrun."""
     pipeline_parallel_size: Count = 1
-    """Number of pipeline stages, each with some of the model's layers. A stage is one process, or a group of
-    `tensor_parallel_size` processes."""
+    """Number of pipeline stages, each with some of the model's layers. A stage is one process, or a
+    group of `tensor_parallel_size` processes."""
     enable_expert_parallel: bool = False
-    """Give each tensor-parallel process whole experts of the mixture-of-experts layers, instead of a part of every
-    expert."""
+    """Give each tensor-parallel process whole experts of the mixture-of-experts layers, instead of
+    a part of every expert."""
     disable_custom_all_reduce: bool = False
-    """Use NCCL for all tensors that tensor-parallel ranks exchange. By default, one kernel that reads the memory of the
-    other GPUs exchanges small tensors, if all GPUs are on one host and can access each other's memory."""
+    """Use NCCL for all tensors that tensor-parallel ranks exchange. By default, one kernel that
+    reads the memory of the other GPUs exchanges small tensors, if all GPUs are on one host and can
+    access each other's memory."""
     seed: Seed | None = 0
     """Seed from which requests without their own seed get one; None: a new seed for each engine."""
     block_size: Count = 16
     """Tokens per block of the cache of keys and values."""
     max_model_len: Count | None = None
-    """Most tokens of a prompt and its output together; by default the model's longest sequence. Outputs that reach it
-    end with finish reason "length"."""
+    """Most tokens of a prompt and its output together; by default the model's longest sequence.
+    Outputs that reach it end with finish reason "length"."""
     max_num_seqs: Count = 64
     """Most requests that run at once; each holds a slot of recurrent state."""
     max_num_batched_tokens: Count | None = None
-    """Most tokens in a step; longer prompts are split into chunks. By default 2048, or more if decoding needs more. If
-    it is too small for all decoding requests, they take turns."""
+    """Most tokens in a step; longer prompts are split into chunks. By default 2048, or more if
+    decoding needs more. If it is too small for all decoding requests, they take turns."""
     max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = DEFAULT_MIXED
-    """Most prompt tokens that share a forward pass with decoding requests; if there are more, they run in a separate
-    pass. 0: prompts always run in a separate pass, as with `num_speculative_tokens` "auto"."""
+    """Most prompt tokens that share a forward pass with decoding requests; if there are more, they
+    run in a separate pass. 0: prompts always run in a separate pass, as with
+    `num_speculative_tokens` "auto"."""
     max_inter_token_latency: Annotated[float, Field(gt=0)] | None = None
-    """Most seconds that a decoding request waits for its next tokens while prompts arrive, as far as shorter chunks of
-    the prompts can achieve this. By default, on a GPU, a few times the wait while no prompts arrive."""
+    """Most seconds that a decoding request waits for its next tokens while prompts arrive, as far
+    as shorter chunks of the prompts can achieve this. By default, on a GPU, a few times the wait
+    while no prompts arrive."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that may be in use, by weights, activations and caches together."""
     num_blocks: Count | None = None
-    """Number of blocks of the cache of keys and values; by default as many as fit, or as many as `max_num_seqs`
-    requests of full length need if that is less."""
+    """Number of blocks of the cache of keys and values; by default as many as fit, or as many as
+    `max_num_seqs` requests of full length need if that is less."""
     state_rollback: Rollback = "replay"
-    """Method to roll recurrent state back after rejected drafts: `replay` reads the state once per step, `snapshot`
-    keeps one copy per token."""
+    """Method to roll recurrent state back after rejected drafts: `replay` reads the state once per
+    step, `snapshot` keeps one copy per token."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent state."""
     enable_prefix_caching: bool = True
-    """Let prompts that begin like an earlier request continue from what that request left: blocks of keys and values,
-    and checkpoints of recurrent state at the end of its prompt and of its output."""
+    """Let prompts that begin like an earlier request continue from what that request left: blocks
+    of keys and values, and checkpoints of recurrent state at the end of its prompt and of its
+    output."""
     prefix_cache_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes for the checkpoints of recurrent state; 0: nothing is cached. By default, there is room for 2 *
-    `max_num_seqs` checkpoints, at least 16, as far as they fit in the cache memory that `max_num_seqs` requests of full
-    length leave, or in a tenth of the cache memory if that is more."""
+    """Bytes for the checkpoints of recurrent state; 0: nothing is cached. By default, there is room
+    for 2 * `max_num_seqs` checkpoints, at least 16, as far as they fit in the cache memory that
+    `max_num_seqs` requests of full length leave, or in a tenth of the cache memory if that is
+    more."""
     prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
     prefix_cache_interval: Count = 2048
-    """Interval in tokens between the checkpoints of a long prompt, which leaves one at every multiple of it."""
+    """Interval in tokens between the checkpoints of a long prompt, which leaves one at every
+    multiple of it."""
     draft_sampling: bool = False
     """Draw drafts from the heads' distribution instead of taking their best tokens."""
-    speculative_token_tree: Annotated[str | list | tuple | None, AfterValidator(_check_tree)] = Field(
-        default=None, title="a list, its text, or None"
+    speculative_token_tree: Annotated[str | list | tuple | None, AfterValidator(_check_tree)] = (
+        Field(default=None, title="a list, its text, or None")
     )
-    """Draft a tree instead of a chain. Give the number of children per token for each depth, such as "[3, 2, 1]", or
-    the paths of the tree as ranks among siblings, such as "[[0], [1], [0, 0]]". The tree's depth is K; by default a
-    chain is drafted."""
+    """Draft a tree instead of a chain. Give the number of children per token for each depth, such
+    as "[3, 2, 1]", or the paths of the tree as ranks among siblings, such as "[[0], [1], [0, 0]]".
+    The tree's depth is K; by default a chain is drafted."""
     speculative_eagle_topk: Count | None = None
-    """Draft a tree that keeps the most probable paths: at each depth, this number of best drafts get this number of
-    children each. The tree's depth is K. By default, and with 1, a chain is drafted."""
+    """Draft a tree that keeps the most probable paths: at each depth, this number of best drafts
+    get this number of children each. The tree's depth is K. By default, and with 1, a chain is
+    drafted."""
     speculative_num_draft_tokens: Annotated[int, Field(ge=2, le=MOST_TREE_TOKENS)] | None = None
-    """Number of tokens that a decoding request feeds in a step with `speculative_eagle_topk`, its newest token
-    included; by default 1 + K * `speculative_eagle_topk`, at most 63."""
+    """Number of tokens that a decoding request feeds in a step with `speculative_eagle_topk`, its
+    newest token included; by default 1 + K * `speculative_eagle_topk`, at most 63."""
     draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = Field(
         default=None, title="a list of token ids, a file of mtpkit data draft-vocab, or None"
     )
-    """Tokens that drafts are chosen from: a file written by `mtpkit data draft-vocab`, or ids; by default all tokens.
-    The output remains that of the base."""
+    """Tokens that drafts are chosen from: a file written by `mtpkit data draft-vocab`, or ids; by
+    default all tokens. The output remains that of the base."""
     draft_embedding_dtype: Literal["auto", "int8", "int4"] = "auto"
-    """Type of the draft embedding on the last of several pipeline stages. "int8" takes half of bfloat16's memory and
-    "int4" about a quarter, with scales; both change only the drafts. "auto": the type of the model."""
+    """Type of the draft embedding on the last of several pipeline stages. "int8" takes half of
+    bfloat16's memory and "int4" about a quarter, with scales; both change only the drafts. "auto":
+    the type of the model."""
     async_scheduling: bool | None = None
-    """Launch a step before the results of the last one are read. This is the default on a GPU and with pipeline
-    stages."""
+    """Launch a step before the results of the last one are read. This is the default on a GPU and
+    with pipeline stages."""
     enforce_eager: bool = False
     """Run all steps without CUDA graphs."""
     warm_up: bool = True
-    """Compile kernels and capture CUDA graphs for steps of all sizes before the first request, not when a step first
-    needs them."""
-    synthetic_acceptance: Sequence[float] | None = Field(default=None, title="a list of rates, one per draft, or None")
-    """Rates at which drafts are accepted at random, one per depth; for benchmarks with random weights."""
+    """Compile kernels and capture CUDA graphs for steps of all sizes before the first request, not
+    when a step first needs them."""
+    synthetic_acceptance: Sequence[float] | None = Field(
+        default=None, title="a list of rates, one per draft, or None"
+    )
+    """Rates at which drafts are accepted at random, one per depth; for benchmarks with random
+    weights."""
     device: Any = None
-    """"cuda", "cpu", a `torch.device`, or a GPU's number. By default the GPU, or the CPU where there is none."""
+    """"cuda", "cpu", a `torch.device`, or a GPU's number. By default the GPU, or the CPU where
+    there is none."""
     tokenizer: Any = None
-    """A transformers tokenizer or its directory. By default the one beside the checkpoint, if there is one."""
+    """A transformers tokenizer or its directory. By default the one beside the checkpoint, if there
+    is one."""
 
     @field_validator("model")
     @classmethod
     def _check_model(cls, model: Any) -> Any:
         if not isinstance(model, str | Path) and not hasattr(model, "mtpkit_config"):
-            raise ValueError("must be the directory of a checkpoint, or a model from mtpkit.model.build_model")
+            raise ValueError(
+                "must be the directory of a checkpoint, or a model from mtpkit.model.build_model"
+            )
         return model
 
     @field_validator("draft_sampling")
     @classmethod
     def _check_draft_sampling(cls, draw: bool, info: ValidationInfo) -> bool:
         if draw and info.data.get("num_speculative_tokens") == "auto":
-            raise ValueError("must be False: num_speculative_tokens 'auto' needs the heads' best tokens")
+            raise ValueError(
+                "must be False: num_speculative_tokens 'auto' needs the heads' best tokens"
+            )
         return draw
 
     @field_validator("device")
     @classmethod
     def _check_device(cls, device: Any) -> Any:
-        if device is not None and type(device) not in (str, int) and type(device).__name__ != "device":
+        if (
+            device is not None
+            and type(device) not in (str, int)
+            and type(device).__name__ != "device"
+        ):
             raise ValueError("must be 'cuda', 'cpu' or a GPU's number, or None")
         return device
 
@@ -194,9 +220,11 @@ class EngineConfig:
     max_num_batched_tokens: Count = DEFAULT_BUDGET
     """Most tokens of a step; longer prompts are split over steps."""
     max_mixed_tokens: int = field_of(EngineOptions, "max_mixed_tokens")
-    max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency", default=None)
-    """Most seconds from one step of a request to its next, as far as shorter chunks can achieve this; None: on a GPU, a
-    multiple of the time that decoding alone takes."""
+    max_inter_token_latency: float | None = field_of(
+        EngineOptions, "max_inter_token_latency", default=None
+    )
+    """Most seconds from one step of a request to its next, as far as shorter chunks can achieve
+    this; None: on a GPU, a multiple of the time that decoding alone takes."""
     state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
     enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
     """Off by default, as there are no checkpoints by default."""
@@ -209,8 +237,9 @@ class EngineConfig:
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""
     num_batches: Count = 1
-    """Number of batches that requests are divided into, one per pipeline stage. Each step belongs to one batch; the
-    steps of the batches are planned and launched in turn, and follow one another through the stages."""
+    """Number of batches that requests are divided into, one per pipeline stage. Each step belongs
+    to one batch; the steps of the batches are planned and launched in turn, and follow one another
+    through the stages."""
     graphs: bool = False
     """Replay steps as CUDA graphs."""
     seed: int | None = field_of(EngineOptions, "seed")
@@ -232,14 +261,18 @@ class EngineConfig:
         """Number of distributions of a decoding request's drafts that one verification reads."""
         if not self.draft_sampling:
             return 0
-        return len(self.tree.expanded) if isinstance(self.tree, TokenTree) else self.num_speculative_tokens
+        return (
+            len(self.tree.expanded)
+            if isinstance(self.tree, TokenTree)
+            else self.num_speculative_tokens
+        )
 
     @property
     def lookahead(self) -> int:
         """Cache positions beyond the committed ones that a decode step may write.
 
-        1 + K tokens are verified; when all are accepted, K - 1 draft entries follow the newest one. For a tree, as many
-        entries follow as there are drafts that get children.
+        1 + K tokens are verified; when all are accepted, K - 1 draft entries follow the newest one.
+        For a tree, as many entries follow as there are drafts that get children.
         """
         if self.tree:
             return max(self.tree.tokens, 1 + self.num_speculative_tokens + self.tree.entries)
@@ -247,25 +280,30 @@ class EngineConfig:
 
     @property
     def window(self) -> int:
-        """Cache positions from 0 on that a step may write however few are committed: distinct heads run over the tokens
-        of a decode row and the K - 1 positions before them, and begin at position 0 where there are fewer."""
+        """Cache positions from 0 on that a step may write however few are committed: distinct heads
+        run over the tokens of a decode row and the K - 1 positions before them, and begin at
+        position 0 where there are fewer."""
         return self.decode_width + max(0, self.num_speculative_tokens - 1)
 
     def reach(self, committed: int) -> int:
-        """Cache positions that the next decode step of a request may write, after this many committed ones."""
+        """Cache positions that the next decode step of a request may write, after this many
+        committed ones."""
         return max(committed + self.lookahead, self.window)
 
 
 def takes_fields[**P, S, O, R](
     options: Callable[P, O],
 ) -> Callable[[Callable[[S, O], R]], Callable[Concatenate[S, P], R]]:
-    """Make a method that takes one checked object take that object's fields instead, with defaults and docstrings."""
+    """Make a method that takes one checked object take that object's fields instead, with defaults
+    and docstrings."""
 
     def decorate(method: Callable[[S, O], R]) -> Callable[Concatenate[S, P], R]:
         hints = typing.get_type_hints(options)
         signature = inspect.signature(options)
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [each.replace(annotation=hints[name]) for name, each in signature.parameters.items()]
+        parameters = [
+            each.replace(annotation=hints[name]) for name, each in signature.parameters.items()
+        ]
 
         @functools.wraps(method)
         def taking(self: S, /, *args: P.args, **named: P.kwargs) -> R:

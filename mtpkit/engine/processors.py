@@ -22,10 +22,12 @@ from mtpkit.kernels import sampling as ops
 from mtpkit.platform import to_device
 
 Columns = Mapping[str, Tensor]
-"""Column name -> [slots, ...] tensor on the device; the entry at a request's slot belongs to that request."""
+"""Column name -> [slots, ...] tensor on the device; the entry at a request's slot belongs to that
+request."""
 
 Use = frozenset[str]
-"""Names of the processors that at least one of a set of requests uses; a step may skip all other processors."""
+"""Names of the processors that at least one of a set of requests uses; a step may skip all other
+processors."""
 
 
 class Column(NamedTuple):
@@ -41,13 +43,15 @@ class Column(NamedTuple):
 class Processor:
     """A change of the logits, or of the distribution computed from them.
 
-    A processor has no state of its own. `DeviceState` owns its columns and is the only caller of `admit` and `count`.
+    A processor has no state of its own. `DeviceState` owns its columns and is the only caller of
+    `admit` and `count`.
     """
 
     name: str
 
     def columns(self, width: int) -> dict[str, Column]:
-        """The columns that the processor reads, on a rank that holds `width` tokens of the vocabulary."""
+        """The columns that the processor reads, on a rank that holds `width` tokens of the
+        vocabulary."""
         raise NotImplementedError
 
     def used(self, params: SamplingParams, vocab_size: int) -> bool:
@@ -58,29 +62,39 @@ class Processor:
         """Values of the columns that hold one number per request, for these parameters."""
         raise NotImplementedError
 
-    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary) -> None:
-        """Write the columns that `numbers` does not give, for `requests` at `slots` [S]. Called again when a preempted
-        request is resumed."""
+    def admit(
+        self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary
+    ) -> None:
+        """Write the columns that `numbers` does not give, for `requests` at `slots` [S]. Called
+        again when a preempted request is resumed."""
 
     def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
         """Count the tokens that a step adds to the outputs. Called in steps that use the processor.
 
         Args:
             slots: [S] int64; -1 for null rows.
-            accepted, token_ids: [S] and [S, 1 + K] int64, see `Verdict`; -1 for tokens that another rank holds.
+            accepted, token_ids: [S] and [S, 1 + K] int64, see `Verdict`; -1 for tokens that another
+                rank holds.
         """
 
     def apply(
-        self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor, ancestors: Tensor | None = None
+        self,
+        logits: Tensor,
+        columns: Columns,
+        slots: Tensor,
+        drafts: Tensor,
+        ancestors: Tensor | None = None,
     ) -> Tensor:
-        """[N, V] changed logits. Called in steps that use the processor; `Shaping` leaves the change to the kernels.
+        """[N, V] changed logits. Called in steps that use the processor; `Shaping` leaves the
+        change to the kernels.
 
         Args:
             logits: [N, V]; the first D * (1 + K) belong to the decode rows.
             slots: [N] int64; -1 for null rows.
-            drafts: [D, K] int64, the drafts of the decode rows: each logit sees the drafts before its position. -1 for
-                tokens that another rank holds.
-            ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see `apply_penalties`.
+            drafts: [D, K] int64, the drafts of the decode rows: each logit sees the drafts before
+                its position. -1 for tokens that another rank holds.
+            ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see
+                `apply_penalties`.
         """
         return logits
 
@@ -91,19 +105,21 @@ _NO_PENALTY = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 class Penalties(Processor):
     """Presence, frequency and repetition penalties, as vLLM defines them.
 
-    Presence and frequency penalties look at the output, the repetition penalty at prompt and output. The drafts before
-    a position count as output.
+    Presence and frequency penalties look at the output, the repetition penalty at prompt and
+    output. The drafts before a position count as output.
 
-    For each slot the device stores which tokens the prompt contains and how often the output contains each token:
-    5 bytes per token of the vocabulary. These columns are allocated with the engine and are part of the memory plan,
-    because CUDA graphs need them at a fixed address. The slots of requests without penalties may hold any values.
+    For each slot the device stores which tokens the prompt contains and how often the output
+    contains each token: 5 bytes per token of the vocabulary. These columns are allocated with the
+    engine and are part of the memory plan, because CUDA graphs need them at a fixed address. The
+    slots of requests without penalties may hold any values.
     """
 
     name = "penalties"
 
     def columns(self, width: int) -> dict[str, Column]:
         numbers = {name: Column((), torch.float32, off) for name, off in _NO_PENALTY.items()}
-        prompt, output = Column((width,), torch.bool, 0), Column((width,), torch.int32, 0)
+        prompt = Column((width,), torch.bool, 0)
+        output = Column((width,), torch.int32, 0)
         return numbers | {"in_prompt": prompt, "output_counts": output}
 
     def used(self, params: SamplingParams, vocab_size: int) -> bool:
@@ -112,12 +128,16 @@ class Penalties(Processor):
     def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
         return {name: getattr(params, f"{name}_penalty") for name in _NO_PENALTY}
 
-    def admit(self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary) -> None:
-        """Write the tokens of prompt and output, without the newest output token, which `count` adds."""
+    def admit(
+        self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary
+    ) -> None:
+        """Write the tokens of prompt and output, without the newest output token, which `count`
+        adds."""
         counted = [request for request in requests if request.params.has_penalties]
         if not counted:
             return
-        prompt, output = columns["in_prompt"], columns["output_counts"]
+        prompt = columns["in_prompt"]
+        output = columns["output_counts"]
         prompt.index_fill_(0, slots, False)
         output.index_fill_(0, slots, 0)
         place = partial(_entries, counted, device=slots.device, vocabulary=vocabulary)
@@ -135,7 +155,12 @@ class Penalties(Processor):
         output.view(-1).scatter_add_(0, places.flatten(), new.flatten().to(output.dtype))
 
     def apply(
-        self, logits: Tensor, columns: Columns, slots: Tensor, drafts: Tensor, ancestors: Tensor | None = None
+        self,
+        logits: Tensor,
+        columns: Columns,
+        slots: Tensor,
+        drafts: Tensor,
+        ancestors: Tensor | None = None,
     ) -> Tensor:
         return ops.apply_penalties(
             logits,
@@ -151,10 +176,13 @@ class Penalties(Processor):
 
 
 def _entries(
-    requests: Sequence[Request], token_ids: Sequence[Sequence[int]], device: torch.device, vocabulary: Vocabulary
+    requests: Sequence[Request],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device,
+    vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
-    """[n] slots and [n] columns, one pair per token in `token_ids`, which has one list per request. Tokens that another
-    rank holds are left out."""
+    """[n] slots and [n] columns, one pair per token in `token_ids`, which has one list per request.
+    Tokens that another rank holds are left out."""
     slots = np.repeat([request.slot for request in requests], [len(tokens) for tokens in token_ids])
     columns = np.fromiter(chain(*token_ids), np.int64) - vocabulary.first
     own = (columns >= 0) & (columns < vocabulary.width)
@@ -163,7 +191,8 @@ def _entries(
 
 @dataclass(frozen=True)
 class Shaping(Processor):
-    """Temperature or a filter of the distribution: one number per request, which the sampling kernels read."""
+    """Temperature or a filter of the distribution: one number per request, which the sampling
+    kernels read."""
 
     name: str
     """Name of the processor and of its column."""
@@ -188,7 +217,9 @@ def _top_k(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
 
 
-TEMPERATURE = Shaping("temperature", torch.float32, 0.0, lambda p, _: 0.0 if p.greedy else p.temperature)
+TEMPERATURE = Shaping(
+    "temperature", torch.float32, 0.0, lambda p, _: 0.0 if p.greedy else p.temperature
+)
 """0: greedy."""
 MIN_P = Shaping("min_p", torch.float32, 0.0, lambda p, _: p.min_p)
 TOP_K = Shaping("top_k", torch.int64, 1, _top_k, lambda vocab_size: vocab_size)
@@ -196,18 +227,22 @@ TOP_P = Shaping("top_p", torch.float32, 1.0, lambda p, _: p.top_p, lambda _: 1.0
 
 PROCESSORS: tuple[Processor, ...] = (Penalties(), TEMPERATURE, MIN_P, TOP_K, TOP_P)
 GREEDY: Use = frozenset()
-_SHAPING: Use = frozenset(processor.name for processor in PROCESSORS if isinstance(processor, Shaping))
+_SHAPING: Use = frozenset(
+    processor.name for processor in PROCESSORS if isinstance(processor, Shaping)
+)
 
 
 def processors_of(params: SamplingParams, vocab_size: int) -> Use:
     """Names of the processors that a request with these parameters uses."""
-    return frozenset(processor.name for processor in PROCESSORS if processor.used(params, vocab_size))
+    return frozenset(
+        processor.name for processor in PROCESSORS if processor.used(params, vocab_size)
+    )
 
 
 def for_graph(use: Use) -> Use:
     """Names of the processors that a CUDA graph computes for `use`.
 
-    A graph computes temperature and all filters, or none of them if every row is greedy. This keeps the number of
-    captured graphs small.
+    A graph computes temperature and all filters, or none of them if every row is greedy. This keeps
+    the number of captured graphs small.
     """
     return use | _SHAPING if TEMPERATURE.name in use else use - _SHAPING

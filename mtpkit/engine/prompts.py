@@ -11,9 +11,10 @@ from mtpkit.engine.token_texts import Tokenizer
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
-"""A text, token ids, or a dict. A dict has `prompt` (a text or token ids) or `prompt_token_ids`, and may have a `name`
-for messages and `checkpoint_at`. The prefix cache keeps a checkpoint after that number of prompt tokens, for example
-before the generation prompt, besides the checkpoint at the end."""
+"""A text, token ids, or a dict. A dict has `prompt` (a text or token ids) or `prompt_token_ids`,
+and may have a `name` for messages and `checkpoint_at`. The prefix cache keeps a checkpoint after
+that number of prompt tokens, for example before the generation prompt, besides the checkpoint at
+the end."""
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]:
@@ -25,7 +26,9 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]
     if is_prompt(prompts):
         return [(_name(prompts) or "the prompt", prompts)]  # type: ignore[arg-type, list-item]
     if not isinstance(prompts, Sequence) or not is_list(prompts):
-        raise UserError(f"prompts are of type {type(prompts).__name__}: give texts, or lists of token ids")
+        raise UserError(
+            f"prompts are of type {type(prompts).__name__}: give texts, or lists of token ids"
+        )
     return [(_name(one) or f"prompts[{index}]", one) for index, one in enumerate(prompts)]  # type: ignore[arg-type, misc]
 
 
@@ -33,7 +36,12 @@ def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is one prompt, and not a list of prompts."""
     if isinstance(prompts, str | dict):
         return True
-    return isinstance(prompts, Sequence) and is_list(prompts) and bool(prompts) and is_whole(prompts[0])
+    return (
+        isinstance(prompts, Sequence)
+        and is_list(prompts)
+        and bool(prompts)
+        and is_whole(prompts[0])
+    )
 
 
 def _name(prompt: Prompt) -> str | None:
@@ -50,7 +58,9 @@ def checkpoint_of(prompt: Prompt, name: str) -> int | None:
     """
     at = prompt.get("checkpoint_at") if isinstance(prompt, dict) else None
     if at is not None and not is_whole(at):
-        raise PromptError(f"{name}: checkpoint_at is {shown(at)}, must be a whole number of the prompt's tokens")
+        raise PromptError(
+            f"{name}: checkpoint_at is {shown(at)}, must be a whole number of the prompt's tokens"
+        )
     return at
 
 
@@ -60,23 +70,34 @@ def list_params(
     """One `SamplingParams` per prompt, by default `SamplingParams()`.
 
     Raises:
-        UserError: a value that is not `SamplingParams`, or a list whose length is not `num_prompts`.
+        UserError: a value that is not `SamplingParams`, or a list whose length is not
+            `num_prompts`.
     """
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * num_prompts
     if not isinstance(sampling_params, Sequence) or not is_list(sampling_params):
-        raise UserError(f"sampling_params is {shown(sampling_params)}: give SamplingParams(...), or a list of them")
-    wrong = [f"[{i}] is {shown(one)}" for i, one in enumerate(sampling_params) if not isinstance(one, SamplingParams)]
+        raise UserError(
+            f"sampling_params is {shown(sampling_params)}: give SamplingParams(...), or a list of"
+            " them"
+        )
+    wrong = [
+        f"[{i}] is {shown(one)}"
+        for i, one in enumerate(sampling_params)
+        if not isinstance(one, SamplingParams)
+    ]
     if wrong:
         raise UserError(f"sampling_params{listed(wrong)}: give SamplingParams(...) for each prompt")
     if len(sampling_params) != num_prompts:
         raise UserError(
-            f"{num_prompts} prompts but {len(sampling_params)} sampling parameters: give one, or one per prompt"
+            f"{num_prompts} prompts but {len(sampling_params)} sampling parameters: give one, or"
+            " one per prompt"
         )
     return list(sampling_params)
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> tuple[str | None, Sequence[int]]:
+def encode(
+    prompt: Prompt, tokenizer: Tokenizer | None, name: str
+) -> tuple[str | None, Sequence[int]]:
     """The text (None if token ids were given) and the token ids of a prompt.
 
     Args:
@@ -89,15 +110,20 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> tuple[str 
     if isinstance(prompt, dict):
         given = prompt.get("name")
         if given is not None and not isinstance(given, str):
-            raise PromptError(f"{name}: name is {shown(given)}, must be a text: messages use it for the prompt")
+            raise PromptError(
+                f"{name}: name is {shown(given)}, must be a text: messages use it for the prompt"
+            )
         known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not known:
-            raise PromptError(f"{name} is {shown(prompt)}, which has neither 'prompt' nor 'prompt_token_ids'")
+            raise PromptError(
+                f"{name} is {shown(prompt)}, which has neither 'prompt' nor 'prompt_token_ids'"
+            )
         return encode(prompt[known[0]], tokenizer, name)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UserError(
-                f"{name} is a text, which needs a tokenizer: put one beside the model, or give prompt_token_ids"
+                f"{name} is a text, which needs a tokenizer: put one beside the model, or give"
+                " prompt_token_ids"
             )
         _check_unicode(prompt, name)
         return prompt, without_second_bos(tokenizer.encode(prompt), prompt, tokenizer)
@@ -115,6 +141,6 @@ def _check_unicode(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"{name} is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!a}; "
-            "decode its bytes with errors='replace'"
+            f"{name} is not valid Unicode: character {error.start} is the lone surrogate"
+            f" {text[error.start]!a}; decode its bytes with errors='replace'"
         ) from error

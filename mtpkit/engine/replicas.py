@@ -1,10 +1,11 @@
-"""Replicas: processes, each with a whole model and its own GPU, that divide a list of prompts among them.
-
-The process that starts the replicas hands out the prompts and collects the outputs. Each replica holds as many prompts
-as it can run and a few that wait, and gets a new one whenever one ends: a replica with long outputs gets fewer prompts.
-Tokens do not depend on which replica chooses them: seeds are given with the prompts. A replica that ends early, for
-whatever reason, closes its connection; all other replicas are then ended. They also end with the process that started
+"""Replicas: processes, each with a whole model and its own GPU, that divide a list of prompts among
 them.
+
+The process that starts the replicas hands out the prompts and collects the outputs. Each replica
+holds as many prompts as it can run and a few that wait, and gets a new one whenever one ends: a
+replica with long outputs gets fewer prompts. Tokens do not depend on which replica chooses them:
+seeds are given with the prompts. A replica that ends early, for whatever reason, closes its
+connection; all other replicas are then ended. They also end with the process that started them.
 """
 
 import io
@@ -31,7 +32,14 @@ from mtpkit.engine.llm import LLM
 from mtpkit.engine.memory import MemoryPlan
 from mtpkit.engine.options import EngineOptions
 from mtpkit.engine.params import SEED_BITS, SamplingParams
-from mtpkit.engine.prompts import Prompt, checkpoint_of, encode, is_prompt, list_params, list_prompts
+from mtpkit.engine.prompts import (
+    Prompt,
+    checkpoint_of,
+    encode,
+    is_prompt,
+    list_params,
+    list_prompts,
+)
 from mtpkit.engine.request import EngineStats, PromptError, Request, RequestOutput
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.platform import require_one_process
@@ -52,7 +60,8 @@ class _Work:
     params: SamplingParams
     text: str | None = None
     token_ids: Sequence[int] = ()
-    """The prompt's token ids. `text` and `token_ids` are set once a replica has encoded the prompt."""
+    """The prompt's token ids. `text` and `token_ids` are set once a replica has encoded the
+    prompt."""
     checkpoint_at: int | None = None
 
 
@@ -72,7 +81,8 @@ class _Checked:
     refused: list[RequestOutput]
     """Outputs of the prompts that cannot be served."""
     errors: dict[int, str]
-    """Messages of errors that concern all prompts, such as that there is no tokenizer, by `_Work.index`."""
+    """Messages of errors that concern all prompts, such as that there is no tokenizer, by
+    `_Work.index`."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +94,28 @@ class _Failed:
 
 
 type _Inbox = queue.SimpleQueue[list[_Work] | _Work | None]
-"""Messages to a replica: first the list of prompts to check, then single prompts to decode, at last None."""
+"""Messages to a replica: first the list of prompts to check, then single prompts to decode, at last
+None."""
 
 
 class Replicas:
     """`count` processes with the same model. Use it as a context manager, or call `close`.
 
     Args:
-        options: options of every replica. On a machine with GPUs each replica gets one, in the order of the GPUs.
+        options: options of every replica. On a machine with GPUs each replica gets one, in the
+            order of the GPUs.
 
     Raises:
-        UserError: more replicas than GPUs, a model split over several GPUs, or options that `LLM` refuses.
+        UserError: more replicas than GPUs, a model split over several GPUs, or options that `LLM`
+            refuses.
         MtpkitError: a replica failed or died; it is named.
     """
 
     def __init__(self, options: EngineOptions, count: int) -> None:
         self._seed = options.seed
         self._most = options.max_num_seqs + max(1, options.max_num_seqs // 4)
-        """Most prompts that a replica holds at once. Some of them wait, so that the next step can fill a free slot."""
+        """Most prompts that a replica holds at once. Some of them wait, so that the next step can
+        fill a free slot."""
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._stats: EngineStats | None = None
@@ -118,8 +132,8 @@ class Replicas:
         self.has_tokenizer = loaded[0].has_tokenizer
 
     def _start(self, options: EngineOptions, index: int, count: int, gpu: str | None) -> None:
-        # CUDA cannot be used in a process that is forked from one that has looked for GPUs. Without GPUs, replicas are
-        # forked from one process that has imported everything.
+        # CUDA cannot be used in a process that is forked from one that has looked for GPUs. Without
+        # GPUs, replicas are forked from one process that has imported everything.
         context = multiprocessing.get_context("spawn" if gpu else "forkserver")
         context.set_forkserver_preload([__name__])
         own, theirs = context.Pipe()
@@ -156,33 +170,44 @@ class Replicas:
                 process.kill()
                 process.join()
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes = []
+        self._connections = []
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield the output of each prompt when it has ended; its request id is the prompt's place. Call it only once.
+        """Yield the output of each prompt when it has ended; its request id is the prompt's place.
+        Call it only once.
 
-        The outputs are the same as those of `LLM.generate` with the same options, with or without seeds.
+        The outputs are the same as those of `LLM.generate` with the same options, with or without
+        seeds.
 
         Raises:
-            UserError: as in `LLM.generate`, raised by the call itself, before any prompt is decoded.
+            UserError: as in `LLM.generate`, raised by the call itself, before any prompt is
+                decoded.
             MtpkitError: a replica failed or died; it is named.
         """
         listed = list_prompts(prompts)
-        drawn, params = random.Random(self._seed), list_params(sampling_params, len(listed))
-        seeded = [replace(one, seed=drawn.getrandbits(SEED_BITS)) if one.seed is None else one for one in params]
-        works = [_Work(index, *named, one) for index, (named, one) in enumerate(zip(listed, seeded, strict=True))]
+        drawn = random.Random(self._seed)
+        params = list_params(sampling_params, len(listed))
+        seeded = [
+            replace(one, seed=drawn.getrandbits(SEED_BITS)) if one.seed is None else one
+            for one in params
+        ]
+        works = [
+            _Work(index, *named, one)
+            for index, (named, one) in enumerate(zip(listed, seeded, strict=True))
+        ]
         encoded, refused = self._check(works)
         if refused and is_prompt(prompts):
             raise PromptError(refused[0].error)
         return chain(refused, self._serve(deque(encoded)))
 
     def _check(self, works: Sequence[_Work]) -> tuple[list[_Work], list[RequestOutput]]:
-        """Have the replicas encode and check the prompts, each an equal share; prompts that cannot be served have
-        their outputs already."""
+        """Have the replicas encode and check the prompts, each an equal share; prompts that cannot
+        be served have their outputs already."""
         count = len(self._connections)
         for replica in range(count):
             self._send(replica, works[replica::count])
@@ -190,7 +215,9 @@ class Replicas:
         errors = {index: message for one in checked for index, message in one.errors.items()}
         if errors:
             raise UserError(errors[min(errors)])
-        encoded = sorted((work for one in checked for work in one.encoded), key=lambda work: work.index)
+        encoded = sorted(
+            (work for one in checked for work in one.encoded), key=lambda work: work.index
+        )
         return encoded, [output for one in checked for output in one.refused]
 
     def _serve(self, waiting: deque[_Work]) -> Iterator[RequestOutput]:
@@ -225,7 +252,9 @@ class Replicas:
     def _receive(self) -> Iterator[tuple[int, object]]:
         """Wait for messages; yield the number of the replica and its message."""
         for connection in wait(self._connections):
-            replica = next(index for index, one in enumerate(self._connections) if one is connection)
+            replica = next(
+                index for index, one in enumerate(self._connections) if one is connection
+            )
             yield replica, self._next(replica)
 
     def _next(self, replica: int) -> object:
@@ -251,7 +280,8 @@ class Replicas:
         code = process.exitcode
         how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
         return MtpkitError(
-            f"replica {replica} (process {process.pid}) has died {how}; its own output may say why, or the system's log"
+            f"replica {replica} (process {process.pid}) has died {how}; its own output may say why,"
+            " or the system's log"
         )
 
 
@@ -259,24 +289,35 @@ def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
     """Names of the GPUs of the replicas for CUDA_VISIBLE_DEVICES; empty without GPUs.
 
     Raises:
-        UserError: fewer GPUs than replicas, a split model, a numbered device, or this process is one of several.
+        UserError: fewer GPUs than replicas, a split model, a numbered device, or this process is
+            one of several.
     """
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (ranks := getattr(options, name)) > 1:
             raise UserError(
-                f"each of the {count} replicas holds a whole model, but {name} {ranks} splits it: leave one of the two "
-                "options out, or split the file of prompts and start torchrun for each part"
+                f"each of the {count} replicas holds a whole model, but {name} {ranks} splits it:"
+                " leave one of the two options out, or split the file of prompts and start"
+                " torchrun for each part"
             )
     require_one_process(f"{count} replicas are started by one")
     if options.device not in (None, "cuda", "cpu"):
-        raise UserError(f"each of the {count} replicas gets its own device: leave out device {options.device!r}")
+        raise UserError(
+            f"each of the {count} replicas gets its own device: leave out device {options.device!r}"
+        )
     if options.device == "cpu" or not torch.cuda.is_available():
         return []
     visible = os.environ.get(_VISIBLE)
-    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    names = (
+        visible.split(",")
+        if visible
+        else [str(index) for index in range(torch.cuda.device_count())]
+    )
     names = names[: torch.cuda.device_count()]
     if count > len(names):
-        raise UserError(f"{count} replicas need {count} GPUs, but this machine has {len(names)}: start {len(names)}")
+        raise UserError(
+            f"{count} replicas need {count} GPUs, but this machine has {len(names)}: start"
+            f" {len(names)}"
+        )
     return names
 
 
@@ -315,7 +356,8 @@ class _NoTerminal(io.TextIOWrapper):
 
 
 def _take_in(connection: Connection, inbox: _Inbox) -> None:
-    """Move messages to the inbox at once, so that no sender waits; end this process when the other end is closed."""
+    """Move messages to the inbox at once, so that no sender waits; end this process when the other
+    end is closed."""
     with suppress(EOFError, OSError):
         while True:
             inbox.put(connection.recv())
@@ -334,7 +376,8 @@ def _serve(connection: Connection, inbox: _Inbox, options: EngineOptions) -> Non
             work = inbox.get()
             if work is None:
                 connection.send(llm.stats())
-                inbox.get()  # wait to be ended: closing the connection here would count as a failure
+                # wait to be ended: closing the connection here would count as a failure
+                inbox.get()
             assert isinstance(work, _Work)
             engine.scheduler.add(_request(llm, work))
         for output in engine.step(finished_only=True):
@@ -362,4 +405,6 @@ def _checked(llm: LLM, works: list[_Work]) -> _Checked:
 
 def _request(llm: LLM, work: _Work) -> Request:
     name = str(work.index)
-    return llm.engine.make_request(work.token_ids, work.params, name, work.text, work.name, work.checkpoint_at)
+    return llm.engine.make_request(
+        work.token_ids, work.params, name, work.text, work.name, work.checkpoint_at
+    )

@@ -17,9 +17,9 @@ FinishReason = Literal["stop", "length", "error"]
 class AcceptanceStats:
     """Counts over decode steps, from which acceptance is computed.
 
-    A decode step verifies K drafts. Draft k is *reached* if drafts 1..k-1 were accepted and the token at the place of
-    draft k was emitted; it is *accepted* if that token is the draft. If a stop or max_tokens ends the request after e
-    tokens of the step, at most drafts 1..e are counted.
+    A decode step verifies K drafts. Draft k is *reached* if drafts 1..k-1 were accepted and the
+    token at the place of draft k was emitted; it is *accepted* if that token is the draft. If a
+    stop or max_tokens ends the request after e tokens of the step, at most drafts 1..e are counted.
     """
 
     steps: int = 0
@@ -27,9 +27,10 @@ class AcceptanceStats:
     accepted_per_depth: list[int] = field(default_factory=list)
     reached_per_depth: list[int] = field(default_factory=list)
     ranks_per_depth: list[list[int]] = field(default_factory=list)
-    """For trees: how often, per depth, the base's choice was the candidate of each rank, the best first. In the other
-    steps that `reached_per_depth` counts, the choice was none of the candidates. A tree reaches a depth if its accepted
-    path has candidates there. Where "auto" chooses between chains and trees, a chain has one candidate per depth."""
+    """For trees: how often, per depth, the base's choice was the candidate of each rank, the best
+    first. In the other steps that `reached_per_depth` counts, the choice was none of the
+    candidates. A tree reaches a depth if its accepted path has candidates there. Where "auto"
+    chooses between chains and trees, a chain has one candidate per depth."""
 
     @classmethod
     def for_depths(cls, num_speculative_tokens: int, tree: Tree | None = None) -> "AcceptanceStats":
@@ -44,7 +45,8 @@ class AcceptanceStats:
         Args:
             ranks: one per depth, see `Verdict.ranks`.
             emitted: number of emitted tokens.
-            drafts: number of drafts of the tree; 0: no drafts were made for this step, so that `ranks` says nothing.
+            drafts: number of drafts of the tree; 0: no drafts were made for this step, so that
+                `ranks` says nothing.
         """
         self.steps += 1
         self.drafted += drafts
@@ -78,11 +80,16 @@ class AcceptanceStats:
         """Sums of several counts, all for the same depths."""
         accepted, reached = (
             [sum(depth) for depth in zip(*counts, strict=True)]
-            for counts in ([s.accepted_per_depth for s in several], [s.reached_per_depth for s in several])
+            for counts in (
+                [s.accepted_per_depth for s in several],
+                [s.reached_per_depth for s in several],
+            )
         )
         depths = zip(*(s.ranks_per_depth for s in several), strict=True)
         ranks = [[sum(rank) for rank in zip(*depth, strict=True)] for depth in depths]
-        return AcceptanceStats(sum(s.steps for s in several), sum(s.drafted for s in several), accepted, reached, ranks)
+        return AcceptanceStats(
+            sum(s.steps for s in several), sum(s.drafted for s in several), accepted, reached, ranks
+        )
 
     @property
     def accepted(self) -> int:
@@ -96,15 +103,18 @@ class AcceptanceStats:
 
     @property
     def rank_shares(self) -> list[list[float]]:
-        """For trees, per depth: of the steps that reached it, the shares in which the base chose the heads' best
-        candidate, the second-best, and so on."""
+        """For trees, per depth: of the steps that reached it, the shares in which the base chose
+        the heads' best candidate, the second-best, and so on."""
         depths = zip(self.ranks_per_depth, self.reached_per_depth, strict=False)
         return [[count / max(1, reached) for count in ranks] for ranks, reached in depths]
 
     @property
     def conditional_acceptance(self) -> list[float]:
         """Per depth, the rate at which a reached draft is accepted; 0 where none was reached."""
-        return [a / max(1, r) for a, r in zip(self.accepted_per_depth, self.reached_per_depth, strict=True)]
+        return [
+            a / max(1, r)
+            for a, r in zip(self.accepted_per_depth, self.reached_per_depth, strict=True)
+        ]
 
 
 @dataclass
@@ -117,7 +127,8 @@ class RequestStats(AcceptanceStats):
     kv_bytes: int = 0
     """Most bytes of blocks that the request held at once."""
     num_cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache when the request was first admitted; None before that."""
+    """Prompt tokens found in the prefix cache when the request was first admitted; None before
+    that."""
 
 
 @dataclass(frozen=True)
@@ -136,20 +147,30 @@ class EngineStats:
     kv_bytes: int
     """Bytes of all blocks of keys and values."""
     prompt_tokens: int = 0
-    """Prompt tokens of admitted requests; each request counts once, even if it is admitted again."""
+    """Prompt tokens of admitted requests; each request counts once, even if it is admitted
+    again."""
     cached_tokens: int = 0
     """Those of `prompt_tokens` that were found in the prefix cache."""
     prefilled_tokens: int = 0
     """Tokens that chunks computed, including those that preempted requests computed again."""
     returned_bytes: float = 0.0
-    """Bytes per step and request that the last pipeline stage sends to each other stage; 0 with one stage."""
+    """Bytes per step and request that the last pipeline stage sends to each other stage; 0 with one
+    stage."""
 
     @classmethod
     def together(cls, several: Sequence["EngineStats"]) -> "EngineStats":
-        """Totals of concurrent engines: sums, but the maximum of `seconds` and of `state_bytes_per_request`."""
-        sums = {each.name: sum(getattr(s, each.name) for s in several) for each in fields(cls) if each.type is int}
+        """Totals of concurrent engines: sums, but the maximum of `seconds` and of
+        `state_bytes_per_request`."""
+        sums = {
+            each.name: sum(getattr(s, each.name) for s in several)
+            for each in fields(cls)
+            if each.type is int
+        }
         acceptance = AcceptanceStats.together([s.acceptance for s in several])
-        most = {name: max(getattr(s, name) for s in several) for name in ("seconds", "state_bytes_per_request")}
+        most = {
+            name: max(getattr(s, name) for s in several)
+            for name in ("seconds", "state_bytes_per_request")
+        }
         return cls(**sums | most, acceptance=acceptance)
 
     @property
@@ -174,8 +195,8 @@ class EngineStats:
 
 
 class BadDraft(NamedTuple):
-    """A draft whose logits are NaN or infinite. It matters once the drafts before it are accepted: until then, one of
-    them may be what the heads cannot read, and the base may reject it."""
+    """A draft whose logits are NaN or infinite. It matters once the drafts before it are accepted:
+    until then, one of them may be what the heads cannot read, and the base may reject it."""
 
     depth: int
     """From 1."""
@@ -188,9 +209,10 @@ class BadDraft(NamedTuple):
 class Request:
     """All state of one request on the host. Only the scheduler changes it.
 
-    `token_ids` are the prompt and the output; as far as the host knows, the caches hold the first `num_computed` of
-    them. The newest output token is fed by the next decode step, not by prefill. The prefill of a preempted request
-    computes all tokens before the newest one, and makes its drafts again; decoding then continues with the same output.
+    `token_ids` are the prompt and the output; as far as the host knows, the caches hold the first
+    `num_computed` of them. The newest output token is fed by the next decode step, not by prefill.
+    The prefill of a preempted request computes all tokens before the newest one, and makes its
+    drafts again; decoding then continues with the same output.
     """
 
     request_id: str
@@ -207,33 +229,37 @@ class Request:
     place: str | None = None
     """Name of the request in messages, such as its place in a list or in a file."""
     max_tokens: int = 16
-    """Most tokens to generate: those of `params`, as far as `max_model_len` leaves room for them."""
+    """Most tokens to generate: those of `params`, as far as `max_model_len` leaves room for
+    them."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the request."""
     checkpoint_at: int | None = None
-    """Number of prompt tokens after which the prefix cache keeps a checkpoint, such as those before the generation
-    prompt."""
+    """Number of prompt tokens after which the prefix cache keeps a checkpoint, such as those before
+    the generation prompt."""
 
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     prefill_end: int = 0
-    """Number of tokens that prefill computes: the prompt, or all but the newest token if the request already had output
-    at admission."""
+    """Number of tokens that prefill computes: the prompt, or all but the newest token if the
+    request already had output at admission."""
     newest_step: int = 0
-    """Number of the newest planned step that samples for the request. Of decoding requests that do not fit into a step
-    together, those with the smallest number come first."""
+    """Number of the newest planned step that samples for the request. Of decoding requests that do
+    not fit into a step together, those with the smallest number come first."""
     num_drafted: int = 0
-    """Number of drafts that the request's newest step makes; of a tree, those on the longest path."""
+    """Number of drafts that the request's newest step makes; of a tree, those on the longest
+    path."""
     drafted_tree: bool = False
     """Whether these drafts are a tree."""
     in_flight: int = 0
     """Number of launched, uncommitted steps that will emit tokens of this request."""
     block_table: array = field(default_factory=lambda: array("q"))
-    """int64 array, which numpy reads without conversion: tables of many thousand tokens go to the device every step."""
+    """int64 array, which numpy reads without conversion: tables of many thousand tokens go to the
+    device every step."""
     chain: list[bytes] = field(default_factory=list)
     """Hashes for the prefix cache: entry i is the hash of the tokens in the first i blocks."""
     num_published: int = 0
-    """Number of full blocks that were published to the prefix cache since the request was admitted."""
+    """Number of full blocks that were published to the prefix cache since the request was
+    admitted."""
     cuts: list[int] = field(default_factory=list)
     """Positions, ascending, at which chunks must end so that a checkpoint can be left there."""
     slot: int | None = None
@@ -248,12 +274,17 @@ class Request:
 
     def fail(self, why: str) -> None:
         """End the request with an error; the message begins with the request's name."""
-        self.finish_reason, self.error = "error", f"{self.name}: {why}"
+        self.finish_reason = "error"
+        self.error = f"{self.name}: {why}"
 
     @property
     def name(self) -> str:
         """Name of the request in messages."""
-        return f"request {self.request_id}" if self.place is None else f"{self.place} (request {self.request_id})"
+        return (
+            f"request {self.request_id}"
+            if self.place is None
+            else f"{self.place} (request {self.request_id})"
+        )
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -289,7 +320,8 @@ class CompletionOutput:
     text: str
     """The text without stop strings, stop tokens and special tokens; empty without a tokenizer."""
     finish_reason: FinishReason | None
-    """"stop", "length", or "error", which `error` explains; the tokens before the error are valid."""
+    """"stop", "length", or "error", which `error` explains; the tokens before the error are
+    valid."""
     index: int = 0
     error: str | None = None
     """Error message, one line that names the request."""
@@ -297,7 +329,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """State of a request after a step, or at its end. `outputs` has one entry; its contents are cumulative."""
+    """State of a request after a step, or at its end. `outputs` has one entry; its contents are
+    cumulative."""
 
     request_id: str
     prompt: str | None
@@ -308,11 +341,19 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: Request) -> "RequestOutput":
-        """The output of a request so far. It shares the request's statistics, which grow until the request ends."""
+        """The output of a request so far. It shares the request's statistics, which grow until the
+        request ends."""
         text = request.detokenizer.visible_text(request.finished) if request.detokenizer else ""
-        completion = CompletionOutput(request.output_token_ids, text, request.finish_reason, error=request.error)
+        completion = CompletionOutput(
+            request.output_token_ids, text, request.finish_reason, error=request.error
+        )
         return cls(
-            request.request_id, request.prompt, request.prompt_token_ids, [completion], request.stats, request.finished
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [completion],
+            request.stats,
+            request.finished,
         )
 
     @property
@@ -322,7 +363,8 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """Message of the error that ended the request: one line that names the request. None without an error."""
+        """Message of the error that ended the request: one line that names the request. None
+        without an error."""
         return self.outputs[0].error
 
 

@@ -31,7 +31,9 @@ class CachingRunner(StepRunner, Protocol):
         """[N, V] the logits of hidden states [N, h] as `StepOutput.hidden` has them."""
         ...
 
-    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+    def fold(
+        self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
+    ) -> None:
         """See `mtpkit.model.fold_rings`."""
         ...
 
@@ -40,7 +42,8 @@ class CapturedRunner(StepRunner, Protocol):
     """A runner with the method that CUDA graphs need besides `run`."""
 
     def shortened(self) -> AbstractContextManager[None]:
-        """Until the context ends, let `run` do less, if it still compiles and loads all kernels that it needs."""
+        """Until the context ends, let `run` do less, if it still compiles and loads all kernels
+        that it needs."""
         ...
 
 
@@ -51,10 +54,13 @@ class Runner:
         most_tokens: most tokens per step; needed only with several stages.
     """
 
-    def __init__(self, model: HybridModel, stage: Stage | None = None, most_tokens: int = 0) -> None:
+    def __init__(
+        self, model: HybridModel, stage: Stage | None = None, most_tokens: int = 0
+    ) -> None:
         self.model, self.stage = model, stage or Stage()
         self.hidden_size: int = model.mtpkit_config.hidden_size
-        weight, stage = next(model.parameters()), self.stage
+        weight = next(model.parameters())
+        stage = self.stage
 
         def buffer(tokens: int) -> Tensor:  # zeros, since graph capture computes with it
             size = tokens, 1, self.hidden_size
@@ -66,15 +72,18 @@ class Runner:
         """Hidden states for the next stage: one buffer, so that not every graph keeps its own."""
 
     def receive(self, tokens: int) -> None:
-        """Receive a step's hidden states from the previous pipeline stage, if there is one; `run` reads them."""
+        """Receive a step's hidden states from the previous pipeline stage, if there is one; `run`
+        reads them."""
         if not self.stage.first:
             self.stage.receive(self._received[:tokens])
 
     def run(self, batch: Batch) -> StepOutput:
-        """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`. Only the last stage
-        returns logits; the hidden states that any other stage returns are valid until the next run."""
+        """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`.
+        Only the last stage returns logits; the hidden states that any other stage returns are valid
+        until the next run."""
         if not self.stage.first:
-            # A copy, since layers add to it in place: a graph may be captured after the transfer and before its replay.
+            # A copy, since layers add to it in place: a graph may be captured after the transfer
+            # and before its replay.
             self.model.set_input_tensor(self._received[: len(batch.token_ids)].clone())
         hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
         if not self.stage.last:
@@ -87,7 +96,8 @@ class Runner:
     def shortened(self) -> Iterator[None]:
         """See `CapturedRunner.shortened`: one layer of each kind runs instead of all."""
         whole = self.model
-        # In fp8 Transformer Engine rounds a layer's weights when it first runs, which must not be captured.
+        # In fp8 Transformer Engine rounds a layer's weights when it first runs, which must not be
+        # captured.
         if whole.base_context is nullcontext:
             self.model = one_layer_per_kind(whole)
         try:
@@ -99,6 +109,8 @@ class Runner:
         """See `CachingRunner.logits`."""
         return local_logits(self.model, normed_states(self.model, hidden))
 
-    def fold(self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
+    def fold(
+        self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
+    ) -> None:
         """See `CachingRunner.fold`."""
         fold_rings(self.model, states, slots, context_lens, committed)

@@ -1,7 +1,7 @@
 """Sampling of tokens from logits, with the parameters and random numbers of each request.
 
-Shape legend: S rows that sample, N logits rows (a row of the step has 1 or 1 + K of them), K drafts, V vocabulary, or
-the part of it that this rank holds.
+Shape legend: S rows that sample, N logits rows (a row of the step has 1 or 1 + K of them), K
+drafts, V vocabulary, or the part of it that this rank holds.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,14 @@ from mtpkit.engine.vocabulary import Shaping, Vocabulary
 from mtpkit.kernels import sampling as ops
 
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)
-"""Independent streams of random numbers per token: for the token, the acceptance of its draft, and the draft."""
+"""Independent streams of random numbers per token: for the token, the acceptance of its draft, and
+the draft."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of S rows: the slots of the rows, and the tensors of `DeviceState` that hold them by slot."""
+    """Sampling parameters of S rows: the slots of the rows, and the tensors of `DeviceState` that
+    hold them by slot."""
 
     use: Use
     """Names of the processors that at least one row uses."""
@@ -39,7 +41,11 @@ class Sampling:
 
 
 def process(
-    logits: Tensor, sampling: Sampling, rows: Tensor, drafts: Tensor, ancestors: Tensor | None = None
+    logits: Tensor,
+    sampling: Sampling,
+    rows: Tensor,
+    drafts: Tensor,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """Apply the processors in use to [N, V] logits.
 
@@ -48,12 +54,15 @@ def process(
         sampling: parameters of S rows, the decode rows first.
         rows: [N] int64, the row of each logit.
         drafts: [D, K] int64; each logit sees the drafts before its position.
-        ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see `apply_penalties`.
+        ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see
+            `apply_penalties`.
     """
     drafts = sampling.vocabulary.place(drafts)
     for processor in PROCESSORS:
         if processor.name in sampling.use:
-            logits = processor.apply(logits, sampling.columns, sampling.slots[rows], drafts, ancestors)
+            logits = processor.apply(
+                logits, sampling.columns, sampling.slots[rows], drafts, ancestors
+            )
     return logits
 
 
@@ -65,7 +74,8 @@ def probabilities(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
 def _shaping(sampling: Sampling, rows: Tensor) -> Shaping:
     slots = sampling.slots[rows]
     top_k, top_p, min_p = (
-        sampling.columns[one.name][slots] if one.name in sampling.use else None for one in (TOP_K, TOP_P, MIN_P)
+        sampling.columns[one.name][slots] if one.name in sampling.use else None
+        for one in (TOP_K, TOP_P, MIN_P)
     )
     return sampling.columns[TEMPERATURE.name][slots], top_k, top_p, min_p
 
@@ -73,13 +83,16 @@ def _shaping(sampling: Sampling, rows: Tensor) -> Shaping:
 def uniforms(
     sampling: Sampling, rows: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None
 ) -> Tensor:
-    """[N] float64 random numbers for the tokens at `positions` [N] and, in trees, `branches` [N] (None: chains)."""
+    """[N] float64 random numbers for the tokens at `positions` [N] and, in trees, `branches` [N]
+    (None: chains)."""
     return ops.uniform(sampling.seeds[rows], positions, stream, branches)
 
 
-def sample(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Callable[[], Tensor]) -> Tensor:
-    """[N] int64 tokens: the most likely one for greedy rows, a draw for all other rows. `positions` returns the tokens'
-    positions [N] int64; it is called only if a row draws."""
+def sample(
+    logits: Tensor, sampling: Sampling, rows: Tensor, positions: Callable[[], Tensor]
+) -> Tensor:
+    """[N] int64 tokens: the most likely one for greedy rows, a draw for all other rows. `positions`
+    returns the tokens' positions [N] int64; it is called only if a row draws."""
     if TEMPERATURE.name not in sampling.use:
         return sampling.vocabulary.argmax(logits)
     numbers = uniforms(sampling, rows, positions(), TOKEN_STREAM)

@@ -1,4 +1,5 @@
-"""Continuous batching with chunked prefill. Only the scheduler changes requests, blocks and slots."""
+"""Continuous batching with chunked prefill. Only the scheduler changes requests, blocks and
+slots."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -16,26 +17,31 @@ from mtpkit.engine.tree import DraftShape, depth_of
 from mtpkit.errors import MtpkitError, UserError
 
 _arrival = attrgetter("arrival")
-_GATHER_STEPS, _GATHER_SLOTS = 16, 8
-"""Prompts gather for at most `_GATHER_STEPS` steps, while fewer than 1 / `_GATHER_SLOTS` of the slots are free."""
+_GATHER_STEPS = 16
+_GATHER_SLOTS = 8
+"""Prompts gather for at most `_GATHER_STEPS` steps, while fewer than 1 / `_GATHER_SLOTS` of the
+slots are free."""
 
 
 class Scheduler:
     """Plans each step and commits its results.
 
-    Requests run in order of arrival. A request is admitted when a slot is free and there are blocks for its whole
-    prefill and one decode step. Each decode step reserves blocks for the positions that it may write; its commit
-    releases the blocks that rejected drafts leave empty. If blocks run out in decoding, the youngest running request is
-    preempted: it gives up its blocks and waits to be recomputed. The oldest request therefore always proceeds.
+    Requests run in order of arrival. A request is admitted when a slot is free and there are blocks
+    for its whole prefill and one decode step. Each decode step reserves blocks for the positions
+    that it may write; its commit releases the blocks that rejected drafts leave empty. If blocks
+    run out in decoding, the youngest running request is preempted: it gives up its blocks and waits
+    to be recomputed. The oldest request therefore always proceeds.
 
-    If more requests decode than the token budget allows in one step, they take turns: the next step has the requests
-    that have waited longest. Where a step has room for m of n rows, a request waits at most ceil(n / m) steps.
+    If more requests decode than the token budget allows in one step, they take turns: the next step
+    has the requests that have waited longest. Where a step has room for m of n rows, a request
+    waits at most ceil(n / m) steps.
 
-    With several batches, each step belongs to one batch, and the batches take turns. A request is in batch
-    `slot % num_batches`. A batch admits requests while it has fewer than its share of all requests, so that even a few
-    requests are spread over the batches.
+    With several batches, each step belongs to one batch, and the batches take turns. A request is
+    in batch `slot % num_batches`. A batch admits requests while it has fewer than its share of all
+    requests, so that even a few requests are spread over the batches.
 
-    With a prefix cache, a request begins at the longest checkpoint of its tokens, and leaves checkpoints itself.
+    With a prefix cache, a request begins at the longest checkpoint of its tokens, and leaves
+    checkpoints itself.
     """
 
     def __init__(
@@ -69,7 +75,8 @@ class Scheduler:
         self._num_steps = 0
         """Number of steps planned so far, empty ones included."""
         self._steps_gathered = [0] * config.num_batches
-        """For each batch, for how many steps prompts have been held back so that more of them run together."""
+        """For each batch, for how many steps prompts have been held back so that more of them run
+        together."""
         self._saves: list[Save] = []
         self.reset_stats()
 
@@ -78,7 +85,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_generated = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_prefilled = 0
-        self.acceptance = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
+        self.acceptance = AcceptanceStats.for_depths(
+            self.config.num_speculative_tokens, self.config.tree
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -92,10 +101,13 @@ class Scheduler:
             PromptError: with the request's numbers and the limit that they exceed.
             UserError: the id is taken.
         """
-        prompt, output = len(request.prompt_token_ids), request.max_tokens
+        prompt = len(request.prompt_token_ids)
+        output = request.max_tokens
         name = request.place or request.name
         if request.request_id in self._live_ids:
-            raise UserError(f"{name}: an unfinished request has this id, choose another id or give none")
+            raise UserError(
+                f"{name}: an unfinished request has this id, choose another id or give none"
+            )
         if not prompt:
             raise PromptError(f"{name}: the prompt is empty, give it at least one token")
         if not output:
@@ -103,14 +115,15 @@ class Scheduler:
                 f"{name}: {prompt} prompt tokens leave no room for output in max_model_len "
                 f"{self.config.max_model_len}: shorten the prompt or raise max_model_len"
             )
-        # Blocks are reserved for the whole prompt. The newest token is never cached, and the last decode step starts
-        # before it.
+        # Blocks are reserved for the whole prompt. The newest token is never cached, and the last
+        # decode step starts before it.
         positions = self.config.reach(prompt + max(0, output - 2))
         if self._blocks_for(positions) > self.blocks.size:
             raise PromptError(
-                f"{name}: {prompt} prompt tokens + {output} output tokens + lookahead {self.config.lookahead} need "
-                f"{self._blocks_for(positions)} blocks of {self.config.block_size}, the cache has {self.blocks.size}: "
-                "shorten the prompt, lower max_tokens or raise num_blocks"
+                f"{name}: {prompt} prompt tokens + {output} output tokens + lookahead"
+                f" {self.config.lookahead} need {self._blocks_for(positions)} blocks of"
+                f" {self.config.block_size}, the cache has {self.blocks.size}: shorten the prompt,"
+                " lower max_tokens or raise num_blocks"
             )
 
     @property
@@ -138,9 +151,9 @@ class Scheduler:
     def plan(self) -> list[Plan]:
         """Plan a step of the batch whose turn it is, or of the next batch that has anything to run.
 
-        At least one request must be unfinished. The list is empty if blocks must first be freed by committing the
-        results of launched steps. The turn then stays with that batch: if other batches took the freed blocks, the
-        oldest request might never proceed.
+        At least one request must be unfinished. The list is empty if blocks must first be freed by
+        committing the results of launched steps. The turn then stays with that batch: if other
+        batches took the freed blocks, the oldest request might never proceed.
         """
         for _ in range(self.config.num_batches):
             plans = self._plan_batch()
@@ -152,10 +165,12 @@ class Scheduler:
         return []
 
     def _plan_batch(self) -> list[Plan] | None:
-        """Choose the rows that run next and reserve their blocks: decode rows, then chunks of prompts.
+        """Choose the rows that run next and reserve their blocks: decode rows, then chunks of
+        prompts.
 
-        Up to `max_mixed_tokens` chunk tokens share a forward pass with the decode rows, which saves reading the weights
-        a second time. If there are more, all chunks run in a pass of their own after the decode rows.
+        Up to `max_mixed_tokens` chunk tokens share a forward pass with the decode rows, which saves
+        reading the weights a second time. If there are more, all chunks run in a pass of their own
+        after the decode rows.
 
         Returns:
             None if blocks must first be freed.
@@ -175,13 +190,19 @@ class Scheduler:
         free, due = self._room(len(batch))
         if self.pacing:
             budget = self._paced(self.pacing, budget, len(decode), begun, free, due)
-        chunks, restores, resumed = [], list[Restore](), list[Row]()
+        chunks = []
+        restores = list[Restore]()
+        resumed = list[Row]()
         for request in begun:
             if budget:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].length
         for _ in range(min(free, due)):
-            if not budget or preemptions != self.num_preemptions or not (admitted := self._admit(restores)):
+            if (
+                not budget
+                or preemptions != self.num_preemptions
+                or not (admitted := self._admit(restores))
+            ):
                 break
             if admitted.num_computed and not (self.prefix and self.prefix.successors):
                 resumed.append(self._resumed(admitted))
@@ -199,7 +220,8 @@ class Scheduler:
                 row.request.in_flight += row.samples and row.emits
                 if row.samples:
                     row.request.newest_step = self._num_steps
-                    row.request.num_drafted, row.request.drafted_tree = plan.num_speculative_tokens, plan.trees
+                    row.request.num_drafted = plan.num_speculative_tokens
+                    row.request.drafted_tree = plan.trees
         for row in chunks:  # the length of a chunk is known before it runs
             row.request.num_computed += row.length
             self.num_prefilled += row.length
@@ -217,30 +239,47 @@ class Scheduler:
         return [request for request in self.running if request.slot in slots]
 
     def _room(self, num_running: int) -> tuple[int, int]:
-        """Room of the batch whose turn it is, which has `num_running` running requests: the number of its free slots,
-        and the number of waiting requests that it may admit within its share of all requests.
+        """Room of the batch whose turn it is, which has `num_running` running requests: the number
+        of its free slots, and the number of waiting requests that it may admit within its share of
+        all requests.
 
-        While a request waits and a slot is free, some batch has room of both kinds: the smaller of a batch's slots and
-        its share of all requests is its share of min(all slots, all requests), and fewer requests than that run.
+        While a request waits and a slot is free, some batch has room of both kinds: the smaller of
+        a batch's slots and its share of all requests is its share of min(all slots, all requests),
+        and fewer requests than that run.
         """
-        share = len(range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches))
+        share = len(
+            range(self._turn, len(self.running) + len(self.waiting), self.config.num_batches)
+        )
         return len(self._slots) - num_running, max(0, min(len(self.waiting), share - num_running))
 
-    def _paced(self, pacing: Pacing, budget: int, num_decoding: int, begun: list[Request], free: int, due: int) -> int:
-        """Most prompt tokens of a step with `num_decoding` decode rows; 0 while prompts gather. The prompts of `begun`
-        requests are not computed in full yet; for `free` and `due` see `_room`.
+    def _paced(
+        self,
+        pacing: Pacing,
+        budget: int,
+        num_decoding: int,
+        begun: list[Request],
+        free: int,
+        due: int,
+    ) -> int:
+        """Most prompt tokens of a step with `num_decoding` decode rows; 0 while prompts gather. The
+        prompts of `begun` requests are not computed in full yet; for `free` and `due` see `_room`.
 
-        While more requests wait than slots are free, prompts are held back for some steps, until they fill a step or
-        many slots are free. A longer step takes less time per prompt token, so that all of these prompts end sooner.
+        While more requests wait than slots are free, prompts are held back for some steps, until
+        they fill a step or many slots are free. A longer step takes less time per prompt token, so
+        that all of these prompts end sooner.
         """
         crowded = due > free
-        elsewhere = 0 if num_decoding else -(-self.num_decoding // max(1, self.config.num_batches - 1))
+        elsewhere = (
+            0 if num_decoding else -(-self.num_decoding // max(1, self.config.num_batches - 1))
+        )
         budget = pacing.most_tokens(budget, num_decoding, due + len(begun), crowded, elsewhere)
         left = sum(request.prefill_end - request.num_computed for request in begun)
         left += sum(len(request.token_ids) for request in self.waiting[: min(free, due)])
         few_slots = free * _GATHER_SLOTS < len(self._slots)
         gathered = self._steps_gathered[self._turn]
-        gather = num_decoding and crowded and few_slots and left < budget and gathered < _GATHER_STEPS
+        gather = (
+            num_decoding and crowded and few_slots and left < budget and gathered < _GATHER_STEPS
+        )
         self._steps_gathered[self._turn] = gathered + bool(left) if gather else 0
         return 0 if gather else budget
 
@@ -249,7 +288,9 @@ class Scheduler:
         if not self.prefix or plan.restores:
             return plan
         ends = ((row.request, row.start + row.length) for row in plan.chunks)
-        kept = (self.prefix.keep(one, end) for one, end in ends if end in (one.prefill_end, *one.cuts))
+        kept = (
+            self.prefix.keep(one, end) for one, end in ends if end in (one.prefill_end, *one.cuts)
+        )
         return replace(plan, saves=tuple(save for save in kept if save))
 
     def _together_or_apart(self, decode: list[Row], chunks: list[Row]) -> list[Plan]:
@@ -259,39 +300,50 @@ class Scheduler:
 
     def _together(self, decode: list[Row], chunks: list[Row]) -> Plan:
         rows = (*decode, *chunks)
-        # Without decode rows, chunks make drafts for the configured K or tree, whatever decode rows verify at present.
+        # Without decode rows, chunks make drafts for the configured K or tree, whatever decode rows
+        # verify at present.
         depths = self.num_speculative_tokens if decode else self.config.num_speculative_tokens
-        samples, trees = sum(row.samples for row in rows), self.trees if decode else self.config.tree is not None
+        samples = sum(row.samples for row in rows)
+        trees = self.trees if decode else self.config.tree is not None
         return Plan(rows, len(decode), samples, depths, trees, batch=self._turn)
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
-        """Decode rows of the batch, the oldest request first; None if a row must wait for results of earlier steps."""
+        """Decode rows of the batch, the oldest request first; None if a row must wait for results
+        of earlier steps."""
         width = self.config.decode_width if self.trees else 1 + self.num_speculative_tokens
         rows: list[Row] = []
-        # All requests that were chosen may have been preempted, the last of them for want of blocks: others take over.
+        # All requests that were chosen may have been preempted, the last of them for want of
+        # blocks: others take over.
         while not rows and (chosen := self._next_to_decode(budget // width)):
             for request in chosen:
                 if not request.decoding:  # preempted for an older one
                     continue
                 if self._make_room(request):
                     fresh = self._fresh_drafts(request)
-                    rows.append(Row(request, request.num_computed, width, samples=True, fresh_drafts=fresh))
+                    rows.append(
+                        Row(request, request.num_computed, width, samples=True, fresh_drafts=fresh)
+                    )
                 elif any(other.in_flight for other in self.running):
                     return None
         return rows
 
     def _next_to_decode(self, most: int) -> list[Request]:
-        """At most `most` decoding requests of the batch, those that have waited longest, in order of arrival.
+        """At most `most` decoding requests of the batch, those that have waited longest, in order
+        of arrival.
 
-        Blocks are reserved in order of arrival, so that no request of a step is preempted for a later one of the step.
+        Blocks are reserved in order of arrival, so that no request of a step is preempted for a
+        later one of the step.
         """
-        ready = [request for request in self._batch if request.decoding and not request.ends_in_flight]
+        ready = [
+            request for request in self._batch if request.decoding and not request.ends_in_flight
+        ]
         longest_first = sorted(ready, key=attrgetter("newest_step", "arrival"))
         return sorted(longest_first[:most], key=_arrival)
 
     def _fresh_drafts(self, request: Request) -> int:
-        """See `Row.fresh_drafts`. A chain after a step of trees has one fresh draft, the first one of the tree. A tree
-        after a step of chains has none, since the places of its siblings hold no drafts."""
+        """See `Row.fresh_drafts`. A chain after a step of trees has one fresh draft, the first one
+        of the tree. A tree after a step of chains has none, since the places of its siblings hold
+        no drafts."""
         fresh = min(self.num_speculative_tokens, request.num_drafted)
         if request.drafted_tree == self.trees:
             return fresh
@@ -302,16 +354,25 @@ class Scheduler:
         stops = (*(cut for cut in request.cuts if cut > request.num_computed), request.prefill_end)
         length = min(budget, stops[0] - request.num_computed)
         ends = request.num_computed + length == request.prefill_end
-        return Row(request, request.num_computed, length, samples=ends, emits=not request.num_output)
+        return Row(
+            request, request.num_computed, length, samples=ends, emits=not request.num_output
+        )
 
     @staticmethod
     def _resumed(request: Request) -> Row:
         """The row of a request that was admitted at a checkpoint, see `Plan`."""
-        return Row(request, request.num_computed - 1, 1, samples=request.decoding, emits=not request.num_output)
+        return Row(
+            request,
+            request.num_computed - 1,
+            1,
+            samples=request.decoding,
+            emits=not request.num_output,
+        )
 
     def _admit(self, restores: list[Restore]) -> Request | None:
-        """Admit the oldest waiting request, if there are enough blocks, to a slot of the batch, which must have a free
-        one. If the request begins at a checkpoint, the copies that it needs are appended to `restores`."""
+        """Admit the oldest waiting request, if there are enough blocks, to a slot of the batch,
+        which must have a free one. If the request begins at a checkpoint, the copies that it needs
+        are appended to `restores`."""
         if not self.waiting:
             return None
         request = self.waiting[0]
@@ -336,8 +397,8 @@ class Scheduler:
     def _make_room(self, request: Request) -> bool:
         """Reserve blocks for a decode step, preempting the youngest requests if needed.
 
-        No request is preempted while launched steps are uncommitted, since their results may free blocks and their
-        tokens must not be lost.
+        No request is preempted while launched steps are uncommitted, since their results may free
+        blocks and their tokens must not be lost.
 
         Returns:
             False if `request` itself was preempted or must wait.
@@ -353,24 +414,28 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, positions: int, hit: Hit | None = None) -> bool:
-        """Give a request the blocks that it still lacks for `positions` positions; at admission, the hit's shared
-        blocks come first. False if too few blocks are free."""
+        """Give a request the blocks that it still lacks for `positions` positions; at admission,
+        the hit's shared blocks come first. False if too few blocks are free."""
         shared = hit.shared if hit else ()
         needed = self._blocks_for(positions) - len(request.block_table) - len(shared)
         if needed > self.blocks.num_free:
             return False
         for block in shared:
             self.blocks.share(block)
-        if needed > self.blocks.num_free:  # some of the shared blocks were idle, and counted as free
+        # some of the shared blocks were idle, and counted as free
+        if needed > self.blocks.num_free:
             self.blocks.release(reversed(shared))
             return False
         request.block_table.extend(shared)
         request.block_table.extend(self.blocks.allocate(max(0, needed)))
-        request.stats.kv_bytes = max(request.stats.kv_bytes, len(request.block_table) * self.block_bytes)
+        request.stats.kv_bytes = max(
+            request.stats.kv_bytes, len(request.block_table) * self.block_bytes
+        )
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Release the blocks and the slot of a request and let it wait again; it keeps its tokens."""
+        """Release the blocks and the slot of a request and let it wait again; it keeps its
+        tokens."""
         self._free(request)
         request.num_computed = 0
         request.stats.preemptions += 1
@@ -384,7 +449,9 @@ class Scheduler:
         self.blocks.release(reversed(request.block_table))  # the last blocks are evicted first
         self.slots.release([request.slot])
         del request.block_table[:]
-        request.slot, request.in_flight, request.num_published = None, 0, 0
+        request.slot = None
+        request.in_flight = 0
+        request.num_published = 0
         request.bad_draft = None
         self.running.remove(request)
 
@@ -392,19 +459,23 @@ class Scheduler:
         return -(-positions // self.config.block_size)
 
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:
-        """Commit the results of a plan: append tokens, rewind rejected drafts, release blocks, finish requests.
+        """Commit the results of a plan: append tokens, rewind rejected drafts, release blocks,
+        finish requests.
 
-        A request whose logits are invalid keeps the tokens before them and ends with an error, unless one of these
-        tokens ends it. If the base's logits are invalid, the step does not count towards acceptance.
+        A request whose logits are invalid keeps the tokens before them and ends with an error,
+        unless one of these tokens ends it. If the base's logits are invalid, the step does not
+        count towards acceptance.
 
         Returns:
-            The requests that emitted tokens or ended. Rows whose request ended after the launch are skipped.
+            The requests that emitted tokens or ended. Rows whose request ended after the launch are
+            skipped.
         """
         changed = []
         arrays = (result.accepted, result.token_ids, result.num_tokens, result.bad_draft)
         rows = zip(plan.rows, *(array.tolist() for array in arrays), strict=False)
         for index, (row, accepted, token_ids, num_tokens, bad_draft) in enumerate(rows):
-            request, valid = row.request, num_tokens == 1 + accepted
+            request = row.request
+            valid = num_tokens == 1 + accepted
             if request.slot is None or not (row.emits or bad_draft):
                 continue
             request.in_flight -= row.emits
@@ -415,7 +486,9 @@ class Scheduler:
                     for stats in (request.stats, self.acceptance):
                         if result.ranks is not None:
                             stats.record_tree(
-                                result.ranks[index].tolist(), count, row.length - 1 if row.fresh_drafts else 0
+                                result.ranks[index].tolist(),
+                                count,
+                                row.length - 1 if row.fresh_drafts else 0,
                             )
                         else:
                             stats.record(accepted, count, row.fresh_drafts)
@@ -432,8 +505,9 @@ class Scheduler:
     def _keep_end(self, request: Request, whole: bool) -> None:
         """Leave a checkpoint before the newest token of a request that has ended.
 
-        The device itself notices ends by token or by length, and leaves the slot as it is there. It does not know stop
-        strings: after one, the slot must hold all tokens of the step, and no later step may be in flight.
+        The device itself notices ends by token or by length, and leaves the slot as it is there. It
+        does not know stop strings: after one, the slot must hold all tokens of the step, and no
+        later step may be in flight.
 
         Args:
             whole: whether the request keeps all tokens of the step.
@@ -446,14 +520,17 @@ class Scheduler:
             self._saves += [save] if save else []
 
     def take_saves(self) -> list[Save]:
-        """Checkpoints that ended requests leave, to be written before the next launch; each is returned once."""
-        saves, self._saves = self._saves, []
+        """Checkpoints that ended requests leave, to be written before the next launch; each is
+        returned once."""
+        saves = self._saves
+        self._saves = []
         return saves
 
     def _fail_if_invalid(
         self, request: Request, accepted: int, ranks: list[int] | None, valid: bool, bad_draft: int
     ) -> None:
-        """End a request with an error if logits that matter are not finite; its valid tokens are already appended.
+        """End a request with an error if logits that matter are not finite; its valid tokens are
+        already appended.
 
         What the heads compute after a draft has no effect unless the base accepts that draft.
 
@@ -461,7 +538,8 @@ class Scheduler:
             accepted: drafts of the step before that the base accepted.
             ranks: if these were a tree, one per depth, see `Verdict.ranks`.
             valid: whether all logits of the base that were used are finite.
-            bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0: none.
+            bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0:
+                none.
         """
         earlier = request.bad_draft
         request.bad_draft = None
@@ -471,27 +549,28 @@ class Scheduler:
 
         if not valid:
             request.fail(
-                f"the logits for position {len(request.token_ids)}, after {request.num_output} output tokens, are NaN "
-                "or infinite: weights or activations of the base are not finite; check the checkpoint, or try dtype "
-                "float32"
+                f"the logits for position {len(request.token_ids)}, after {request.num_output}"
+                " output tokens, are NaN or infinite: weights or activations of the base are not"
+                " finite; check the checkpoint, or try dtype float32"
             )
         elif earlier and self._is_reached(earlier, accepted, ranks):
             self._fail_for_draft(request, earlier)
-        elif request.bad_draft and bad_draft == 1:  # no draft comes before it that the base could reject
+        # no draft comes before it that the base could reject
+        elif request.bad_draft and bad_draft == 1:
             self._fail_for_draft(request, request.bad_draft)
 
     @staticmethod
     def _is_reached(bad: BadDraft, accepted: int, ranks: list[int] | None) -> bool:
-        """Whether the base accepted the drafts before a bad one. In a tree the last of them must have children: the bad
-        ones may be those of a sibling that the base rejected."""
+        """Whether the base accepted the drafts before a bad one. In a tree the last of them must
+        have children: the bad ones may be those of a sibling that the base rejected."""
         return bad.depth <= 1 + accepted and (ranks is None or ranks[bad.depth - 1] >= -1)
 
     @staticmethod
     def _fail_for_draft(request: Request, bad: BadDraft) -> None:
         request.fail(
-            f"draft {bad.depth} for position {bad.position}, after {bad.num_output} output tokens, has logits that are "
-            "NaN or infinite: weights or activations of the MTP heads are not finite; check the heads, or decode "
-            "without them (K = 0)"
+            f"draft {bad.depth} for position {bad.position}, after {bad.num_output} output tokens,"
+            " has logits that are NaN or infinite: weights or activations of the MTP heads are not"
+            " finite; check the heads, or decode without them (K = 0)"
         )
 
     def _emit(self, request: Request, token_ids: list[int]) -> int:
@@ -504,7 +583,8 @@ class Scheduler:
         return len(token_ids)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        """The reason if the newest token ends the request, else None; stop tokens are left out of the text."""
+        """The reason if the newest token ends the request, else None; stop tokens are left out of
+        the text."""
         if token_id in request.end_token_ids:
             return "stop"
         if request.detokenizer and request.detokenizer.append(token_id):
@@ -512,9 +592,14 @@ class Scheduler:
         return "length" if request.num_output == request.max_tokens else None
 
     def _settle(self, request: Request) -> None:
-        """Release all that a finished request holds, or the blocks that the rewind of an unfinished one empties."""
+        """Release all that a finished request holds, or the blocks that the rewind of an unfinished
+        one empties."""
         if request.finished:
-            if request.detokenizer and request.detokenizer.flush() and request.finish_reason == "length":
+            if (
+                request.detokenizer
+                and request.detokenizer.flush()
+                and request.finish_reason == "length"
+            ):
                 request.finish_reason = "stop"
             self._free(request)
             self._live_ids.remove(request.request_id)
@@ -529,15 +614,24 @@ class Scheduler:
         """Compare the allocators with the blocks and slots of the requests.
 
         Raises:
-            MtpkitError: they disagree, a waiting request holds blocks or a slot, or the set of live ids is wrong.
+            MtpkitError: they disagree, a waiting request holds blocks or a slot, or the set of live
+                ids is wrong.
         """
-        self.blocks.check_integrity([block for request in self.running for block in request.block_table])
+        self.blocks.check_integrity(
+            [block for request in self.running for block in request.block_table]
+        )
         if self.prefix:
             self.prefix.check_integrity()
-        self.slots.check_integrity([request.slot for request in self.running if request.slot is not None])
+        self.slots.check_integrity(
+            [request.slot for request in self.running if request.slot is not None]
+        )
         holders = [r.request_id for r in self.waiting if r.block_table or r.slot is not None]
         if holders or any(r.slot is None for r in self.running):
-            raise MtpkitError(f"waiting requests hold blocks or slots: {holders}, or a running one has no slot")
+            raise MtpkitError(
+                f"waiting requests hold blocks or slots: {holders}, or a running one has no slot"
+            )
         ids = sorted(request.request_id for request in self.running + self.waiting)
         if ids != sorted(self._live_ids):
-            raise MtpkitError(f"requests {ids} are unfinished, but ids {sorted(self._live_ids)} are taken")
+            raise MtpkitError(
+                f"requests {ids} are unfinished, but ids {sorted(self._live_ids)} are taken"
+            )

@@ -1,10 +1,12 @@
-"""Values passed between the five calls of a step. All are frozen; only a plan is kept until its results arrive.
+"""Values passed between the five calls of a step. All are frozen; only a plan is kept until its
+results arrive.
 
-Where logits are invalid (see `NO_TOKEN`), the verdict or the drafts contain `NO_TOKEN`. It goes to the host with the
-tokens, and the scheduler then ends the request; until then its rows continue from token 0 (`embeddable`).
+Where logits are invalid (see `NO_TOKEN`), the verdict or the drafts contain `NO_TOKEN`. It goes to
+the host with the tokens, and the scheduler then ends the request; until then its rows continue from
+token 0 (`embeddable`).
 
-Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), N logits (1 + K per decode row, one per
-chunk that samples), K drafts, V vocabulary, h hidden size.
+Shape legend: T tokens of the step, R rows, S rows that sample (the first ones), N logits (1 + K per
+decode row, one per chunk that samples), K drafts, V vocabulary, h hidden size.
 """
 
 from dataclasses import dataclass, replace
@@ -25,21 +27,22 @@ from mtpkit.model.inputs import StepInput
 class Row:
     """One request's part of a step: `length` tokens from position `start` on.
 
-    For a decode row, `start` is what the host knows: while an earlier step of the request is uncommitted, the true
-    start is up to 1 + K positions later.
+    For a decode row, `start` is what the host knows: while an earlier step of the request is
+    uncommitted, the true start is up to 1 + K positions later.
     """
 
     request: Request
     start: int
     length: int
     samples: bool
-    """Whether the step chooses a token for the row and makes drafts after that token: true for decode rows and for the
-    last chunk of a prompt."""
+    """Whether the step chooses a token for the row and makes drafts after that token: true for
+    decode rows and for the last chunk of a prompt."""
     fresh_drafts: int = 0
-    """Number of drafts, per path under verification, that the request's previous step made. Deeper drafts are stale and
-    right only by chance."""
+    """Number of drafts, per path under verification, that the request's previous step made. Deeper
+    drafts are stale and right only by chance."""
     emits: bool = True
-    """Whether the chosen token is new; the token after the last chunk of a preempted request is already known."""
+    """Whether the chosen token is new; the token after the last chunk of a preempted request is
+    already known."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -55,7 +58,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Restore:
-    """Copies from a checkpoint of the prefix cache to a request, made before the steps that continue from there."""
+    """Copies from a checkpoint of the prefix cache to a request, made before the steps that
+    continue from there."""
 
     checkpoint: int
     slot: int
@@ -74,18 +78,20 @@ class Save:
     length: int
     """Number of tokens before the checkpoint."""
     decoded: bool = False
-    """Whether the slot's newest step was a decode step, not a chunk. If so, nothing uses the slot's states later."""
+    """Whether the slot's newest step was a decode step, not a chunk. If so, nothing uses the slot's
+    states later."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows that run together: decode rows, then chunks of prompts, of which those that sample come first. Either kind
-    may be missing.
+    """Rows that run together: decode rows, then chunks of prompts, of which those that sample come
+    first. Either kind may be missing.
 
-    With `restores`, the rows belong to the requests that begin at these checkpoints: each row is a chunk of one token,
-    the last one before the checkpoint. The base is not run for these rows, since the checkpoint holds its hidden state;
-    only the heads are run. A row samples, and gets its next token, if the checkpoint covers all that its request's
-    prefill computes. If the heads keep recurrent state, there are no rows.
+    With `restores`, the rows belong to the requests that begin at these checkpoints: each row is a
+    chunk of one token, the last one before the checkpoint. The base is not run for these rows,
+    since the checkpoint holds its hidden state; only the heads are run. A row samples, and gets its
+    next token, if the checkpoint covers all that its request's prefill computes. If the heads keep
+    recurrent state, there are no rows.
     """
 
     rows: tuple[Row, ...]
@@ -102,9 +108,13 @@ class Plan:
     """The batch of the requests, see `EngineConfig.num_batches`."""
 
     @classmethod
-    def without_rows(cls, num_decode_rows: int, num_sampling_rows: int, drafts: DraftShape) -> "Plan":
+    def without_rows(
+        cls, num_decode_rows: int, num_sampling_rows: int, drafts: DraftShape
+    ) -> "Plan":
         """The plan of a step that is captured or timed."""
-        return cls((), num_decode_rows, num_sampling_rows, depth_of(drafts), not isinstance(drafts, int))
+        return cls(
+            (), num_decode_rows, num_sampling_rows, depth_of(drafts), not isinstance(drafts, int)
+        )
 
     @property
     def decode_rows(self) -> tuple[Row, ...]:
@@ -134,7 +144,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The last E committed positions before a step, the newest last. Values before position 0 are undefined."""
+    """The last E committed positions before a step, the newest last. Values before position 0 are
+    undefined."""
 
     token_ids: Tensor
     """[R, E] int64."""
@@ -144,8 +155,9 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Batch:
-    """A plan as tensors. The plan of a captured step lists no rows, but the step has null rows, which belong to no
-    request. All rows of a captured step sample, whether their results are used or not."""
+    """A plan as tensors. The plan of a captured step lists no rows, but the step has null rows,
+    which belong to no request. All rows of a captured step sample, whether their results are used
+    or not."""
 
     plan: Plan
     token_ids: Tensor
@@ -156,29 +168,35 @@ class Batch:
     sampling: Sampling
     """Sampling parameters of the S sampling rows."""
     logit_indices: Tensor
-    """[N] int64, the tokens whose logits are computed: all of each decode row, the last of each sampling chunk."""
+    """[N] int64, the tokens whose logits are computed: all of each decode row, the last of each
+    sampling chunk."""
     logit_rows: Tensor
     """[N] int64, the row of each logit."""
     drafts: Tensor
-    """[D, K] int64, the drafts under verification; D decode rows. Trees have one column for each draft of the tree."""
+    """[D, K] int64, the drafts under verification; D decode rows. Trees have one column for each
+    draft of the tree."""
     draft_probs: Tensor | None
-    """[D, K, V], the distributions that the drafts were drawn from; None: drafts are the heads' best tokens. Trees have
-    one distribution for each token with children, [D, E, V]."""
+    """[D, K, V], the distributions that the drafts were drawn from; None: drafts are the heads'
+    best tokens. Trees have one distribution for each token with children, [D, E, V]."""
     lookahead: Tensor
-    """[R, max(K, 1)] int64, the known tokens after each row, -1 where unknown; K is the largest K of any step."""
+    """[R, max(K, 1)] int64, the known tokens after each row, -1 where unknown; K is the largest K
+    of any step."""
     earlier: Earlier | None
     """The positions before the step, for drafters that read them."""
 
     def last_index(self, accepted: Tensor) -> Tensor:
-        """[R] index of each row's newest accepted token within the row, for [R] `accepted`; -1 for an empty row."""
+        """[R] index of each row's newest accepted token within the row, for [R] `accepted`; -1 for
+        an empty row."""
         decoding = self.inputs.num_decode_rows
         if not self.inputs.num_chunk_rows:
             return accepted
         return torch.cat([accepted[:decoding], self.inputs.query_start[decoding:].diff() - 1])
 
     def newest(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """[S] flat index and [S] position of each sampling row's newest accepted token, for [R] `accepted`."""
-        flat, count = self.inputs.query_start[:-1] + self.last_index(accepted), self.plan.num_sampling_rows
+        """[S] flat index and [S] position of each sampling row's newest accepted token, for [R]
+        `accepted`."""
+        flat = self.inputs.query_start[:-1] + self.last_index(accepted)
+        count = self.plan.num_sampling_rows
         if self.inputs.num_chunk_rows:  # if there is a null row, the last token belongs to one
             flat = torch.where(self.inputs.context_lens < 0, len(self.rows) - 1, flat)
         return flat[:count], self.newest_positions(accepted)[:count]
@@ -190,13 +208,14 @@ class Batch:
         return torch.where(contexts < 0, 0, newest) if self.inputs.num_chunk_rows else newest
 
     def along(self, verdict: "Verdict") -> tuple["Batch", Tensor | None]:
-        """Turn decode rows that are trees into chains: each row's accepted path is moved to the front of the row, also
-        in the states. The tokens after the path are never read.
+        """Turn decode rows that are trees into chains: each row's accepted path is moved to the
+        front of the row, also in the states. The tokens after the path are never read.
 
         Returns:
             The batch, and the new order [T] int64 of its tokens; None: the order is unchanged.
         """
-        inputs, width = self.inputs, self.inputs.decode_width
+        inputs = self.inputs
+        width = self.inputs.decode_width
         if inputs.tree is None:
             return self, None
         assert verdict.path is not None
@@ -217,11 +236,16 @@ class Batch:
 
         A negative index is before the step; -1 is the position before the row's first.
         """
-        return self._at(rows, index, self.token_ids, None if self.earlier is None else self.earlier.token_ids)
+        return self._at(
+            rows, index, self.token_ids, None if self.earlier is None else self.earlier.token_ids
+        )
 
     def hidden_at(self, rows: Tensor, index: Tensor, hidden: Tensor) -> Tensor:
-        """[..., h] the base's hidden states at the same places as `token_ids_at`; `hidden` [T, 1, h] are the step's."""
-        return self._at(rows, index, hidden[:, 0], None if self.earlier is None else self.earlier.hidden)
+        """[..., h] the base's hidden states at the same places as `token_ids_at`; `hidden` [T, 1,
+        h] are the step's."""
+        return self._at(
+            rows, index, hidden[:, 0], None if self.earlier is None else self.earlier.hidden
+        )
 
     def _at(self, rows: Tensor, index: Tensor, values: Tensor, before: Tensor | None) -> Tensor:
         """Gather from the `values` of the step [T, ...] and the values `before` it [R, E, ...]."""
@@ -250,13 +274,16 @@ class Verdict:
     accepted: Tensor
     """[R] int64, accepted drafts; 0 for prefill rows."""
     token_ids: Tensor
-    """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. The first column of a chunk is the known token
-    after it, if there is one, so that column `accepted` is the next token of every row. `NO_TOKEN` in one of the first
-    1 + `accepted` columns means that the base's logits there are invalid."""
+    """[R, 1 + K] int64: the accepted drafts, the next token, then zeros. The first column of a
+    chunk is the known token after it, if there is one, so that column `accepted` is the next token
+    of every row. `NO_TOKEN` in one of the first 1 + `accepted` columns means that the base's logits
+    there are invalid."""
     path: Tensor | None = None
-    """[D, 1 + K] int64, for trees: the indices within the row of its accepted tokens, token 0 first, then zeros."""
+    """[D, 1 + K] int64, for trees: the indices within the row of its accepted tokens, token 0
+    first, then zeros."""
     ranks: Tensor | None = None
-    """[R, K] int64, for trees: at each depth the rank of the base's choice among the candidates, see `accept_tree`."""
+    """[R, K] int64, for trees: at each depth the rank of the base's choice among the candidates,
+    see `accept_tree`."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +293,8 @@ class Drafts:
     token_ids: Tensor
     """[S, K] int64; `NO_TOKEN` where the heads' logits are invalid."""
     probs: Tensor | None = None
-    """[S, K, V], the distributions that the drafts were drawn from; None: drafts are the heads' best tokens."""
+    """[S, K, V], the distributions that the drafts were drawn from; None: drafts are the heads'
+    best tokens."""
     parents: Tensor | None = None
     """[S, tokens of a tree] int64, the parent of each token, for trees that differ between rows."""
     best: Tensor | None = None
@@ -279,7 +307,8 @@ def embeddable(token_ids: Tensor) -> Tensor:
 
 
 def pack_result(verdict: Verdict, drafts: Drafts) -> Tensor:
-    """Pack the results for the host into one tensor, [S, 2 + 2K] int64 (trees: 2 + 3K), which needs one copy."""
+    """Pack the results for the host into one tensor, [S, 2 + 2K] int64 (trees: 2 + 3K), which needs
+    one copy."""
     count = len(drafts.token_ids)
     tokens = drafts.token_ids if drafts.best is None else drafts.best
     ranks = [] if verdict.ranks is None else [verdict.ranks[:count]]
@@ -290,17 +319,19 @@ def pack_result(verdict: Verdict, drafts: Drafts) -> Tensor:
 class StepResult:
     """Results of a step on the host, for the S rows that sample.
 
-    Example, K = 3, a row that accepted one draft: path [0, 1, -1, -1], token_ids [draft 1, next token, 0, 0].
+    Example, K = 3, a row that accepted one draft: path [0, 1, -1, -1], token_ids [draft 1, next
+    token, 0, 0].
     """
 
     path: np.ndarray
-    """[S, 1 + K] int64, the indices within the row of the logits that chose its tokens, then -1. A row that accepted n
-    drafts has the path 0, 1, .., n. This holds for trees too: their accepted paths have become chains."""
+    """[S, 1 + K] int64, the indices within the row of the logits that chose its tokens, then -1. A
+    row that accepted n drafts has the path 0, 1, .., n. This holds for trees too: their accepted
+    paths have become chains."""
     token_ids: np.ndarray
     """[S, 1 + K] int64, the token chosen at each entry of the path, or `NO_TOKEN`."""
     drafts: np.ndarray
-    """[S, K] int64, the drafts for the next step, for trees one per depth; `NO_TOKEN` where the heads' logits are
-    invalid."""
+    """[S, K] int64, the drafts for the next step, for trees one per depth; `NO_TOKEN` where the
+    heads' logits are invalid."""
     ranks: np.ndarray | None = None
     """[S, K] int64, see `Verdict.ranks`."""
     log_probs: np.ndarray | None = None
@@ -308,7 +339,8 @@ class StepResult:
 
     @classmethod
     def unpack(cls, packed: np.ndarray, depths: int, ranked: bool = False) -> "StepResult":
-        """Unpack the tensor of `pack_result`, for a step with K = `depths`; further columns are ignored.
+        """Unpack the tensor of `pack_result`, for a step with K = `depths`; further columns are
+        ignored.
 
         Args:
             ranked: whether the tensor has ranks, as in steps of trees with decode rows.
@@ -326,7 +358,8 @@ class StepResult:
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """[S] number of tokens that each row adds to its request: 1 + `accepted`, or fewer before a `NO_TOKEN`."""
+        """[S] number of tokens that each row adds to its request: 1 + `accepted`, or fewer before a
+        `NO_TOKEN`."""
         return ((self.path >= 0) & (self.token_ids != NO_TOKEN)).cumprod(1).sum(1)
 
     @property

@@ -1,4 +1,5 @@
-"""Text of single tokens: what a detokenizer must know of a tokenizer, and text that grows token by token."""
+"""Text of single tokens: what a detokenizer must know of a tokenizer, and text that grows token by
+token."""
 
 import codecs
 import functools
@@ -12,7 +13,8 @@ REPLACEMENT = "\ufffd"
 _LONGEST_START = 3
 """Most bytes of an unfinished character in UTF-8."""
 _PROMPT_TAIL = 5
-"""Prompt tokens that are decoded before the output, so that it continues their text and their last character."""
+"""Prompt tokens that are decoded before the output, so that it continues their text and their last
+character."""
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 """Texts that lose their spaces, one after the other, in `clean_up_tokenization` of transformers."""
 
@@ -30,29 +32,36 @@ class Tokenizer(Protocol):
 
 
 class TokenTexts:
-    """How a tokenizer decodes. Make one per tokenizer and share it: making it takes hundreds of look-ups."""
+    """How a tokenizer decodes. Make one per tokenizer and share it: making it takes hundreds of
+    look-ups."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer: Any = tokenizer
-        self._named = hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(tokenizer, "convert_ids_to_tokens")
+        self._named = hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(
+            tokenizer, "convert_ids_to_tokens"
+        )
         self._options: dict[str, bool] = {"skip_special_tokens": True}
         self.cleans = self._find_clean_up()
-        """Whether the tokenizer's own `decode` removes spaces before punctuation. `decode` here never does."""
+        """Whether the tokenizer's own `decode` removes spaces before punctuation. `decode` here
+        never does."""
         self.bytes = self._find_bytes()
         """Bytes of the tokens such as `<0xE2>` that tokenizers with byte fallback have."""
         self.most_unfinished = _LONGEST_START
-        """Most replacement characters that later tokens, byte tokens aside, may turn into one character."""
+        """Most replacement characters that later tokens, byte tokens aside, may turn into one
+        character."""
         if self.bytes:
             self.most_unfinished = 0
         elif self._named:
-            self.most_unfinished = 1  # byte-level tokenizers show one for all bytes of an unfinished character
+            # byte-level tokenizers show one for all bytes of an unfinished character
+            self.most_unfinished = 1
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens without special tokens, before any clean-up."""
         return self._tokenizer.decode(token_ids, **self._options)
 
     def is_skipped(self, token_id: int) -> bool:
-        """Whether a token has no text. (Alone, a token that is only a word's start may have none either.)"""
+        """Whether a token has no text. (Alone, a token that is only a word's start may have none
+        either.)"""
         return not self.decode([token_id, token_id])
 
     def special_token(self, text: str) -> int | None:
@@ -62,7 +71,9 @@ class TokenTexts:
 
     def special_inside(self, text: str) -> str | None:
         """The longest special token that is a part of this text; None if there is none."""
-        return max((special for special in self._special_texts if special in text), key=len, default=None)
+        return max(
+            (special for special in self._special_texts if special in text), key=len, default=None
+        )
 
     @functools.cached_property
     def _special_texts(self) -> set[str]:
@@ -78,8 +89,8 @@ class TokenTexts:
         return token_id if known else None
 
     def _find_clean_up(self) -> bool:
-        """Turn the clean-up of `decode` off; returns whether it was on. Its flag alone does not tell: releases of
-        transformers differ in the kinds of tokenizers for which they heed it."""
+        """Turn the clean-up of `decode` off; returns whether it was on. Its flag alone does not
+        tell: releases of transformers differ in the kinds of tokenizers for which they heed it."""
         if not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
             return False
         token_ids = self._tokenizer.encode("a" + "".join(f"{text} a" for text in _CLEANED))
@@ -92,17 +103,21 @@ class TokenTexts:
         token_ids = {token_id: byte for byte, token_id in found.items() if token_id is not None}
         e_acute = [found[byte] for byte in "é".encode()]
         # In other vocabularies such a name is a text like any other.
-        if None in e_acute or self.decode([token_id for token_id in e_acute if token_id is not None]) != "é":
+        if (
+            None in e_acute
+            or self.decode([token_id for token_id in e_acute if token_id is not None]) != "é"
+        ):
             return {}
         return token_ids
 
 
 class RawText:
-    """Text of tokens, before clean-up, as it becomes known; the tokens may come in groups of any size.
+    """Text of tokens, before clean-up, as it becomes known; the tokens may come in groups of any
+    size.
 
-    A token's text may depend on whether any token precedes it (the first word has no space before it), so that tokens
-    are decoded after a `context`: a token whose text is known. Tokens that end inside a character stay `pending` until
-    later tokens finish it, or show that it is broken.
+    A token's text may depend on whether any token precedes it (the first word has no space before
+    it), so that tokens are decoded after a `context`: a token whose text is known. Tokens that end
+    inside a character stay `pending` until later tokens finish it, or show that it is broken.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -117,10 +132,12 @@ class RawText:
         self._bytes = b""
         """Bytes of an unfinished character, from byte fallback."""
         self._broken = False
-        """Whether the current run of byte tokens is not UTF-8: decoders then replace each of its bytes."""
+        """Whether the current run of byte tokens is not UTF-8: decoders then replace each of its
+        bytes."""
 
     def skip(self, prompt_token_ids: Sequence[int]) -> None:
-        """Begin after a prompt. If it ends inside a character, the character is returned once it is finished."""
+        """Begin after a prompt. If it ends inside a character, the character is returned once it is
+        finished."""
         tail = prompt_token_ids[-_PROMPT_TAIL:]
         while len(tail) < len(prompt_token_ids) and not self._texts.decode(tail):
             tail = prompt_token_ids[-2 * len(tail) :]  # special tokens alone are no context
@@ -171,7 +188,8 @@ class RawText:
         return text
 
     def _end_bytes(self) -> str:
-        """End a run of byte tokens; returns a replacement character for each byte that does not belong to a prompt."""
+        """End a run of byte tokens; returns a replacement character for each byte that does not
+        belong to a prompt."""
         text = ""
         if self._bytes:
             text = REPLACEMENT * (len(self._bytes) - self._foreign)
@@ -181,7 +199,8 @@ class RawText:
         return text
 
     def _read_group(self, token_ids: list[int]) -> list[str]:
-        """Add tokens that are no byte tokens, at once if all of them end whole characters, else one by one."""
+        """Add tokens that are no byte tokens, at once if all of them end whole characters, else one
+        by one."""
         text = self._text([*self._pending, *token_ids])
         if len(token_ids) == 1 or self._foreign or REPLACEMENT in text:
             return [self._read_token(token_id) for token_id in token_ids]
@@ -194,7 +213,11 @@ class RawText:
     def _read_token(self, token_id: int) -> str:
         tokens = [*self._pending, token_id]
         text = self._text(tokens)
-        if self._pending and not self._texts.decode([token_id]) and text == self._text(self._pending):
+        if (
+            self._pending
+            and not self._texts.decode([token_id])
+            and text == self._text(self._pending)
+        ):
             return ""
         before = self._end_bytes() if text else ""
 
@@ -212,10 +235,12 @@ class RawText:
         return before + new
 
     def _cut(self, text: str) -> str:
-        """Shorten pending tokens to the last three, which contain all bytes of an unfinished character.
+        """Shorten pending tokens to the last three, which contain all bytes of an unfinished
+        character.
 
-        What is held back is the end of `text`, replacement characters. It is also the end of what the last three
-        decode to, whose beginning may differ. Returns the held-back text of the other tokens.
+        What is held back is the end of `text`, replacement characters. It is also the end of what
+        the last three decode to, whose beginning may differ. Returns the held-back text of the
+        other tokens.
         """
         if self._foreign:
             self._leave_out_prompt(self._pending, text)
@@ -227,7 +252,8 @@ class RawText:
         return held[: len(held) - kept]
 
     def _leave_out_prompt(self, tokens: list[int], text: str) -> None:
-        """Count as shown the text that pending tokens of the prompt have alone, but not a character that ends later."""
+        """Count as shown the text that pending tokens of the prompt have alone, but not a character
+        that ends later."""
         head = self._text(tokens[: self._foreign])
         own = len(head)
         if head + self._text(tokens[self._foreign :]) != text:
@@ -237,7 +263,8 @@ class RawText:
         self._foreign = 0
 
     def _settle(self, token_ids: list[int]) -> None:
-        """Forget pending tokens, whose text is returned, and decode later ones after the newest whole token."""
+        """Forget pending tokens, whose text is returned, and decode later ones after the newest
+        whole token."""
         self._pending = []
         self._shown = 0
         for token_id in reversed(token_ids):
@@ -248,7 +275,8 @@ class RawText:
         if not self._context:
             alone = (token_id for token_id in token_ids if not self._texts.decode([token_id]))
             for token_id in itertools.filterfalse(self._texts.is_skipped, alone):
-                self._set_context(token_id, "")  # a word's start without a word, whose space comes with the next token
+                # a word's start without a word, whose space comes with the next token
+                self._set_context(token_id, "")
                 return
 
     def _set_context(self, token_id: int, text: str) -> None:
@@ -260,7 +288,8 @@ class RawText:
 
 
 class CleanUp:
-    """`clean_up_tokenization` of transformers on a text that comes in pieces; holds back what it may still change."""
+    """`clean_up_tokenization` of transformers on a text that comes in pieces; holds back what it
+    may still change."""
 
     def __init__(self) -> None:
         self._held = [""] * len(_CLEANED)
@@ -269,7 +298,11 @@ class CleanUp:
         """Add text; returns the cleaned text that later text cannot change."""
         for stage, searched in enumerate(_CLEANED):
             *whole, rest = (self._held[stage] + text).split(searched)
-            starts = (length for length in range(len(searched) - 1, 0, -1) if rest.endswith(searched[:length]))
+            starts = (
+                length
+                for length in range(len(searched) - 1, 0, -1)
+                if rest.endswith(searched[:length])
+            )
             end = len(rest) - next(starts, 0)
             self._held[stage] = rest[end:]
             text = searched.strip().join([*whole, rest[:end]])

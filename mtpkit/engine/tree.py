@@ -1,7 +1,7 @@
 """Shapes of draft trees: static trees, and dynamic trees that grow by the heads' probabilities.
 
-Token 0 of a tree is the newest token of a request; all other tokens are drafts, in order of depth. Siblings are in the
-order of the heads' probabilities, or in the order in which they were drawn.
+Token 0 of a tree is the newest token of a request; all other tokens are drafts, in order of depth.
+Siblings are in the order of the heads' probabilities, or in the order in which they were drawn.
 """
 
 import ast
@@ -17,7 +17,8 @@ class TokenTree:
     """A static tree, the same in every step."""
 
     parents: tuple[int, ...]
-    """The index of each token's parent, -1 for token 0; tokens are in order of depth, siblings together."""
+    """The index of each token's parent, -1 for token 0; tokens are in order of depth, siblings
+    together."""
 
     @cached_property
     def depths(self) -> list[int]:
@@ -59,9 +60,11 @@ class TokenTree:
     @property
     def spine(self) -> int:
         """Number of drafts on the path of first children."""
-        token, length = 0, 0
+        token = 0
+        length = 0
         while families := self.children(token):
-            token, length = families[0], length + 1
+            token = families[0]
+            length = length + 1
         return length
 
     @property
@@ -72,8 +75,9 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree that keeps the drafts with the highest probabilities of their whole paths, as EAGLE-2 does (Li et al.
-    2024, arXiv:2406.16858): at each depth the `topk` best drafts get `topk` children each."""
+    """A tree that keeps the drafts with the highest probabilities of their whole paths, as EAGLE-2
+    does (Li et al. 2024, arXiv:2406.16858): at each depth the `topk` best drafts get `topk`
+    children each."""
 
     depth: int
     """K, the most drafts on a path."""
@@ -116,11 +120,12 @@ def parse_tree(given: object) -> TokenTree:
     """Make the tree that a user describes.
 
     Args:
-        given: the number of children per token at each depth, such as [3, 2, 1]; or paths, each a list of ranks among
-            siblings, such as [[0], [1], [0, 0]]; or either of these as text.
+        given: the number of children per token at each depth, such as [3, 2, 1]; or paths, each a
+            list of ranks among siblings, such as [[0], [1], [0, 0]]; or either of these as text.
 
     Raises:
-        ValueError: `given` is none of these, a path lacks its parent or an earlier sibling, or the tree is too large.
+        ValueError: `given` is none of these, a path lacks its parent or an earlier sibling, or the
+            tree is too large.
     """
     if isinstance(given, str):
         try:
@@ -128,7 +133,9 @@ def parse_tree(given: object) -> TokenTree:
         except (ValueError, SyntaxError):
             raise ValueError("must be a list of numbers of children, or of paths") from None
     if not isinstance(given, list | tuple) or not given:
-        raise ValueError("must be a list of numbers of children, or of paths, with at least one entry")
+        raise ValueError(
+            "must be a list of numbers of children, or of paths, with at least one entry"
+        )
     paths = _paths_of(given) if all(_is_whole(one, 1) for one in given) else _checked_paths(given)
     if len(paths) > MOST_TREE_TOKENS - 1:
         raise ValueError(f"has more than {MOST_TREE_TOKENS - 1} drafts")
@@ -155,8 +162,14 @@ def _paths_of(children: Sequence[int]) -> set[tuple[int, ...]]:
 def _checked_paths(given: Sequence[object]) -> set[tuple[int, ...]]:
     paths: set[tuple[int, ...]] = set()
     for one in given:
-        if not isinstance(one, list | tuple) or not one or not all(_is_whole(rank, 0) for rank in one):
-            raise ValueError("must hold numbers of children from 1 on, or paths of ranks from 0 on, and not both")
+        if (
+            not isinstance(one, list | tuple)
+            or not one
+            or not all(_is_whole(rank, 0) for rank in one)
+        ):
+            raise ValueError(
+                "must hold numbers of children from 1 on, or paths of ranks from 0 on, and not both"
+            )
         paths.add(tuple(one))
     for path in sorted(paths):
         needed = [path[:-1]] if path[-1] == 0 else [path[:-1], (*path[:-1], path[-1] - 1)]

@@ -19,17 +19,21 @@ VerifyDrafts = Callable[[Tensor, Batch], Verdict]
 
 
 def verify(logits: Tensor, batch: Batch) -> Verdict:
-    """Verify the drafts of decode rows, and choose the first token after the chunks that end a prompt.
+    """Verify the drafts of decode rows, and choose the first token after the chunks that end a
+    prompt.
 
-    The output has the base's own distribution. If drafts are the heads' best tokens (`draft_probs` is None), the output
-    for a given seed is also the same for every K. A row whose logits are invalid stops there with `NO_TOKEN`; logits
-    after the position at which a row stops have no effect. There is no host-device sync.
+    The output has the base's own distribution. If drafts are the heads' best tokens (`draft_probs`
+    is None), the output for a given seed is also the same for every K. A row whose logits are
+    invalid stops there with `NO_TOKEN`; logits after the position at which a row stops have no
+    effect. There is no host-device sync.
 
     Args:
         logits: [N, V], see `Batch.logit_indices`.
     """
     if batch.inputs.tree is not None:
-        return _verdict(logits, batch, _verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree)
+        return _verdict(
+            logits, batch, _verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree
+        )
     return _verdict(logits, batch, _verify_chosen if batch.draft_probs is None else _verify_drawn)
 
 
@@ -43,16 +47,22 @@ def _verdict(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts) -> Verdi
         parts.append(_first_tokens(batch, own_tokens(logits, batch, slice(count, None))))
     if len(parts) == 1:
         return parts[0]
-    accepted, token_ids = ([getattr(part, name) for part in parts] for name in ("accepted", "token_ids"))
-    path, ranks = parts[0].path, parts[0].ranks
+    accepted, token_ids = (
+        [getattr(part, name) for part in parts] for name in ("accepted", "token_ids")
+    )
+    path = parts[0].path
+    ranks = parts[0].ranks
     if ranks is not None:
         ranks = torch.cat([ranks, torch.full_like(parts[1].token_ids[:, 1:], -2)])
     return Verdict(torch.cat(accepted), torch.cat(token_ids), path, ranks)
 
 
 def own_tokens(logits: Tensor, batch: Batch, part: slice) -> Tensor:
-    """[n] int64, the base's choice at `part` of the processed logits [N, V]: its best token, a draw, or `NO_TOKEN`."""
-    return sampler.sample(logits[part], batch.sampling, batch.logit_rows[part], partial(_positions, batch, part))
+    """[n] int64, the base's choice at `part` of the processed logits [N, V]: its best token, a
+    draw, or `NO_TOKEN`."""
+    return sampler.sample(
+        logits[part], batch.sampling, batch.logit_rows[part], partial(_positions, batch, part)
+    )
 
 
 def _positions(batch: Batch, part: slice) -> Tensor:
@@ -75,7 +85,8 @@ def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
     """Verify drafts that were drawn from `draft_probs` [D, K, V]."""
     rows, depths = batch.drafts.shape
     part = slice(rows * (1 + depths))
-    row_of_logit, positions = batch.logit_rows[part], _positions(batch, part)
+    row_of_logit = batch.logit_rows[part]
+    positions = _positions(batch, part)
     token_uniforms, accept_uniforms = (
         sampler.uniforms(batch.sampling, row_of_logit, positions, stream).view(rows, 1 + depths)
         for stream in (sampler.TOKEN_STREAM, sampler.ACCEPT_STREAM)
@@ -83,12 +94,15 @@ def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(rows, 1 + depths, -1)
     assert batch.draft_probs is not None
     accept = batch.sampling.vocabulary.accept_rejection
-    return Verdict(*accept(batch.drafts, batch.draft_probs, probs, accept_uniforms[:, :-1], token_uniforms))
+    return Verdict(
+        *accept(batch.drafts, batch.draft_probs, probs, accept_uniforms[:, :-1], token_uniforms)
+    )
 
 
 def _verify_chosen_tree(logits: Tensor, batch: Batch) -> Verdict:
     """Verify trees of the heads' best tokens: follow the child that is the base's own choice."""
-    own, tree = _own_tokens_of_drafts(logits, batch), _tree(batch)
+    own = _own_tokens_of_drafts(logits, batch)
+    tree = _tree(batch)
     assert tree.parents is not None
     tokens = batch.token_ids[: batch.inputs.num_decode_tokens].view_as(own)
     return Verdict(*accept_tree(tokens, tree.parents, own, batch.plan.num_speculative_tokens))
@@ -98,18 +112,26 @@ def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
     """Verify trees whose siblings were drawn without replacement from `draft_probs` [D, E, v]."""
     rows, drafts = batch.drafts.shape
     part = slice(rows * (1 + drafts))
-    row_of_logit, positions = batch.logit_rows[part], _positions(batch, part)
-    tree, branches = _tree(batch), torch.arange(1 + drafts, device=logits.device).repeat(rows)
+    row_of_logit = batch.logit_rows[part]
+    positions = _positions(batch, part)
+    tree = _tree(batch)
+    branches = torch.arange(1 + drafts, device=logits.device).repeat(rows)
     assert batch.draft_probs is not None
     # A draft is accepted at its own position, which is the one after its parent's.
     at_draft = batch.inputs.positions[batch.logit_indices[part]]
     shape = rows, 1 + drafts
-    accept = sampler.uniforms(batch.sampling, row_of_logit, at_draft, sampler.ACCEPT_STREAM, branches).view(shape)
-    token = sampler.uniforms(batch.sampling, row_of_logit, positions, sampler.TOKEN_STREAM).view(shape)
+    accept = sampler.uniforms(
+        batch.sampling, row_of_logit, at_draft, sampler.ACCEPT_STREAM, branches
+    ).view(shape)
+    token = sampler.uniforms(batch.sampling, row_of_logit, positions, sampler.TOKEN_STREAM).view(
+        shape
+    )
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
     tokens = batch.token_ids[: rows * (1 + drafts)].view(shape)
     depth = batch.plan.num_speculative_tokens
-    found = batch.sampling.vocabulary.accept_drawn_tree(tokens, tree, batch.draft_probs, probs, accept, token, depth)
+    found = batch.sampling.vocabulary.accept_drawn_tree(
+        tokens, tree, batch.draft_probs, probs, accept, token, depth
+    )
     return Verdict(*found)
 
 
@@ -119,58 +141,82 @@ def _tree(batch: Batch) -> TreeInput:
 
 
 def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
-    """Verdict for the chunks: the known token after each chunk, or its entry in `chosen` [chunks that sample] if the
-    token is not known."""
+    """Verdict for the chunks: the known token after each chunk, or its entry in `chosen` [chunks
+    that sample] if the token is not known."""
     known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
     token_ids = known.new_zeros(len(known), 1 + batch.plan.num_speculative_tokens)
     token_ids[:, 0] = known
-    token_ids[: len(chosen), 0] = torch.where(known[: len(chosen)] < 0, chosen, known[: len(chosen)])
+    token_ids[: len(chosen), 0] = torch.where(
+        known[: len(chosen)] < 0, chosen, known[: len(chosen)]
+    )
     return Verdict(torch.zeros_like(known), token_ids)
 
 
 class SyntheticAcceptance:
     """Accepts drafts at random, at a given rate per depth; for benchmarks with random weights.
 
-    The token after the accepted drafts is the base's own. For realistic times, all that `verify` computes is computed
-    too (for drawn drafts, somewhat more). As in sampling, results depend on a request's seed and the position.
+    The token after the accepted drafts is the base's own. For realistic times, all that `verify`
+    computes is computed too (for drawn drafts, somewhat more). As in sampling, results depend on a
+    request's seed and the position.
 
     Raises:
         UserError: fewer rates than drafts, or a rate outside 0 to 1.
     """
 
-    def __init__(self, conditional_rates: Sequence[float], depths: int, device: torch.device) -> None:
+    def __init__(
+        self, conditional_rates: Sequence[float], depths: int, device: torch.device
+    ) -> None:
         if len(conditional_rates) < depths or not all(0 <= rate <= 1 for rate in conditional_rates):
             raise UserError(
-                f"synthetic_acceptance is {list(conditional_rates)}, must be {depths} rates from 0 to 1, one per draft"
+                f"synthetic_acceptance is {list(conditional_rates)}, must be {depths} rates from 0"
+                " to 1, one per draft"
             )
         self.rates = torch.tensor(list(conditional_rates), dtype=torch.float64, device=device)
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
         if not batch.plan.num_speculative_tokens:
             return verify(logits, batch)
-        return _verdict(logits, batch, self._verify_drafts if batch.inputs.tree is None else self._verify_trees)
+        return _verdict(
+            logits, batch, self._verify_drafts if batch.inputs.tree is None else self._verify_trees
+        )
 
     def _verify_trees(self, logits: Tensor, batch: Batch) -> Verdict:
-        """Accept the first child of a token at the rate of its depth, the probability that any child is right."""
-        found = (_verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree)(logits, batch)
-        tree, own, depth = _tree(batch), _own_tokens_of_drafts(logits, batch), batch.plan.num_speculative_tokens
+        """Accept the first child of a token at the rate of its depth, the probability that any
+        child is right."""
+        found = (_verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree)(
+            logits, batch
+        )
+        tree = _tree(batch)
+        own = _own_tokens_of_drafts(logits, batch)
+        depth = batch.plan.num_speculative_tokens
         assert tree.parents is not None
         rows, width = own.shape
-        position = batch.inputs.context_lens[:rows, None] + torch.arange(1, 1 + depth, device=own.device)
+        position = batch.inputs.context_lens[:rows, None] + torch.arange(
+            1, 1 + depth, device=own.device
+        )
         seeds = batch.sampling.seeds[:rows, None].expand_as(position)
-        numbers = uniform(seeds.flatten(), position.flatten(), sampler.ACCEPT_STREAM).view_as(position)
-        # An accepted first child replaces the base's choice. Any other choice becomes -2 - token and matches no draft.
+        numbers = uniform(seeds.flatten(), position.flatten(), sampler.ACCEPT_STREAM).view_as(
+            position
+        )
+        # An accepted first child replaces the base's choice. Any other choice becomes -2 - token
+        # and matches no draft.
         index = torch.arange(width, device=own.device)
         below = tree.parents[:, None] == index[:, None]  # [D, parent, child]
         first = torch.where(below & (index > 0), index, width).amin(2)
         tokens = batch.token_ids[: rows * width].view_as(own)
         depths = (position[:, :1] - 1).neg() + batch.inputs.positions[: rows * width].view_as(own)
-        right = (numbers < self.rates[:depth]).gather(1, depths.clamp_max(depth - 1)) & (first < width)
+        right = (numbers < self.rates[:depth]).gather(1, depths.clamp_max(depth - 1)) & (
+            first < width
+        )
         drafted = tokens.gather(1, first.clamp_max(width - 1))
-        own = torch.where(right & (own != NO_TOKEN), drafted, torch.where(own != NO_TOKEN, -2 - own, own))
+        own = torch.where(
+            right & (own != NO_TOKEN), drafted, torch.where(own != NO_TOKEN, -2 - own, own)
+        )
         accepted, token_ids, path, ranks = accept_tree(tokens, tree.parents, own, depth)
         del found  # only its time counts
-        return Verdict(accepted, torch.where(token_ids < NO_TOKEN, -2 - token_ids, token_ids), path, ranks)
+        return Verdict(
+            accepted, torch.where(token_ids < NO_TOKEN, -2 - token_ids, token_ids), path, ranks
+        )
 
     def _verify_drafts(self, logits: Tensor, batch: Batch) -> Verdict:
         rows, depths = batch.drafts.shape
@@ -182,9 +228,12 @@ class SyntheticAcceptance:
             _verify_drawn(logits, batch)
         positions = batch.inputs.positions[: rows * (1 + depths)].view(rows, 1 + depths)[:, 1:]
         seeds = batch.sampling.seeds[:rows, None].expand(-1, depths)
-        numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM).view(rows, depths)
+        numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM).view(
+            rows, depths
+        )
         accepted = (numbers < self.rates[:depths]).long().cumprod(-1).sum(-1)
-        place, last = torch.arange(1 + depths, device=own.device), accepted[:, None]
+        place = torch.arange(1 + depths, device=own.device)
+        last = accepted[:, None]
         drafted = (place < last) & (own != NO_TOKEN)
         token_ids = torch.where(drafted, torch.cat([batch.drafts, own[:, -1:]], 1), own)
         return Verdict(accepted, token_ids * (place <= last))

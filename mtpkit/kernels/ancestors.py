@@ -1,8 +1,8 @@
 """Token trees of a decode step, as bit masks and as parents.
 
-A decode row may hold a token tree: the parent of token t is an earlier token of the row, or -1 for the last committed
-token. Bit j of token t's mask says that token t sees token j, which is t itself or one of its ancestors. A chain has
-the parents -1, 0, 1, .. and the masks 1, 3, 7, ..
+A decode row may hold a token tree: the parent of token t is an earlier token of the row, or -1 for
+the last committed token. Bit j of token t's mask says that token t sees token j, which is t itself
+or one of its ancestors. A chain has the parents -1, 0, 1, .. and the masks 1, 3, 7, ..
 
 Shape legend: R rows, T tokens per row.
 """
@@ -22,7 +22,8 @@ def ancestor_masks(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         [R, T] int64 masks, and [R, T] int64 depths.
     """
     masks = 1 << torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    depths, above = torch.zeros_like(parents), parents
+    depths = torch.zeros_like(parents)
+    above = parents
     for _ in range(depth):
         inside = above >= 0
         masks = masks | torch.where(inside, 1 << above.clamp_min(0), 0)
@@ -37,7 +38,8 @@ def seen_tokens(masks: Tensor, count: int) -> Tensor:
 
 
 def parents_of(masks: Tensor) -> Tensor:
-    """Find the parents [R, T] int64 from masks [R, T]: the newest earlier token that each token sees, or -1."""
+    """Find the parents [R, T] int64 from masks [R, T]: the newest earlier token that each token
+    sees, or -1."""
     count = masks.shape[1]
     index = torch.arange(count, device=masks.device)
     above = seen_tokens(masks, count) & (index < index[:, None])

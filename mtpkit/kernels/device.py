@@ -1,4 +1,5 @@
-"""Helpers that all kernels share: sizes of the GPU that they are tuned for, early launches, tensor layouts, tiles.
+"""Helpers that all kernels share: sizes of the GPU that they are tuned for, early launches, tensor
+layouts, tiles.
 
 In functions that kernels call, parameters in capitals are compile-time constants.
 """
@@ -22,15 +23,17 @@ PROGRAMS = 2 * MULTIPROCESSORS
 SMALLEST_DOT = 16
 """Smallest number of rows and columns that `tl.dot` takes."""
 NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-"""Dtype that tensor cores multiply; fp32 in the interpreter of Triton, which would multiply the raw bits of bf16."""
+"""Dtype that tensor cores multiply; fp32 in the interpreter of Triton, which would multiply the raw
+bits of bf16."""
 NO_TOKEN = tl.constexpr(kernels.NO_TOKEN)
 _LINE = tl.constexpr(128)
 """Bytes that one prefetch brings into the L2 cache."""
 
 
 class Tile(NamedTuple):
-    """Launch sizes of a matrix product: outputs and input channels that a program multiplies at a time, pipeline
-    stages, warps, and the number of programs among which the input channels of an output are split."""
+    """Launch sizes of a matrix product: outputs and input channels that a program multiplies at a
+    time, pipeline stages, warps, and the number of programs among which the input channels of an
+    output are split."""
 
     block_n: int
     block_k: int
@@ -49,10 +52,11 @@ class Tile(NamedTuple):
 
 
 def early_launch(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """Keyword arguments of a launch that may start before the previous kernel has ended, if `wanted` and supported by
-    the GPU (programmatic dependent launch, CUDA C++ programming guide). The kernel needs a constant EARLY, and each of
-    its programs must call `wait_for_previous`, even a program that returns at once: a kernel waits only for its direct
-    predecessor, and for all earlier kernels through the predecessor's own wait."""
+    """Keyword arguments of a launch that may start before the previous kernel has ended, if
+    `wanted` and supported by the GPU (programmatic dependent launch, CUDA C++ programming guide).
+    The kernel needs a constant EARLY, and each of its programs must call `wait_for_previous`, even
+    a program that returns at once: a kernel waits only for its direct predecessor, and for all
+    earlier kernels through the predecessor's own wait."""
     return dict(EARLY=True, launch_pdl=True) if wanted and overlaps(device) else dict(EARLY=False)
 
 
@@ -66,17 +70,22 @@ class Early:
     """Decorator that launches a kernel with `early_launch`.
 
     Args:
-        most: largest grid, in programs, that is launched early; None: no limit. A larger grid runs for longer than a
-            launch takes, and would spread less evenly over multiprocessors where the previous kernel still runs.
+        most: largest grid, in programs, that is launched early; None: no limit. A larger grid runs
+            for longer than a launch takes, and would spread less evenly over multiprocessors where
+            the previous kernel still runs.
     """
 
     def __init__(self, kernel: Any, most: int | None = 8 * MULTIPROCESSORS) -> None:
-        self.kernel, self.most = kernel, most
+        self.kernel = kernel
+        self.most = most
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """Return a function that launches the kernel on a grid."""
-        launch, wanted = self.kernel[grid], self.most is None or math.prod(grid) <= self.most
-        return lambda *args, **constants: launch(*args, **constants, **early_launch(next(_devices(args)), wanted))
+        launch = self.kernel[grid]
+        wanted = self.most is None or math.prod(grid) <= self.most
+        return lambda *args, **constants: launch(
+            *args, **constants, **early_launch(next(_devices(args)), wanted)
+        )
 
 
 def _devices(args: Iterable[Any]) -> Iterator[torch.device]:
@@ -102,18 +111,20 @@ def at_most(a, bound):
 
 @triton.jit
 def only_if(mask, flag):
-    """The mask of a block where `flag`, one number of the whole program, is set; otherwise nothing of the block.
+    """The mask of a block where `flag`, one number of the whole program, is set; otherwise nothing
+    of the block.
 
-    `mask & flag` alone is a block of integers in the interpreter of Triton 3.9, which refuses integers as the mask of a
-    load or store. The comparison leaves no trace in a compiled kernel.
+    `mask & flag` alone is a block of integers in the interpreter of Triton 3.9, which refuses
+    integers as the mask of a load or store. The comparison leaves no trace in a compiled kernel.
     """
     return (mask & flag) != 0
 
 
 @triton.jit
 def wait_for_previous(EARLY):
-    """With EARLY, wait until all earlier kernels have ended, then allow the next kernel to start. A program calls this
-    function before it reads or writes memory that an earlier kernel may have touched."""
+    """With EARLY, wait until all earlier kernels have ended, then allow the next kernel to start. A
+    program calls this function before it reads or writes memory that an earlier kernel may have
+    touched."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,7 +132,8 @@ def wait_for_previous(EARLY):
 
 @triton.jit
 def prefetch(rows, ITEMS: tl.constexpr):
-    """Prefetch into the L2 cache the first ITEMS items (a power of two) at each of the pointers `rows` [N]."""
+    """Prefetch into the L2 cache the first ITEMS items (a power of two) at each of the pointers
+    `rows` [N]."""
     item: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     if ITEMS * item >= _LINE:
         line = tl.arange(0, ITEMS * item // _LINE) * (_LINE // item)
@@ -139,12 +151,13 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:
-    """Counters with which the programs that share a result count how many have stored their part. The last program
-    combines the parts and resets its counter to zero.
+    """Counters with which the programs that share a result count how many have stored their part.
+    The last program combines the parts and resets its counter to zero.
 
-    All calls on a device share the counters, so two streams must not run such kernels at the same time. Counters are
-    never freed, since CUDA graphs hold their address. Nothing runs during a capture: counters created then are zeroed
-    only by a memset that becomes part of the graph and runs at every replay. A call before the capture avoids that.
+    All calls on a device share the counters, so two streams must not run such kernels at the same
+    time. Counters are never freed, since CUDA graphs hold their address. Nothing runs during a
+    capture: counters created then are zeroed only by a memset that becomes part of the graph and
+    runs at every replay. A call before the capture avoids that.
     """
     key = device, max(4096, triton.next_power_of_2(count))
     if key in _counters:
@@ -156,7 +169,8 @@ def counters_of(device: torch.device, count: int) -> Tensor:
 
 
 WIDE_TILE = Tile(64, 16, 2, 4)
-"""Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay in registers."""
+"""Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay
+in registers."""
 
 
 def padded(size: int) -> int:
@@ -170,12 +184,14 @@ def with_rows(t: Tensor) -> Tensor:
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """t [..., n] as [rows, n] with contiguous channels; copied only if no view has a single row stride."""
+    """t [..., n] as [rows, n] with contiguous channels; copied only if no view has a single row
+    stride."""
     return with_rows(t.reshape(-1, t.shape[-1]))
 
 
 def strided(t: Tensor) -> tuple[Tensor | int, ...]:
-    """Pack t, whose last dimension must be contiguous, and its other strides into one argument of a kernel."""
+    """Pack t, whose last dimension must be contiguous, and its other strides into one argument of a
+    kernel."""
     assert t.stride(-1) == 1
     return t, *t.stride()[:-1]
 
@@ -191,26 +207,30 @@ def load(ptrs, mask, WHOLE):
 
 @triton.jit
 def row_of_tile(starts_ptr, rows, tile, ITEMS, SIZE, SPARE):
-    """Find the row that a tile belongs to, where each token has ITEMS items and a tile has up to SIZE items of one row.
+    """Find the row that a tile belongs to, where each token has ITEMS items and a tile has up to
+    SIZE items of one row.
 
-    The tiles of row r are numbered from starts[r] * ITEMS // SIZE + r * SPARE on. SPARE 1 leaves one number for each
-    row's partial tile, and at least one number for every row; SPARE 2 leaves room for a partial tile at either end.
-    With T tokens in R rows, all tile numbers are below T * ITEMS // SIZE + R * SPARE, whatever the rows' lengths; some
-    numbers belong to no tile.
+    The tiles of row r are numbered from starts[r] * ITEMS // SIZE + r * SPARE on. SPARE 1 leaves
+    one number for each row's partial tile, and at least one number for every row; SPARE 2 leaves
+    room for a partial tile at either end. With T tokens in R rows, all tile numbers are below T *
+    ITEMS // SIZE + R * SPARE, whatever the rows' lengths; some numbers belong to no tile.
 
     Args:
-        starts_ptr: [rows + 1], first token of each row and the end of the last one; tokens count from starts[0].
+        starts_ptr: [rows + 1], first token of each row and the end of the last one; tokens count
+            from starts[0].
 
     Returns:
-        The row, its first token, its number of tokens, and the first item of the tile within the row. That item lies
-        beyond the row's last item if the number belongs to no tile.
+        The row, its first token, its number of tokens, and the first item of the tile within the
+        row. That item lies beyond the row's last item if the number belongs to no tile.
     """
     zero = tl.load(starts_ptr)
     row = -1
     for start in range(0, rows, 128):
         index = start + tl.arange(0, 128)
         begin = tl.load(starts_ptr + index, mask=index < rows, other=0) - zero
-        row += tl.sum(((index < rows) & (begin * ITEMS // SIZE + index * SPARE <= tile)).to(tl.int32), 0)
+        row += tl.sum(
+            ((index < rows) & (begin * ITEMS // SIZE + index * SPARE <= tile)).to(tl.int32), 0
+        )
     begin = tl.load(starts_ptr + row) - zero
     tokens = (tl.load(starts_ptr + row + 1) - zero - begin).to(tl.int32)
     return row, begin, tokens, ((tile - row * SPARE - begin * ITEMS // SIZE) * SIZE).to(tl.int32)

@@ -1,7 +1,8 @@
 """Tables stored as 8-bit or 4-bit integers with scales, for lookups of single rows.
 
-Numbers are rounded to the nearest multiple of a scale, symmetrically around zero (absmax quantisation: Dettmers et al.
-2022, arXiv:2208.07339). 8-bit tables have one scale per row, 4-bit tables one per group of neighbouring columns.
+Numbers are rounded to the nearest multiple of a scale, symmetrically around zero (absmax
+quantisation: Dettmers et al. 2022, arXiv:2208.07339). 8-bit tables have one scale per row, 4-bit
+tables one per group of neighbouring columns.
 
 Shape legend: V rows, h columns, G groups of h / G columns.
 """
@@ -24,7 +25,8 @@ class IntegerRows(NamedTuple):
     """A table of integers with scales."""
 
     values: Tensor
-    """[V, h] int8; or [V, h / 2] uint8, each byte with two numbers plus `OFFSET`, the even column's in the low half."""
+    """[V, h] int8; or [V, h / 2] uint8, each byte with two numbers plus `OFFSET`, the even column's
+    in the low half."""
     scales: Tensor
     """[V, G] float32."""
 
@@ -40,7 +42,8 @@ class IntegerRows(NamedTuple):
 
     @classmethod
     def of(cls, table: Tensor, bits: IntegerBits) -> "IntegerRows":
-        """Round a table [V, h]. NaN or an infinity makes its whole row NaN with 8 bits, its whole group with 4 bits.
+        """Round a table [V, h]. NaN or an infinity makes its whole row NaN with 8 bits, its whole
+        group with 4 bits.
 
         Raises:
             ValueError: `bits` is 4, and the number of columns is odd.
@@ -54,7 +57,8 @@ class IntegerRows(NamedTuple):
 
     def at(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up the rows at `index` [...]; return [..., h] in `dtype`."""
-        values, scales = self.values[index], self.scales[index]
+        values = self.values[index]
+        scales = self.scales[index]
         if self.bits == 4:
             values = torch.stack([values & 15, values >> 4], -1).flatten(-2).to(torch.int8) - OFFSET
         grouped = values.float().unflatten(-1, (scales.shape[-1], -1))

@@ -12,7 +12,12 @@ from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 
 from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.attention import CoreAttention
-from mtpkit.model.layers.linear import ColumnParallelLinear, CopiedLinear, NormColumnParallelLinear, RowParallelLinear
+from mtpkit.model.layers.linear import (
+    ColumnParallelLinear,
+    CopiedLinear,
+    NormColumnParallelLinear,
+    RowParallelLinear,
+)
 from mtpkit.model.layers.norm import RMSNorm
 
 BackendName = Literal["local", "te"]
@@ -28,10 +33,11 @@ class Backend:
     norm_column_linear: type
     """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
     copied_linear: type
-    """Linear without bias that every tensor-parallel rank holds whole. Its constructor takes (input size, output size,
-    config); it maps [..., in] to [..., out]."""
+    """Linear without bias that every tensor-parallel rank holds whole. Its constructor takes (input
+    size, output size, config); it maps [..., in] to [..., out]."""
     row_linear: type
-    """Row-parallel linear that can add its output to a residual stream, see `layers.linear.RowParallelLinear`."""
+    """Row-parallel linear that can add its output to a residual stream, see
+    `layers.linear.RowParallelLinear`."""
     core_attention: type
     """Causal attention over sequences, called like `kernels.attention.sequence_attention`."""
     moe_provider: BackendSpecProvider
@@ -72,7 +78,8 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"local": _local, "te": _te}
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend called `name`: `local` is torch and mtpkit's kernels, `te` is Transformer Engine's modules.
+    """Return the backend called `name`: `local` is torch and mtpkit's kernels, `te` is Transformer
+    Engine's modules.
 
     Raises:
         UserError: no backend has that name, or something that it needs is missing.
@@ -83,8 +90,9 @@ def get_backend(name: str) -> Backend:
 
 
 def resolve_backend(name: BackendName | Literal["auto"]) -> BackendName:
-    """Return `name`, or for `auto` the best backend on this machine: `te` with a GPU and Transformer Engine, else
-    `local`. Warn if there is a GPU and Transformer Engine is installed but cannot be imported."""
+    """Return `name`, or for `auto` the best backend on this machine: `te` with a GPU and
+    Transformer Engine, else `local`. Warn if there is a GPU and Transformer Engine is installed but
+    cannot be imported."""
     if name != "auto":
         return name
     reason = _why_not_te()
@@ -99,7 +107,8 @@ def _why_not_te() -> str | None:
         return "a GPU"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # also OSError from a linked library, AssertionError from mixed versions
+    # also OSError from a linked library, AssertionError from mixed versions
+    except Exception as error:
         reason = " ".join(str(error).split())
         return f"Transformer Engine, which cannot be imported ({reason}): pip install 'mtpkit[te]'"
     return None

@@ -21,9 +21,9 @@ from mtpkit.model.state import StateSpec
 from mtpkit.platform import CpuInsteadOfCuda, ensure_distributed
 
 Init = Literal["portable", "device", "none"]
-"""Device that draws initial weights. "portable": the CPU, so that they are the same on every machine. "device": the
-parameter's own device, which takes a GPU seconds for billions of parameters but gives other numbers. "none": no draw,
-for weights that are loaded right afterwards."""
+"""Device that draws initial weights. "portable": the CPU, so that they are the same on every
+machine. "device": the parameter's own device, which takes a GPU seconds for billions of parameters
+but gives other numbers. "none": no draw, for weights that are loaded right afterwards."""
 
 
 def build_model(
@@ -43,30 +43,35 @@ def build_model(
 ) -> HybridModel:
     """Build a model with freshly initialised weights, in eval mode.
 
-    Sets up torch.distributed and megatron-core's groups unless that has been done. `model.mtpkit_config` is `config`. A
-    pipeline stage holds only its own layers, see `model.stage_patterns`. The last stage also holds the heads and an
-    embedding for them.
+    Sets up torch.distributed and megatron-core's groups unless that has been done.
+    `model.mtpkit_config` is `config`. A pipeline stage holds only its own layers, see
+    `model.stage_patterns`. The last stage also holds the heads and an embedding for them.
 
     Args:
-        sequence_parallel: split the sequence over tensor-parallel ranks outside their linears. Works only for whole
-            sequences whose length is divisible by the ranks. None: on if the model has experts and several ranks.
-        base_layers: False: leave out the base's layers and keep its embedding, final norm and lm_head; the heads are
-            the same.
+        sequence_parallel: split the sequence over tensor-parallel ranks outside their linears.
+            Works only for whole sequences whose length is divisible by the ranks. None: on if the
+            model has experts and several ranks.
+        base_layers: False: leave out the base's layers and keep its embedding, final norm and
+            lm_head; the heads are the same.
         balance: cost that layers are distributed over pipeline stages by, see `stage_patterns`.
-        expert_tensor_parallel: ranks that each expert is split over; None: `tensor_parallel`. With 1, tensor-parallel
-            ranks may hold different whole experts.
+        expert_tensor_parallel: ranks that each expert is split over; None: `tensor_parallel`. With
+            1, tensor-parallel ranks may hold different whole experts.
 
     Raises:
-        UserError: unknown backend, init or balance, or parallel sizes that do not fit the processes.
+        UserError: unknown backend, init or balance, or parallel sizes that do not fit the
+            processes.
     """
     if init not in get_args(Init):
         raise UserError(f"init is {init!r}, must be one of {listed(get_args(Init))}")
     modules = get_backend(backend)
     ensure_distributed(tensor_parallel, pipeline_parallel, expert_parallel, expert_tensor_parallel)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    stage, stages = groups.pp.rank(), groups.pp.size()
+    stage = groups.pp.rank()
+    stages = groups.pp.size()
     if sequence_parallel is None:
-        sequence_parallel = tensor_parallel > 1 and any(kind.experts(config).count for kind in kinds_in(config.letters))
+        sequence_parallel = tensor_parallel > 1 and any(
+            kind.experts(config).count for kind in kinds_in(config.letters)
+        )
     patterns = stage_patterns(config, stages, balance)
     pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
     if base_layers:
@@ -114,13 +119,16 @@ def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:
 
 
 @torch.no_grad()
-def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable") -> None:
+def init_weights(
+    model: HybridModel, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable"
+) -> None:
     """Initialise the parameters whose names start with `prefix`, each from `seed` and its name.
 
-    An embedding that two pipeline stages hold therefore starts the same on both, and heads start the same beside any
-    base. Each rank draws a split tensor whole and takes its part, so that the model is the same at any parallelism.
-    Matrices are normal with standard deviation `init_std`, divided by sqrt(2 layers) if they write to the residual
-    stream; norms multiply by one; other vectors are zero. `LayerKind.initial` overrides some of a kind's parameters.
+    An embedding that two pipeline stages hold therefore starts the same on both, and heads start
+    the same beside any base. Each rank draws a split tensor whole and takes its part, so that the
+    model is the same at any parallelism. Matrices are normal with standard deviation `init_std`,
+    divided by sqrt(2 layers) if they write to the residual stream; norms multiply by one; other
+    vectors are zero. `LayerKind.initial` overrides some of a kind's parameters.
     """
     residual_std = config.init_std / math.sqrt(2 * len(config.pattern))
     for name, parameter in model.named_parameters():
@@ -128,11 +136,15 @@ def init_weights(model: HybridModel, config: ModelConfig, seed: int, prefix: str
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
         generator.manual_seed((seed + zlib.crc32(_global_name(name, model).encode())) % 2**32)
-        kind, shape, draw = _kind_of(name, model), _whole_shape(name, parameter), Draw(generator)
+        kind = _kind_of(name, model)
+        shape = _whole_shape(name, parameter)
+        draw = Draw(generator)
         value = kind.initial(name, shape, config, draw) if kind else None
         module, _, leaf = name.rpartition(".")
         if value is None and ("norm" in module.rpartition(".")[2] or leaf == "layer_norm_weight"):
-            value = torch.zeros(shape) if config.layernorm_zero_centered_gamma else torch.ones(shape)
+            value = (
+                torch.zeros(shape) if config.layernorm_zero_centered_gamma else torch.ones(shape)
+            )
         elif value is None and parameter.dim() == 1:
             value = torch.zeros(shape)
         elif value is None:
@@ -147,12 +159,16 @@ def _kind_of(name: str, model: HybridModel) -> LayerKind | None:
     if found is None:
         return None
     stage = model.stage_patterns[model.pg_collection.pp.rank()]
-    return KINDS[(stage if found[1] == "decoder" else model.mtpkit_config.mtp.pattern)[int(found[2])]]
+    return KINDS[
+        (stage if found[1] == "decoder" else model.mtpkit_config.mtp.pattern)[int(found[2])]
+    ]
 
 
 def _global_name(name: str, model: HybridModel) -> str:
-    """Return a parameter's name in the undivided model: experts count over all ranks, base layers over all stages."""
-    kind, ranks = _kind_of(name, model), parallel_state.get_expert_model_parallel_world_size()
+    """Return a parameter's name in the undivided model: experts count over all ranks, base layers
+    over all stages."""
+    kind = _kind_of(name, model)
+    ranks = parallel_state.get_expert_model_parallel_world_size()
     experts = kind.experts(model.mtpkit_config).count // ranks if kind else 0
     firsts = {
         "local_experts.": experts * parallel_state.get_expert_model_parallel_rank(),
@@ -169,7 +185,10 @@ def _tensor_place(name: str, parameter: nn.Parameter) -> tuple[int, int]:
     if "local_experts." in name:
         group = parallel_state.get_expert_tensor_parallel_group()
         return group.rank(), group.size()
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
 
 def _whole_shape(name: str, parameter: nn.Parameter) -> torch.Size:
@@ -180,9 +199,14 @@ def _whole_shape(name: str, parameter: nn.Parameter) -> torch.Size:
 
 
 def _own_part(
-    name: str, whole: torch.Tensor, parameter: nn.Parameter, kind: LayerKind | None, config: ModelConfig
+    name: str,
+    whole: torch.Tensor,
+    parameter: nn.Parameter,
+    kind: LayerKind | None,
+    config: ModelConfig,
 ) -> torch.Tensor:
-    """Return this rank's share of a whole tensor; each of its parts, see `LayerKind.parts`, is split over the ranks."""
+    """Return this rank's share of a whole tensor; each of its parts, see `LayerKind.parts`, is
+    split over the ranks."""
     rank, ranks = _tensor_place(name, parameter)
     if ranks == 1:
         return whole

@@ -1,7 +1,8 @@
-"""Collectives of tensor-parallel ranks without gradients: sums of partial results, and small gathers.
+"""Collectives of tensor-parallel ranks without gradients: sums of partial results, and small
+gathers.
 
-All of them can be captured in a CUDA graph: sizes are fixed, and no call waits for the host. Every rank gets the same
-bits, so that ranks that decide by a result decide alike.
+All of them can be captured in a CUDA graph: sizes are fixed, and no call waits for the host. Every
+rank gets the same bits, so that ranks that decide by a result decide alike.
 """
 
 import torch
@@ -16,7 +17,8 @@ class Exchange:
     """Collectives of a group through its own backend, NCCL or gloo."""
 
     def all_reduce(self, values: Tensor, group: ProcessGroup) -> Tensor:
-        """Sum `values` over the ranks, with the same bits on all of them; `values` may be overwritten by the sum."""
+        """Sum `values` over the ranks, with the same bits on all of them; `values` may be
+        overwritten by the sum."""
         values = values.contiguous()
         dist.all_reduce(values, group=group)
         return values
@@ -27,10 +29,13 @@ class Exchange:
         dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
         return gathered.view(group.size(), *values.shape)
 
-    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    def best_of_ranks(
+        self, values: Tensor, tokens: Tensor, first: int, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
         """See `best_of_ranks`."""
         tokens = torch.where(tokens < 0, tokens, tokens + first)
-        pairs = self.all_gather(torch.stack([values.double(), tokens.double()], 1), group)  # exact: below 2^53
+        # exact: below 2^53
+        pairs = self.all_gather(torch.stack([values.double(), tokens.double()], 1), group)
         top = pairs[..., 0].amax(0)
         none = torch.iinfo(torch.int64).max
         return top.float(), torch.where(pairs[..., 0] == top, pairs[..., 1].long(), none).amin(0)
@@ -42,8 +47,9 @@ _chosen: dict[ProcessGroup, Exchange] = {}
 
 
 def use_exchange(group: ProcessGroup, exchange: Exchange | None) -> None:
-    """Make the functions below use `exchange` for a group, such as kernels that access the memory of other GPUs. None:
-    use the group's backend. All ranks must choose the same exchange, before CUDA graphs are captured."""
+    """Make the functions below use `exchange` for a group, such as kernels that access the memory
+    of other GPUs. None: use the group's backend. All ranks must choose the same exchange, before
+    CUDA graphs are captured."""
     if exchange is None:
         _chosen.pop(group, None)
     else:
@@ -64,39 +70,54 @@ def all_gather(values: Tensor, group: ProcessGroup) -> Tensor:
     return values[None] if group.size() == 1 else _exchange(group).all_gather(values, group)
 
 
-def best_of_ranks(values: Tensor, tokens: Tensor, group: ProcessGroup, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Find each row's best token over the vocabulary parts of all ranks; exchanges up to 16 bytes per row and rank.
+def best_of_ranks(
+    values: Tensor, tokens: Tensor, group: ProcessGroup, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Find each row's best token over the vocabulary parts of all ranks; exchanges up to 16 bytes
+    per row and rank.
 
     Args:
-        values: [M] float32, the largest logit of this rank's part, +inf where a logit is NaN or +inf.
+        values: [M] float32, the largest logit of this rank's part, +inf where a logit is NaN or
+            +inf.
         tokens: [M] int64, the token of that logit; `NO_TOKEN` where the value is not finite.
         first: offset to add to this rank's tokens, so that they are numbered over all ranks.
 
     Returns:
-        [M] float32, the largest logit over all ranks, and [M] int64, its token; the smallest in a tie, as on one rank.
+        [M] float32, the largest logit over all ranks, and [M] int64, its token; the smallest in a
+        tie, as on one rank.
     """
     if group.size() == 1:
         return values, tokens
     return _exchange(group).best_of_ranks(values, tokens, first, group)
 
 
-def top_of_ranks(values: Tensor, tokens: Tensor, log_sums: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def top_of_ranks(
+    values: Tensor, tokens: Tensor, log_sums: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Find each row's n best tokens over the vocabulary parts of all ranks.
 
     Args:
-        values: [M, n] float32, the largest logits of this rank's part, descending; -inf where the part has fewer.
-        tokens: [M, n] int64, their tokens, numbered over all ranks; a lower rank holds smaller tokens, which win ties.
-        log_sums: [M] float32, log of the sum of exp(logit) over the part; +inf in a row with NaN or +inf.
+        values: [M, n] float32, the largest logits of this rank's part, descending; -inf where the
+            part has fewer.
+        tokens: [M, n] int64, their tokens, numbered over all ranks; a lower rank holds smaller
+            tokens, which win ties.
+        log_sums: [M] float32, log of the sum of exp(logit) over the part; +inf in a row with NaN or
+            +inf.
 
     Returns:
         [M, n] int64 and [M, n] float32 log-probabilities, see `kernels.draft_head.top_tokens`.
     """
     count = values.shape[1]
-    parts = all_gather(torch.cat([part.double() for part in (values, tokens, log_sums[:, None])], 1), group)
+    parts = all_gather(
+        torch.cat([part.double() for part in (values, tokens, log_sums[:, None])], 1), group
+    )
     values, tokens, log_sums = parts.split([count, count, 1], 2)
     total = log_sums[..., 0].logsumexp(0)[:, None]
     values, tokens = (part.transpose(0, 1).flatten(1) for part in (values, tokens))
     values, order = torch.sort(values, dim=1, descending=True, stable=True)
-    values, tokens = values[:, :count], tokens.gather(1, order[:, :count]).long()
+    values = values[:, :count]
+    tokens = tokens.gather(1, order[:, :count]).long()
     valid = total.isfinite() & (values > -torch.inf)
-    return torch.where(valid, tokens, NO_TOKEN), torch.where(valid, (values - total).float(), torch.nan)
+    return torch.where(valid, tokens, NO_TOKEN), torch.where(
+        valid, (values - total).float(), torch.nan
+    )

@@ -1,7 +1,8 @@
-"""Count the elements of the heads' matrices and the FLOPs per token of training them, from a `ModelConfig` alone.
+"""Count the elements of the heads' matrices and the FLOPs per token of training them, from a
+`ModelConfig` alone.
 
-FLOPs count the weights that a token uses; in a mixture of experts, only those of the experts that it is routed to.
-Embeddings, attention scores and recurrent states are left out.
+FLOPs count the weights that a token uses; in a mixture of experts, only those of the experts that
+it is routed to. Embeddings, attention scores and recurrent states are left out.
 """
 
 import math
@@ -14,7 +15,8 @@ FORWARD = 2
 TRAINED = 6
 """FLOPs per weight and token of a forward pass and the gradients of inputs and weights."""
 FROZEN = 4
-"""FLOPs per weight and token of a forward pass and the gradient of the inputs: for the untrained lm_head."""
+"""FLOPs per weight and token of a forward pass and the gradient of the inputs: for the untrained
+lm_head."""
 
 
 def eh_proj_matrix(config: ModelConfig) -> int:
@@ -23,26 +25,35 @@ def eh_proj_matrix(config: ModelConfig) -> int:
 
 
 def head_matrices(config: ModelConfig, all_experts: bool = False) -> int:
-    """Count the elements of one depth's matrices without the lm_head: `eh_proj`, and the elements of its layers that a
-    token uses.
+    """Count the elements of one depth's matrices without the lm_head: `eh_proj`, and the elements
+    of its layers that a token uses.
 
     Args:
         all_experts: count all routed experts, rather than those that a token is routed to.
     """
     layers = [KINDS[letter].matrices(config) for letter in config.mtp.pattern]
-    return eh_proj_matrix(config) + sum(layer.held if all_experts else layer.used for layer in layers)
+    return eh_proj_matrix(config) + sum(
+        layer.held if all_experts else layer.used for layer in layers
+    )
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Count the parameters of all heads, which training changes; the experts' biases are no parameters."""
+    """Count the parameters of all heads, which training changes; the experts' biases are no
+    parameters."""
     layers = [KINDS[letter].tensors(config) for letter in config.mtp.pattern]
-    shapes = [shape for layer in layers for name, shape in layer.items() if not name.endswith("expert_bias")]
+    shapes = [
+        shape
+        for layer in layers
+        for name, shape in layer.items()
+        if not name.endswith("expert_bias")
+    ]
     norms = 3 * config.hidden_size
     return config.mtp.num_layers * (eh_proj_matrix(config) + norms + sum(map(math.prod, shapes)))
 
 
 def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -> float:
-    """Count the FLOPs per token of a training step with K depths: base forward, heads and lm_head forward and backward.
+    """Count the FLOPs per token of a training step with K depths: base forward, heads and lm_head
+    forward and backward.
 
     The base's own logits, which only some losses need, are left out.
 
@@ -56,4 +67,6 @@ def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -
     head = head_matrices(config) + norms if config.mtp.num_depths else 0
     applied = num_depths if config.mtp.repeated else config.mtp.num_depths
     base = layers + hidden if base_layers else 0
-    return float(FORWARD * base + TRAINED * head * applied + FROZEN * config.vocab_size * hidden * num_depths)
+    return float(
+        FORWARD * base + TRAINED * head * applied + FROZEN * config.vocab_size * hidden * num_depths
+    )

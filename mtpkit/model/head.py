@@ -11,9 +11,9 @@ from mtpkit.model.transformer_config import TransformerConfig
 class MtpHead(MegatronModule):
     """Norms of the two inputs, projection of both to one, layers, and final norm.
 
-    It stands in for megatron-core's `MultiTokenPredictionLayer`, of which mtpkit would use the parts
-    alone. That class also looks for linears of Transformer Engine among them, which some releases
-    can only do where Transformer Engine is installed.
+    It stands in for megatron-core's `MultiTokenPredictionLayer`, of which mtpkit would use the
+    parts alone. That class also looks for linears of Transformer Engine among them, which some
+    releases can only do where Transformer Engine is installed.
 
     Args:
         norm, column_linear: classes of a `Backend`.

@@ -1,4 +1,5 @@
-"""megatron-core's hybrid model: its configuration, its layer specs, and the attributes that mtpkit reads of a model."""
+"""megatron-core's hybrid model: its configuration, its layer specs, and the attributes that mtpkit
+reads of a model."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +30,9 @@ def megatron_pattern(pattern: str) -> str:
     return "".join(KINDS[letter].slot.letter if letter in KINDS else letter for letter in pattern)
 
 
-def transformer_config(config: ModelConfig, dtype: torch.dtype, **parallel: int | bool) -> TransformerConfig:
+def transformer_config(
+    config: ModelConfig, dtype: torch.dtype, **parallel: int | bool
+) -> TransformerConfig:
     """Make megatron-core's config of a model.
 
     Args:
@@ -76,9 +79,11 @@ class HybridModel(MegatronHybridModel):
     base_context: Callable[[], AbstractContextManager[None]]
     """Context in which the base runs, see `use_fp8_base`."""
 
-    def __init__(self, model_config: ModelConfig, backend: str, stage_patterns: list[str], **megatron: object) -> None:
-        """Build megatron-core's model from a config and megatron-core's own arguments; `stage_patterns` has the pattern
-        of the base's layers on each pipeline stage."""
+    def __init__(
+        self, model_config: ModelConfig, backend: str, stage_patterns: list[str], **megatron: object
+    ) -> None:
+        """Build megatron-core's model from a config and megatron-core's own arguments;
+        `stage_patterns` has the pattern of the base's layers on each pipeline stage."""
         super().__init__(
             vocab_size=model_config.vocab_size,
             max_sequence_length=model_config.max_position_embeddings,
@@ -89,43 +94,56 @@ class HybridModel(MegatronHybridModel):
             parallel_output=True,
             **megatron,
         )
-        self.mtpkit_config, self.backend, self.stage_patterns = model_config, backend, stage_patterns
+        self.mtpkit_config = model_config
+        self.backend = backend
+        self.stage_patterns = stage_patterns
         self.base_context = nullcontext
 
 
 class HybridStack(MegatronHybridStack):
-    """megatron-core's stack with the final norm of the backend; the original hard-wires Transformer Engine's.
+    """megatron-core's stack with the final norm of the backend; the original hard-wires Transformer
+    Engine's.
 
-    Its output is the hidden state that the heads read, see `MtpConfig.reads_of_base`. If that is the state before the
-    final norm, the stack holds the norm but does not run it.
+    Its output is the hidden state that the heads read, see `MtpConfig.reads_of_base`. If that is
+    the state before the final norm, the stack holds the norm but does not run it.
     """
 
-    def __init__(self, config: TransformerConfig, *args: object, norm: type, **kwargs: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: object, norm: type, **kwargs: object
+    ) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
         if self.post_process:
             self.post_layer_norm = config.mtpkit.mtp.hands_on_normed(0)
-            self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            self.final_norm = norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
 
 
 def one_layer_per_kind(model: HybridModel) -> HybridModel:
-    """Copy a model with only the first base layer of each kind that it has, or that its pipeline stage has. Weights are
-    shared. All layers of a kind are alike, see `LayerKind`, so the copy runs the same kernels as the model."""
+    """Copy a model with only the first base layer of each kind that it has, or that its pipeline
+    stage has. Weights are shared. All layers of a kind are alike, see `LayerKind`, so the copy runs
+    the same kernels as the model."""
     pattern = model.stage_patterns[model.pg_collection.pp.rank()]
-    short, stack = copy.copy(model), copy.copy(model.decoder)
+    short = copy.copy(model)
+    stack = copy.copy(model.decoder)
     first: dict[str, tuple[str, nn.Module]] = {}
     # There are no layers if the model was built without base layers.
     for letter, symbol, layer in zip(pattern, stack.layer_type_list, stack.layers, strict=False):
         first.setdefault(letter, (symbol, layer))
     stack.layer_type_list = [symbol for symbol, _ in first.values()]
     # A shallow copy has the original's own dict of submodules.
-    stack._modules = stack._modules | {"layers": nn.ModuleList(layer for _, layer in first.values())}
+    stack._modules = stack._modules | {
+        "layers": nn.ModuleList(layer for _, layer in first.values())
+    }
     short._modules = short._modules | {"decoder": stack}
     return short
 
 
 def stack_spec(backend: Backend, config: ModelConfig) -> ModuleSpec:
     """Make the spec of the decoder stack, the model's layer kinds and the MTP block."""
-    head = ModuleSpec(MtpHead, params={"norm": backend.norm, "column_linear": backend.column_linear})
+    head = ModuleSpec(
+        MtpHead, params={"norm": backend.norm, "column_linear": backend.column_linear}
+    )
     heads = MultiTokenPredictionBlockSubmodules(layer_specs=[head])
     submodules = HybridStackSubmodules(
         **{kind.slot.field: kind.spec(backend, config) for kind in kinds_in(config.letters)},

@@ -1,8 +1,10 @@
 """Inputs of a layer besides its hidden states, as frozen dataclasses of tensors.
 
-megatron-core's wrappers pass such an input to each layer unchanged as `inference_context`; no layer knows who made it.
+megatron-core's wrappers pass such an input to each layer unchanged as `inference_context`; no layer
+knows who made it.
 
-Shape legend: T tokens of a step, R rows (requests) of a step, s sequence, b batch, K speculative tokens.
+Shape legend: T tokens of a step, R rows (requests) of a step, s sequence, b batch, K speculative
+tokens.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,7 +21,8 @@ from mtpkit.platform import to_device
 
 
 class LayerInput:
-    """Base class of the inputs below, with the methods that megatron-core's wrappers call on an inference context."""
+    """Base class of the inputs below, with the methods that megatron-core's wrappers call on an
+    inference context."""
 
     def is_static_batching(self) -> bool:
         """Return False, so that megatron-core does not read attributes of its own contexts."""
@@ -30,7 +33,8 @@ class LayerInput:
         return False
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """[b, s] int64, position of each token in its document or request, plus `depth` - 1 with a `DepthInput`."""
+        """[b, s] int64, position of each token in its document or request, plus `depth` - 1 with a
+        `DepthInput`."""
         raise NotImplementedError
 
 
@@ -38,10 +42,11 @@ class LayerInput:
 class SequenceInput(LayerInput):
     """Whole sequences at once, as in training and teacher forcing.
 
-    `documents` [b, s] int: non-decreasing index of the document a token belongs to; attention, convolution and state
-    never cross from one document to the next. None: each row is one document.
+    `documents` [b, s] int: non-decreasing index of the document a token belongs to; attention,
+    convolution and state never cross from one document to the next. None: each row is one document.
     `positions` [b, s] int: rotary position of each token inside its document. None: 0, 1, 2, ...
-    `document_lens`: lengths of the documents, row after row. None: computed from `documents` when needed.
+    `document_lens`: lengths of the documents, row after row. None: computed from `documents` when
+    needed.
     """
 
     documents: Tensor | None = None
@@ -49,14 +54,18 @@ class SequenceInput(LayerInput):
     document_lens: tuple[int, ...] | None = None
 
     def starts(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """First token of each document of `batch` rows of `length` tokens, row after row, then the number of tokens.
+        """First token of each document of `batch` rows of `length` tokens, row after row, then the
+        number of tokens.
 
         Waits for the device once if only the device knows the lengths of the documents.
 
         Returns:
             [documents + 1] int64.
         """
-        return _starts((length,) * batch if self.documents is None else self.document_lens or self._lens, device)
+        return _starts(
+            (length,) * batch if self.documents is None else self.document_lens or self._lens,
+            device,
+        )
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
         if self.positions is not None:
@@ -78,14 +87,15 @@ def _starts(lens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class DepthStreams:
-    """Entries that the depths of one forward pass leave for later depths: for each name, one entry per depth. This is
-    the only input that layers write to."""
+    """Entries that the depths of one forward pass leave for later depths: for each name, one entry
+    per depth. This is the only input that layers write to."""
 
     def __init__(self) -> None:
         self._entries: dict[str, list[object]] = {}
 
     def leave(self, name: str, depth: int, entry: object) -> None:
-        """Keep the entry of a depth, counted from 1; a second entry of the same depth is dropped."""
+        """Keep the entry of a depth, counted from 1; a second entry of the same depth is
+        dropped."""
         entries = self._entries.setdefault(name, [])
         if len(entries) < depth:
             entries.append(entry)
@@ -97,8 +107,8 @@ class DepthStreams:
 
 @dataclass(frozen=True)
 class DepthInput(SequenceInput):
-    """Sequences at MTP depth `depth` under serving attention: a query at i sees depth 1's entries j <= i and the
-    entries of depths 2..depth at i. All depths of a forward pass share one `streams`.
+    """Sequences at MTP depth `depth` under serving attention: a query at i sees depth 1's entries j
+    <= i and the entries of depths 2..depth at i. All depths of a forward pass share one `streams`.
     """
 
     depth: int = 1
@@ -111,8 +121,9 @@ class DepthInput(SequenceInput):
         """Leave `entry` for the later depths of layer `name`.
 
         Returns:
-            Entries of depths 1..depth in order. If activation recomputation runs a depth again in the backward, that
-            leaves no second entry, and the depth sees the same entries of earlier depths.
+            Entries of depths 1..depth in order. If activation recomputation runs a depth again in
+            the backward, that leaves no second entry, and the depth sees the same entries of
+            earlier depths.
         """
         self.streams.leave(name, self.depth, entry)
         return [*cast(list[T], self.streams.before(name, self.depth)), entry]
@@ -127,10 +138,11 @@ class DepthInput(SequenceInput):
 
 @dataclass(frozen=True)
 class TreeInput:
-    """Trees of tokens that the decode rows of a step feed, R rows of T tokens each; see `mtpkit.kernels.ancestors`.
+    """Trees of tokens that the decode rows of a step feed, R rows of T tokens each; see
+    `mtpkit.kernels.ancestors`.
 
-    Entry j of row r's tree has position starts[r] + j in the KV cache. A tree may be fed level by level: each token is
-    then a separate row, which continues the recurrent states of its parent.
+    Entry j of row r's tree has position starts[r] + j in the KV cache. A tree may be fed level by
+    level: each token is then a separate row, which continues the recurrent states of its parent.
     """
 
     ancestors: Tensor
@@ -138,29 +150,34 @@ class TreeInput:
     starts: Tensor
     """[R] int64, position of each tree's entry 0 in the KV cache."""
     parents: Tensor | None = None
-    """[R, T] int64, index in its row of each token's parent; -1: the last committed token. None: one token per row."""
+    """[R, T] int64, index in its row of each token's parent; -1: the last committed token. None:
+    one token per row."""
     earlier: int = 0
     """Number of tree entries that come before this step's tokens."""
     children: Tensor | None = None
-    """[T, C] int64, the children of each token in order, then -1. Only for a tree that all rows share."""
+    """[T, C] int64, the children of each token in order, then -1. Only for a tree that all rows
+    share."""
     draft_index: Tensor | None = None
-    """[T] int64, index of each token among the tokens with children; 0 for tokens without. Only for a shared tree."""
+    """[T] int64, index of each token among the tokens with children; 0 for tokens without. Only for
+    a shared tree."""
 
 
 @dataclass(frozen=True)
 class StepInput(LayerInput):
-    """One step of the engine over a flat batch of T tokens in R rows. Only the device knows the chunks' lengths.
+    """One step of the engine over a flat batch of T tokens in R rows. Only the device knows the
+    chunks' lengths.
 
-    Rows 0 .. num_decode_rows - 1 are decode rows with `decode_width` tokens each; the other rows are prefill chunks.
-    Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row may continue a chunk of the same
-    request, so layers compute chunks first.
+    Rows 0 .. num_decode_rows - 1 are decode rows with `decode_width` tokens each; the other rows
+    are prefill chunks. Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row
+    may continue a chunk of the same request, so layers compute chunks first.
 
-    A chunk may be empty; at context 0 it then sets the states of its request to zero. A null row, with state slot -1,
-    belongs to no request: it pads a captured step. Its tokens touch no state, and layers return zeros for them.
+    A chunk may be empty; at context 0 it then sets the states of its request to zero. A null row,
+    with state slot -1, belongs to no request: it pads a captured step. Its tokens touch no state,
+    and layers return zeros for them.
 
     Example, K = 2, one decode row with 10 cached tokens and one first prefill chunk of 4 tokens:
-        query_start [0, 3, 7], context_lens [10, 0], positions [10, 11, 12, 0, 1, 2, 3], num_decode_rows 1,
-        decode_width 3
+        query_start [0, 3, 7], context_lens [10, 0], positions [10, 11, 12, 0, 1, 2, 3],
+        num_decode_rows 1, decode_width 3
     """
 
     positions: Tensor
@@ -168,13 +185,14 @@ class StepInput(LayerInput):
     query_start: Tensor
     """[R + 1] int64."""
     context_lens: Tensor
-    """[R] int64, tokens of the request that are committed in the states before this step; 0: a zero state. -1: a null
-    row among the chunks."""
+    """[R] int64, tokens of the request that are committed in the states before this step; 0: a zero
+    state. -1: a null row among the chunks."""
     block_tables: Tensor
-    """[R, B] int64, blocks of each row in order; entries past a row's last block may name any block and are never
-    read."""
+    """[R, B] int64, blocks of each row in order; entries past a row's last block may name any block
+    and are never read."""
     kv_slots: Tensor
-    """[T] int64, slot mapping: block * block_size + offset of each token's key and value; -1: not stored."""
+    """[T] int64, slot mapping: block * block_size + offset of each token's key and value; -1: not
+    stored."""
     state_slots: Tensor
     """[R] int64, each row's slot in the states that have one slot per request; -1: a null row."""
     committed: Committed
@@ -184,7 +202,8 @@ class StepInput(LayerInput):
     states: States
     """States of each layer, by its `layer_name`."""
     keep: Tensor | None = None
-    """[N] int64, the tokens that a layer computes results for, see `LayerKind.narrows`; None: all."""
+    """[N] int64, the tokens that a layer computes results for, see `LayerKind.narrows`; None:
+    all."""
     tree: TreeInput | None = None
     """None: every row is a chain, in which each token follows the one before it."""
 
@@ -203,8 +222,8 @@ class StepInput(LayerInput):
 
     @property
     def attended(self) -> tuple[Tensor, Tensor | None, int]:
-        """Arguments of attention for the decode rows: [R] context lengths, their trees' masks [R, T] or None, and the
-        number of the trees' earlier entries."""
+        """Arguments of attention for the decode rows: [R] context lengths, their trees' masks [R,
+        T] or None, and the number of the trees' earlier entries."""
         if self.tree is None:
             return self.context_lens[: self.num_decode_rows], None, 0
         return self.tree.starts, self.tree.ancestors, self.tree.earlier
@@ -213,8 +232,8 @@ class StepInput(LayerInput):
         """Return the committed part of the states of this step's first S rows after the step.
 
         Args:
-            new: [S] int64, number of accepted tokens of each of these rows; ignored for chunks, which are committed
-                whole.
+            new: [S] int64, number of accepted tokens of each of these rows; ignored for chunks,
+                which are committed whole.
         """
         if not self.num_decode_rows:
             return Committed.none(self.committed.counts, len(new), new.device)
@@ -223,15 +242,17 @@ class StepInput(LayerInput):
         return committed.restarted(self.num_decode_rows)
 
     def continued(self, accepted: Tensor) -> "StepInput":
-        """Turn the first S rows into rows of one token each, which follows the newest token that the row accepted.
+        """Turn the first S rows into rows of one token each, which follows the newest token that
+        the row accepted.
 
-        The states of MTP layers are copies of those that depth 1 left, so that deeper depths can change them.
-        Positions, context lengths and KV slots are still those of this step.
+        The states of MTP layers are copies of those that depth 1 left, so that deeper depths can
+        change them. Positions, context lengths and KV slots are still those of this step.
 
         Args:
             accepted: [S] int64, number of accepted drafts of each of these rows; 0 for a chunk.
         """
-        count, device = len(accepted), accepted.device
+        count = len(accepted)
+        device = accepted.device
         return replace(
             self,
             query_start=torch.arange(count + 1, device=device),
@@ -244,16 +265,21 @@ class StepInput(LayerInput):
         )
 
     def keep_path(self, path: Tensor, accepted: Tensor) -> None:
-        """Turn the accepted tree paths of the decode rows into chains in the states, see `States.keep_path`."""
-        rows, slots = slice(self.num_decode_rows), self.kv_slots[: self.num_decode_tokens]
+        """Turn the accepted tree paths of the decode rows into chains in the states, see
+        `States.keep_path`."""
+        rows = slice(self.num_decode_rows)
+        slots = self.kv_slots[: self.num_decode_tokens]
         places = StepPlaces(
-            self.context_lens[rows], slots.unflatten(0, (self.num_decode_rows, -1)), self.state_slots[rows]
+            self.context_lens[rows],
+            slots.unflatten(0, (self.num_decode_rows, -1)),
+            self.state_slots[rows],
         )
         self.states.keep_path(places, path, accepted)
 
     def branched(self, rows: Tensor, committed: Committed | None = None) -> "StepInput":
-        """Make rows of one token each, which continue copies of the MTP layers' states of the rows `rows` [n]. Context
-        lengths and block tables are those of these rows; positions and KV slots are still those of this step.
+        """Make rows of one token each, which continue copies of the MTP layers' states of the rows
+        `rows` [n]. Context lengths and block tables are those of these rows; positions and KV slots
+        are still those of this step.
 
         Args:
             committed: the committed part of the states of this step's rows; None: `self.committed`.
@@ -272,6 +298,7 @@ class StepInput(LayerInput):
         )
 
     def advanced(self) -> "StepInput":
-        """Return these rows of one token each with that token counted as committed, once their states contain it."""
+        """Return these rows of one token each with that token counted as committed, once their
+        states contain it."""
         new = torch.ones_like(self.context_lens)
         return replace(self, committed=self.committed.after(self.context_lens, 1, new))

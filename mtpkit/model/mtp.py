@@ -1,8 +1,9 @@
-"""Forward passes of the base and of its multi-token-prediction heads; only this file implements the MTP recurrence.
+"""Forward passes of the base and of its multi-token-prediction heads; only this file implements the
+MTP recurrence.
 
-The base and each depth *hand on* a hidden state to the next depth: the state after their final norm, or the one before
-it, as `MtpConfig.reads_of_base` and `reads_of_depth` say. lm_head always reads the state after the norm, see
-`normed_states`.
+The base and each depth *hand on* a hidden state to the next depth: the state after their final
+norm, or the one before it, as `MtpConfig.reads_of_base` and `reads_of_depth` say. lm_head always
+reads the state after the norm, see `normed_states`.
 
 Shape legend: b batch, s sequence, h hidden size, v vocabulary, K depths.
 """
@@ -54,7 +55,8 @@ def base_forward(model: HybridModel, token_ids: Tensor | None, inputs: LayerInpu
     """Run the base and return the hidden states that it hands on.
 
     Args:
-        token_ids: [b, s] int64; ignored on a pipeline stage after the first, which reads its input tensor.
+        token_ids: [b, s] int64; ignored on a pipeline stage after the first, which reads its input
+            tensor.
         inputs: a `SequenceInput`, or a `StepInput` with b = 1 and s = T.
 
     Returns:
@@ -82,9 +84,11 @@ def _final_norm(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
 
 
 def gather_sequence(model: HybridModel, hidden: Tensor) -> Tensor:
-    """Gather every rank's hidden [s / tp, b, h] into [s, b, h]; without sequence parallelism, return hidden as it is.
+    """Gather every rank's hidden [s / tp, b, h] into [s, b, h]; without sequence parallelism,
+    return hidden as it is.
 
-    All ranks must compute the same with the result, so that each rank gets the whole gradient of the result.
+    All ranks must compute the same with the result, so that each rank gets the whole gradient of
+    the result.
     """
     if not model.config.sequence_parallel:
         return hidden
@@ -117,7 +121,8 @@ def first_token(model: HybridModel) -> int:
 
 
 def draft_output_weight(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Select the lm_head's rows for some tokens; tensor-parallel ranks split these rows as they split the lm_head.
+    """Select the lm_head's rows for some tokens; tensor-parallel ranks split these rows as they
+    split the lm_head.
 
     Args:
         token_ids: [D] int64.
@@ -132,10 +137,14 @@ def draft_output_weight(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, 
 
 
 def greedy_tokens(
-    model: HybridModel, hidden: Tensor, draft_weight: Tensor | None = None, draft_token_ids: Tensor | None = None
+    model: HybridModel,
+    hidden: Tensor,
+    draft_weight: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> Tensor:
-    """Find the best token of each hidden state, for drafts; `linear_argmax` says how ties are broken. Each
-    tensor-parallel rank searches its own rows of the lm_head, and `best_of_ranks` combines their results.
+    """Find the best token of each hidden state, for drafts; `linear_argmax` says how ties are
+    broken. Each tensor-parallel rank searches its own rows of the lm_head, and `best_of_ranks`
+    combines their results.
 
     Args:
         hidden: [M, h], `normed_states`.
@@ -144,7 +153,8 @@ def greedy_tokens(
     Returns:
         [M] int64.
     """
-    weight, tokens = output_weight(model) if draft_weight is None else draft_weight, draft_token_ids
+    weight = output_weight(model) if draft_weight is None else draft_weight
+    tokens = draft_token_ids
     if _is_alone(model):
         return linear_argmax(hidden, weight, tokens)
     first = first_token(model) if tokens is None else 0
@@ -191,7 +201,8 @@ def depth_embedding(model: HybridModel, token_ids: Tensor, inputs: LayerInput) -
 
 
 def _embedding_rows(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tensor | IntegerRows]:
-    """Return where the embeddings of token_ids [1, T] lie: row numbers [T] int64, and the table that they index."""
+    """Return where the embeddings of token_ids [1, T] lie: row numbers [T] int64, and the table
+    that they index."""
     table = model.embedding.word_embeddings
     if _is_alone(model):
         return token_ids[0], table.rows if isinstance(table, IntegerEmbedding) else table.weight
@@ -210,33 +221,44 @@ def mtp_forward(
     inputs: LayerInput,
     keep: Tensor | None = None,
 ) -> Tensor:
-    """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding); hnorm(g^{k-1})]))).
+    """One depth of the heads: g^k = final_layernorm(block(eh_proj([enorm(embedding);
+    hnorm(g^{k-1})]))).
 
-    DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth. If depths hand on the
-    state before `final_layernorm`, that state takes the place of g^{k-1} and g^k.
+    DeepSeek-V3 (arXiv:2412.19437, section 2.2); a repeated head applies one block at every depth.
+    If depths hand on the state before `final_layernorm`, that state takes the place of g^{k-1} and
+    g^k.
 
     Args:
         depth: k, from 1.
-        hidden: [s, b, h], g^{k-1}: the state that the previous depth hands on, or the base for depth 1.
+        hidden: [s, b, h], g^{k-1}: the state that the previous depth hands on, or the base for
+            depth 1.
         token_ids: [b, s], already shifted: element i is t_{i+k}.
         inputs: `SequenceInput`, `DepthInput`, or `StepInput`.
-        keep: [N] int64, the tokens of a step to compute g^k for; None: all. The other tokens only fill the caches.
+        keep: [N] int64, the tokens of a step to compute g^k for; None: all. The other tokens only
+            fill the caches.
 
     Returns:
-        The state that the depth hands on, [s, b, h], or [N, b, h] with `keep`; `normed_states` gives g^k.
+        The state that the depth hands on, [s, b, h], or [N, b, h] with `keep`; `normed_states`
+        gives g^k.
 
     Example, tokens A B C D: depth 1 reads hidden h_A h_B h_C with tokens B C D and predicts C D ..
     """
     layer = head_of(model, depth)
     if isinstance(inputs, StepInput):
         zeroed = inputs.positions if model.mtpkit_config.mtp.zero_first_embedding else None
-        norms, zero_centered = (layer.enorm.weight, layer.hnorm.weight), model.config.layernorm_zero_centered_gamma
+        norms = (layer.enorm.weight, layer.hnorm.weight)
+        zero_centered = model.config.layernorm_zero_centered_gamma
         rows = _embedding_rows(model, token_ids)
-        x = mtp_input(rows[0], hidden[:, 0], rows[1], *norms, layer.enorm.eps, zero_centered, zeroed)[:, None]
+        x = mtp_input(
+            rows[0], hidden[:, 0], rows[1], *norms, layer.enorm.eps, zero_centered, zeroed
+        )[:, None]
         x, _unused = layer.eh_proj(x)
     else:
         x, _unused = linear_of(
-            layer.eh_proj, partial(_normed_pair, layer), depth_embedding(model, token_ids, inputs), hidden
+            layer.eh_proj,
+            partial(_normed_pair, layer),
+            depth_embedding(model, token_ids, inputs),
+            hidden,
         )
     x = _gather(model, x)
     if model.config.sequence_parallel:
@@ -260,9 +282,11 @@ def depth_forward(
     return handed_on, normed_states(model, handed_on, depth)
 
 
-def _kept(model: HybridModel, layers: nn.ModuleList, x: Tensor, inputs: LayerInput, keep: Tensor) -> Tensor:
-    """Run a head's layers on x [T, 1, h] and return [N, 1, h] at tokens `keep` [N]; the other tokens stop at the last
-    layer that keeps a state or cache."""
+def _kept(
+    model: HybridModel, layers: nn.ModuleList, x: Tensor, inputs: LayerInput, keep: Tensor
+) -> Tensor:
+    """Run a head's layers on x [T, 1, h] and return [N, 1, h] at tokens `keep` [N]; the other
+    tokens stop at the last layer that keeps a state or cache."""
     assert isinstance(inputs, StepInput)
     pattern = model.mtpkit_config.mtp.pattern
     last = caching_length(pattern) - 1
@@ -279,12 +303,14 @@ def _kept(model: HybridModel, layers: nn.ModuleList, x: Tensor, inputs: LayerInp
 
 
 def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:
-    """Shift token_ids [b, s] left by `depth`; places at the end without a token hold 0 and must be masked."""
+    """Shift token_ids [b, s] left by `depth`; places at the end without a token hold 0 and must be
+    masked."""
     return F.pad(token_ids[:, depth:], (0, min(depth, token_ids.shape[1])))
 
 
 def shift_states(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
-    """Shift hidden [s, b, h] (s / tp under sequence parallelism) to the front by `depth`; the end is filled with 0."""
+    """Shift hidden [s, b, h] (s / tp under sequence parallelism) to the front by `depth`; the end
+    is filled with 0."""
     whole = gather_sequence(model, hidden)
     moved = F.pad(whole[depth:], (0, 0, 0, 0, 0, min(depth, len(whole))))
     return scatter_to_sequence_parallel_region(moved) if model.config.sequence_parallel else moved
@@ -300,26 +326,31 @@ def unroll_depths(
     positions: Tensor | None = None,
     mix: Callable[[Tensor, Tensor], Tensor] | None = None,
     recompute: bool = False,
-    forward: Callable[[HybridModel, int, Tensor, Tensor, LayerInput], tuple[Tensor, Tensor]] = depth_forward,
+    forward: Callable[
+        [HybridModel, int, Tensor, Tensor, LayerInput], tuple[Tensor, Tensor]
+    ] = depth_forward,
     document_lens: tuple[int, ...] | None = None,
 ) -> Iterator[Tensor]:
     """Yield g^1 .. g^K, each after its final norm, over whole sequences.
 
-    g^k_i is meaningful where t_{i+k} exists in the document of i; elsewhere it is finite and must be masked out.
+    g^k_i is meaningful where t_{i+k} exists in the document of i; elsewhere it is finite and must
+    be masked out.
 
     Args:
         hidden: [s, b, h], the states that the base hands on.
         token_ids: [b, s].
-        attention: `serving`, the mask that decoding a repeated head produces, or `per_depth`, causal attention of each
-            depth over its own stream: the one that Megatron trains and that decoding distinct heads produces. None: the
-            one that decoding this model produces.
+        attention: `serving`, the mask that decoding a repeated head produces, or `per_depth`,
+            causal attention of each depth over its own stream: the one that Megatron trains and
+            that decoding distinct heads produces. None: the one that decoding this model produces.
         documents, positions: [b, s], and `document_lens`: see `SequenceInput`.
-        mix: for training, a function that makes the input of depth k + 1 from the states that depth k hands on and from
-            the base's hidden states that they stand in for, both [s, b, h]; element i of the base's is h_{i+k}, or 0
-            past the end. The base's states are normed if depths hand on normed states. If depths hand on states before
-            the norm, the base must do so, too.
-        recompute: keep only the inputs of each depth and the entries that later depths read, and run the depth again in
-            the backward (activation recomputation, Chen et al. 2016, arXiv:1604.06174).
+        mix: for training, a function that makes the input of depth k + 1 from the states that depth
+            k hands on and from the base's hidden states that they stand in for, both [s, b, h];
+            element i of the base's is h_{i+k}, or 0 past the end. The base's states are normed if
+            depths hand on normed states. If depths hand on states before the norm, the base must do
+            so, too.
+        recompute: keep only the inputs of each depth and the entries that later depths read, and
+            run the depth again in the backward (activation recomputation, Chen et al. 2016,
+            arXiv:1604.06174).
         forward: function that runs one depth, with the arguments and the result of `depth_forward`.
     """
     repeated = model.mtpkit_config.mtp.repeated
@@ -336,7 +367,9 @@ def unroll_depths(
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         if recompute:  # nothing in a depth is random
             kept = partial(_keeping_inputs, forward)
-            hidden, normed = checkpoint(kept, *arguments, use_reentrant=False, preserve_rng_state=False)
+            hidden, normed = checkpoint(
+                kept, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             hidden, normed = forward(*arguments)
         yield normed
@@ -344,6 +377,8 @@ def unroll_depths(
             hidden = mix(hidden, shift_states(model, base, depth))
 
 
-def _keeping_inputs(forward: Callable[..., tuple[Tensor, Tensor]], *arguments: object) -> tuple[Tensor, Tensor]:
+def _keeping_inputs(
+    forward: Callable[..., tuple[Tensor, Tensor]], *arguments: object
+) -> tuple[Tensor, Tensor]:
     with keeping_inputs():
         return forward(*arguments)

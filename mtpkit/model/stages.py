@@ -1,8 +1,9 @@
 """Distribute the layers of the base over pipeline stages.
 
-The frozen base only runs forward, one micro-batch after another (see `mtpkit.training.parallel`). The last stage also
-trains the heads: with as many layers as the other stages, it would hold and compute the most, and the slowest stage
-sets the pace. Layers are therefore distributed by memory, by time or by decoding cost, and the last stage gets fewer.
+The frozen base only runs forward, one micro-batch after another (see `mtpkit.training.parallel`).
+The last stage also trains the heads: with as many layers as the other stages, it would hold and
+compute the most, and the slowest stage sets the pace. Layers are therefore distributed by memory,
+by time or by decoding cost, and the last stage gets fewer.
 """
 
 import functools
@@ -28,9 +29,11 @@ class Decoding:
     """Requests per step, which form one batch."""
 
     @classmethod
-    def of(cls, config: ModelConfig, k: int | Literal["auto"], requests: int, stages: int) -> "Decoding":
-        """Return the balance for `k` drafts (`auto`: the default of the heads) and for `requests` requests, split into
-        one batch per stage."""
+    def of(
+        cls, config: ModelConfig, k: int | Literal["auto"], requests: int, stages: int
+    ) -> "Decoding":
+        """Return the balance for `k` drafts (`auto`: the default of the heads) and for `requests`
+        requests, split into one batch per stage."""
         return cls(config.mtp.default_drafts if k == "auto" else k, -(-requests // stages))
 
 
@@ -38,7 +41,9 @@ StageBalance = Balance | Decoding
 """Balance of stages: for training, or for decoding."""
 
 _TRAINED_BYTES = 18  # per weight of a head: bf16 weight; fp32 master, gradient and two moments
-_WEIGHT_BYTES, _STATE_BYTES = 2, 4  # in decoding: bf16, fp32
+# in decoding: bf16, fp32
+_WEIGHT_BYTES = 2
+_STATE_BYTES = 4
 
 
 def first_layer(model: HybridModel) -> int:
@@ -47,48 +52,65 @@ def first_layer(model: HybridModel) -> int:
 
 
 def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "memory") -> list[str]:
-    """Assign neighbouring layers to pipeline stages so that the costliest stage costs as little as possible.
+    """Assign neighbouring layers to pipeline stages so that the costliest stage costs as little as
+    possible.
 
-    Memory counts the bf16 weights, including all experts and the embeddings of the first and last stage, and what AdamW
-    keeps for the heads on one data-parallel rank. Time counts 2 FLOPs per weight of the base that a token uses, 6 per
-    weight of the heads and depth, 4 per weight of lm_head and depth, and 2 per weight of lm_head for the base's own
-    logits. Both leave out activations, attention scores, and the effects of recomputation and fp8. With `Decoding`, the
-    cost is the bytes that a step reads: the weights of the layers (of experts, those that at least one token is
-    expected to choose), the fp32 recurrent states of its requests, the lm_head on the last stage, and there for each
-    draft a head and the lm_head once more. Keys and values are left out.
+    Memory counts the bf16 weights, including all experts and the embeddings of the first and last
+    stage, and what AdamW keeps for the heads on one data-parallel rank. Time counts 2 FLOPs per
+    weight of the base that a token uses, 6 per weight of the heads and depth, 4 per weight of
+    lm_head and depth, and 2 per weight of lm_head for the base's own logits. Both leave out
+    activations, attention scores, and the effects of recomputation and fp8. With `Decoding`, the
+    cost is the bytes that a step reads: the weights of the layers (of experts, those that at least
+    one token is expected to choose), the fp32 recurrent states of its requests, the lm_head on the
+    last stage, and there for each draft a head and the lm_head once more. Keys and values are left
+    out.
 
     Raises:
         UserError: fewer layers than stages, or an unknown balance.
     """
     pattern = config.pattern
     if stages > len(pattern):
-        raise UserError(f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer stages")
+        raise UserError(
+            f"the base has {len(pattern)} layers, too few for {stages} pipeline stages; use fewer"
+            " stages"
+        )
     if not isinstance(balance, Decoding) and balance not in get_args(Balance):
         raise UserError(f"balance is {balance!r}, must be one of {listed(get_args(Balance))}")
-    embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
-    layers, costs = [KINDS[letter].matrices(config) for letter in pattern], list[float]()
-    first, last = 0, 0
+    embedding = config.vocab_size * config.hidden_size
+    depths = config.mtp.num_depths
+    layers = [KINDS[letter].matrices(config) for letter in pattern]
+    costs = list[float]()
+    first = 0
+    last = 0
     if balance == "time":
         costs = [FORWARD * layer.used for layer in layers]
         last = (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
     elif isinstance(balance, Decoding):
-        states, tokens = _STATE_BYTES * balance.requests, balance.requests * (1 + balance.drafts)
+        states = _STATE_BYTES * balance.requests
+        tokens = balance.requests * (1 + balance.drafts)
         costs = [
             _WEIGHT_BYTES * layer.read(tokens) + states * KINDS[letter].memory(config).state
             for letter, layer in zip(pattern, layers, strict=True)
         ]
-        drafted = (head_matrices(config, all_experts=True) + embedding) * balance.drafts if balance.drafts else 0
+        drafted = (
+            (head_matrices(config, all_experts=True) + embedding) * balance.drafts
+            if balance.drafts
+            else 0
+        )
         last = _WEIGHT_BYTES * (embedding + drafted)
     else:
         costs = [2 * layer.held for layer in layers]
-        outside = 1 if config.tie_word_embeddings or not depths else 2  # lm_head, and an embedding for the heads
+        # lm_head, and an embedding for the heads
+        outside = 1 if config.tie_word_embeddings or not depths else 2
         trained = _TRAINED_BYTES * head_matrices(config, all_experts=True) * config.mtp.num_layers
-        first, last = 2 * embedding, 2 * embedding * outside + trained
+        first = 2 * embedding
+        last = 2 * embedding * outside + trained
     sums = list(itertools.accumulate(costs, initial=0))
 
     @functools.cache
     def best(stage: int, end: int) -> tuple[float, float, tuple[int, ...]]:
-        """Split layers 0 .. end - 1 over stages 0 .. stage: largest cost, sum of squares, first layer of each stage."""
+        """Split layers 0 .. end - 1 over stages 0 .. stage: largest cost, sum of squares, first
+        layer of each stage."""
         more = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         if stage == 0:
             return sums[end] + more, (sums[end] + more) ** 2, (0,)

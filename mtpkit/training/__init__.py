@@ -1,1 +1,2 @@
-"""Training of multi-token-prediction heads on a frozen base. Importing `config` does not import torch."""
+"""Training of multi-token-prediction heads on a frozen base. Importing `config` does not import
+torch."""

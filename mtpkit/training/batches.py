@@ -23,11 +23,16 @@ AHEAD = 3
 
 
 def open_dataset(config: TrainConfig, paths: tuple[str, ...]) -> PackedDataset:
-    """Build the data set of files, folders and globs as the settings say; raises the errors of `build_dataset`."""
+    """Build the data set of files, folders and globs as the settings say; raises the errors of
+    `build_dataset`."""
     data = config.data
-    columns = Columns(data.text_column, data.prompt_column, data.response_column, data.messages_column)
+    columns = Columns(
+        data.text_column, data.prompt_column, data.response_column, data.messages_column
+    )
     vocab_size = load_config(config.model).vocab_size
-    return build_dataset(paths, load_tokenizer(config.model), data.sequence_length, columns, vocab_size, data.options)
+    return build_dataset(
+        paths, load_tokenizer(config.model), data.sequence_length, columns, vocab_size, data.options
+    )
 
 
 def require_drafts(dataset: PackedDataset) -> None:
@@ -46,8 +51,8 @@ def require_drafts(dataset: PackedDataset) -> None:
 def nothing_drafted(dataset: PackedDataset) -> UserError:
     """The error of data in which a server would draft no token."""
     return UserError(
-        f"data: {listed(dataset.sources)}: nothing is drafted, since no answer has more than one token; a server "
-        "drafts from the second token of an answer on"
+        f"data: {listed(dataset.sources)}: nothing is drafted, since no answer has more than one"
+        " token; a server drafts from the second token of an answer on"
     )
 
 
@@ -56,14 +61,19 @@ def shared_data(data: DataConfig) -> list[str]:
     if not data.eval:
         return []
     train, heldout = (
-        {os.path.realpath(path) for source in sources for path in source.files or [str(source.prepared)]}
+        {
+            os.path.realpath(path)
+            for source in sources
+            for path in source.files or [str(source.prepared)]
+        }
         for sources in (find_sources(paths, warn=False) for paths in (data.train, data.eval))
     )
     return sorted(train & heldout)
 
 
 class ReadAhead:
-    """A `PackedLoader` with a thread that reads the hidden states of the next micro-batches during a step.
+    """A `PackedLoader` with a thread that reads the hidden states of the next micro-batches during
+    a step.
 
     It draws one global batch ahead, which `state_dict` does not count.
     """
@@ -72,7 +82,8 @@ class ReadAhead:
         self.dataset = loader.dataset
         self._loader = loader
         self._drawn: deque[list[PackedBatch]] = deque()
-        self._states = deque([loader.state_dict()])  # the loader's state before each of `_drawn`, and after the last
+        # the loader's state before each of `_drawn`, and after the last
+        self._states = deque([loader.state_dict()])
         self._waiting: deque[Callable[[], StoredStates]] = deque()  # reads that have not begun
         self._begun: deque[tuple[Callable[[], StoredStates], Future[StoredStates]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden-states")
@@ -91,7 +102,8 @@ class ReadAhead:
         return self._states[0]
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Set the state before the first batch; raises the errors of `PackedLoader.load_state_dict`."""
+        """Set the state before the first batch; raises the errors of
+        `PackedLoader.load_state_dict`."""
         assert not self._drawn, "batches were drawn already"
         self._loader.load_state_dict(state)
         self._states = deque([self._loader.state_dict()])

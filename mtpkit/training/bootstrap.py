@@ -1,4 +1,5 @@
-"""95% intervals by the bootstrap over prompts: what the same measurement may say of other prompts of the same kind."""
+"""95% intervals by the bootstrap over prompts: what the same measurement may say of other prompts
+of the same kind."""
 
 import functools
 import math
@@ -8,7 +9,8 @@ import numpy as np
 
 RESAMPLES = 1000
 MOST_UNITS = 1000
-"""Largest number of units that are drawn; more prompts are put into this many groups at random, which are drawn."""
+"""Largest number of units that are drawn; more prompts are put into this many groups at random,
+which are drawn."""
 
 Interval = tuple[float, float]
 
@@ -29,20 +31,26 @@ def interval_around(estimate: float, values: np.ndarray, units: int) -> Interval
 
 @functools.cache
 def _widening(units: int) -> float:
-    """How many times too narrow the middle 95% of resamples is: 9 times for 2 units, 1.3 times for 8 (Hesterberg 2014,
-    arXiv:1411.5279).
+    """How many times too narrow the middle 95% of resamples is: 9 times for 2 units, 1.3 times for
+    8 (Hesterberg 2014, arXiv:1411.5279).
 
-    Resamples differ as the units at hand do, which lie closer to their own mean than to that of all units; and the
-    spread of few units is little known, so that the estimate follows a t-distribution.
+    Resamples differ as the units at hand do, which lie closer to their own mean than to that of all
+    units; and the spread of few units is little known, so that the estimate follows a
+    t-distribution.
     """
     draws = np.random.default_rng(0).standard_t(units - 1, size=200_000)
-    return float(np.quantile(np.abs(draws), 0.95)) / NormalDist().inv_cdf(0.975) * math.sqrt(units / (units - 1))
+    return (
+        float(np.quantile(np.abs(draws), 0.95))
+        / NormalDist().inv_cdf(0.975)
+        * math.sqrt(units / (units - 1))
+    )
 
 
 def acceptance_interval(steps: np.ndarray, accepted: np.ndarray) -> Interval | None:
     """Interval of the acceptance length, from steps [n] and accepted drafts [n] of each prompt.
 
-    Prompts without a step do not count. None for fewer than two prompts, which say nothing about others.
+    Prompts without a step do not count. None for fewer than two prompts, which say nothing about
+    others.
     """
     counts = np.stack([steps, accepted], axis=1)[steps > 0].astype(np.float64)
     if len(counts) < 2:

@@ -1,7 +1,9 @@
-"""The base's hidden states of packed sequences on disk, as heads read them, to train heads without running the base.
+"""The base's hidden states of packed sequences on disk, as heads read them, to train heads without
+running the base.
 
     DIR/cache.json                           the manifest: base, data, sizes
-    DIR/train-00000-of-00012.safetensors     `hidden` [rows, s, h], in fp8 with `scale` [rows, s] float32
+    DIR/train-00000-of-00012.safetensors     `hidden` [rows, s, h]; in fp8 also
+                                             `scale` [rows, s] float32
     DIR/eval-00000-of-00001.safetensors      the same for the held-out sequences
 
 A shard gets its name when it is complete. `cache_write` writes them.
@@ -43,8 +45,8 @@ SHARD_BYTES = 2**30
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Hidden states as cached: `values` [b, s, h] in the cache's dtype, and for fp8 the `scale` [b, s] fp32 of each
-    token."""
+    """Hidden states as cached: `values` [b, s, h] in the cache's dtype, and for fp8 the `scale` [b,
+    s] fp32 of each token."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -64,9 +66,12 @@ class HiddenStates:
         return (self.values.float() * self.scale[..., None]).to(dtype)
 
     def finite(self) -> list[bool]:
-        """For each of the b sequences, whether it has neither NaN nor infinity; the host waits for the device."""
+        """For each of the b sequences, whether it has neither NaN nor infinity; the host waits for
+        the device."""
         parts = [part for part in (self.values, self.scale) if part is not None]
-        return torch.stack([torch.stack([*map(_is_finite, row)]).all() for row in zip(*parts, strict=True)]).tolist()
+        return torch.stack(
+            [torch.stack([*map(_is_finite, row)]).all() for row in zip(*parts, strict=True)]
+        ).tolist()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":
         """Apply `change` to both tensors."""
@@ -74,7 +79,8 @@ class HiddenStates:
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    """Whether all values are finite, [] bool; reads the extremes, forty times as fast on a CPU as `isfinite`."""
+    """Whether all values are finite, [] bool; reads the extremes, forty times as fast on a CPU as
+    `isfinite`."""
     if values.dtype == FP8:  # it has no infinity, and its NaNs are the bytes 7f and ff
         return (values.view(torch.int8).max() < 0x7F) & (values.view(torch.uint8).max() < 0xFF)
     return torch.stack(values.aminmax()).isfinite().all()
@@ -82,11 +88,14 @@ def _is_finite(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def base_states(model: HybridModel, batch: PackedBatch) -> Tensor:
-    """The base's hidden states, [s, b, h] (s / tp under sequence parallelism), cached in the batch or computed."""
+    """The base's hidden states, [s, b, h] (s / tp under sequence parallelism), cached in the batch
+    or computed."""
     if batch.hidden is None:
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         return base_forward(model, batch.token_ids, inputs)
-    on_device = batch.hidden().map(lambda tensor: tensor.to(batch.token_ids.device, non_blocking=True))
+    on_device = batch.hidden().map(
+        lambda tensor: tensor.to(batch.token_ids.device, non_blocking=True)
+    )
     hidden = on_device.decode(model.config.params_dtype).transpose(0, 1).contiguous()
     return scatter_to_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
 
@@ -105,8 +114,11 @@ class Split:
     rows_per_shard: Size
 
     @classmethod
-    def plan(cls, name: str, fingerprint: str, num_sequences: int, row_bytes: int, multiple: int) -> "Split":
-        """Split sequences into shards of about equal size, each but the last a multiple of `multiple` sequences."""
+    def plan(
+        cls, name: str, fingerprint: str, num_sequences: int, row_bytes: int, multiple: int
+    ) -> "Split":
+        """Split sequences into shards of about equal size, each but the last a multiple of
+        `multiple` sequences."""
         most = max(1, SHARD_BYTES // (row_bytes * multiple)) * multiple
         shards = -(-num_sequences // most)
         rows = -(-num_sequences // (shards * multiple)) * multiple
@@ -126,7 +138,8 @@ class Split:
 
 @checked("manifest of a cache")
 class Manifest:
-    """The origin and sizes of a cache. Caches with equal manifests, except names and files, hold the same numbers."""
+    """The origin and sizes of a cache. Caches with equal manifests, except names and files, hold
+    the same numbers."""
 
     format: int
     base: str
@@ -142,7 +155,10 @@ class Manifest:
     dtype: str
     """Dtype in which the base ran."""
     cache_dtype: Annotated[
-        str, Field(pattern="^(float32|bfloat16|float8_e4m3fn)$", title="float32, bfloat16 or float8_e4m3fn")
+        str,
+        Field(
+            pattern="^(float32|bfloat16|float8_e4m3fn)$", title="float32, bfloat16 or float8_e4m3fn"
+        ),
     ]
     hidden_size: Size
     sequence_length: Size
@@ -151,22 +167,42 @@ class Manifest:
     """The state of the base that heads read."""
 
     def differences(self, other: "Manifest") -> list[str]:
-        """A clause for each difference from another manifest, except for held-out data that one of them lacks."""
+        """A clause for each difference from another manifest, except for held-out data that one of
+        them lacks."""
         labels = {
-            "base": (f"base {self.base_name} ({self.base[:8]})", f"{other.base_name} ({other.base[:8]})"),
-            "base_config": (f"config of the base ({self.base_config[:8]})", f"({other.base_config[:8]})"),
+            "base": (
+                f"base {self.base_name} ({self.base[:8]})",
+                f"{other.base_name} ({other.base[:8]})",
+            ),
+            "base_config": (
+                f"config of the base ({self.base_config[:8]})",
+                f"({other.base_config[:8]})",
+            ),
             "tokenizer": (f"tokenizer {self.tokenizer[:8]}", other.tokenizer[:8]),
-            "sequence_length": (f"data.sequence_length {self.sequence_length}", str(other.sequence_length)),
+            "sequence_length": (
+                f"data.sequence_length {self.sequence_length}",
+                str(other.sequence_length),
+            ),
             "dtype": (f"dtype {self.dtype}", other.dtype),
             "cache_dtype": (f"cache_dtype {self.cache_dtype}", other.cache_dtype),
-            "hidden_state": (f"hidden states {_words(self.hidden_state)}", _words(other.hidden_state)),
+            "hidden_state": (
+                f"hidden states {_words(self.hidden_state)}",
+                _words(other.hidden_state),
+            ),
             "hidden_size": (f"hidden size {self.hidden_size}", str(other.hidden_size)),
         }
-        found = [f"{was}, not {now}" for key, (was, now) in labels.items() if getattr(self, key) != getattr(other, key)]
+        found = [
+            f"{was}, not {now}"
+            for key, (was, now) in labels.items()
+            if getattr(self, key) != getattr(other, key)
+        ]
         splits = {split.name: split for split in self.splits}
         for now in other.splits:
             was = splits.get(now.name)
-            if was is not None and (was.fingerprint, was.num_sequences) != (now.fingerprint, now.num_sequences):
+            if was is not None and (was.fingerprint, was.num_sequences) != (
+                now.fingerprint,
+                now.num_sequences,
+            ):
                 found.append(
                     f"data.{now.name} of {was.num_sequences:,} sequences ({was.fingerprint[:8]}), "
                     f"not {now.num_sequences:,} ({now.fingerprint[:8]})"
@@ -198,13 +234,17 @@ def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of a cache; None if the directory is empty or missing.
 
     Raises:
-        UserError: the directory holds something else, or the manifest is damaged or has another version.
+        UserError: the directory holds something else, or the manifest is damaged or has another
+            version.
     """
     path = directory / MANIFEST
     if not path.is_file():
-        if directory.exists() and (not directory.is_dir() or any(file.name[0] != "." for file in directory.iterdir())):
+        if directory.exists() and (
+            not directory.is_dir() or any(file.name[0] != "." for file in directory.iterdir())
+        ):
             raise UserError(
-                f"cache {directory} holds other files, but no cache of hidden states; set cache to another directory"
+                f"cache {directory} holds other files, but no cache of hidden states; set cache to"
+                " another directory"
             )
         return None
     return from_json(Manifest, path, f"remove {directory}, and it is written again", version=FORMAT)
@@ -227,11 +267,12 @@ class HiddenReader:
             shape = [len(split.rows(number)), manifest.sequence_length, manifest.hidden_size]
             for key, dtype in dtypes.items():
                 tensor = _map_tensor(directory / name, key)
-                found, wanted = list(tensor.shape), shape if key == "hidden" else shape[:2]
+                found = list(tensor.shape)
+                wanted = shape if key == "hidden" else shape[:2]
                 if (found, tensor.dtype) != (wanted, dtype):
                     raise UserError(
-                        f"{directory / name} has shape {found} in {tensor.dtype}, not {wanted} in {dtype}; "
-                        "remove it, and it is written again"
+                        f"{directory / name} has shape {found} in {tensor.dtype}, not {wanted} in"
+                        f" {dtype}; remove it, and it is written again"
                     )
                 self._shards[key].append(tensor)
         self._pin = torch.cuda.is_available()
@@ -246,13 +287,22 @@ class HiddenReader:
         gathered = []
         for tensors in self._shards.values():
             first = tensors[0]
-            whole = torch.empty((len(places), *first.shape[1:]), dtype=first.dtype, pin_memory=self._pin)
+            whole = torch.empty(
+                (len(places), *first.shape[1:]), dtype=first.dtype, pin_memory=self._pin
+            )
             for target, (shard, place) in zip(whole, places, strict=True):
                 target.copy_(tensors[shard][place])
             gathered.append(whole)
         states = HiddenStates(*gathered)
-        if bad := [self._files[shard] for good, (shard, _) in zip(states.finite(), places, strict=True) if not good]:
-            raise UserError(f"{bad[0]} holds hidden states of NaN or infinity; remove it, and it is written again")
+        if bad := [
+            self._files[shard]
+            for good, (shard, _) in zip(states.finite(), places, strict=True)
+            if not good
+        ]:
+            raise UserError(
+                f"{bad[0]} holds hidden states of NaN or infinity; remove it, and it is written"
+                " again"
+            )
         return states
 
 
@@ -265,4 +315,6 @@ def _map_tensor(path: Path, name: str) -> Tensor:
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; write it with mtpkit data cache") from error
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it, and it is written again") from error
+        raise UserError(
+            f"{path} is damaged ({error}); remove it, and it is written again"
+        ) from error

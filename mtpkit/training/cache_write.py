@@ -1,4 +1,5 @@
-"""Write a cache of hidden states on all data-parallel ranks; announces its size first, and can be resumed."""
+"""Write a cache of hidden states on all data-parallel ranks; announces its size first, and can be
+resumed."""
 
 import fcntl
 import os
@@ -48,7 +49,8 @@ Missing = dict[str, list[int]]
 
 
 def write_cache(config: TrainConfig) -> None:
-    """Write the cache that a run with these settings would write before its first step. Collective over all ranks.
+    """Write the cache that a run with these settings would write before its first step. Collective
+    over all ranks.
 
     Raises:
         UserError, StorageError: as `attach_cache`; or the settings have no `cache`.
@@ -71,7 +73,8 @@ def attach_cache(
     train: PackedDataset,
     heldout: PackedDataset | None,
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """Attach the base's hidden states in `config.cache` to both data sets; missing shards are written first.
+    """Attach the base's hidden states in `config.cache` to both data sets; missing shards are
+    written first.
 
     Collective over all ranks, which need the same file system.
 
@@ -79,8 +82,8 @@ def attach_cache(
         model_config: config of the trained model; about its heads, only `reads_of_base` matters.
 
     Raises:
-        UserError: the cache belongs to another base or other data, is damaged, or is being written; or the disk has too
-            little space.
+        UserError: the cache belongs to another base or other data, is damaged, or is being written;
+            or the disk has too little space.
         StorageError: writing failed; finished shards stay.
     """
     directory = Path(config.cache)
@@ -89,14 +92,18 @@ def attach_cache(
     if any(missing.values()):
         with _writing(directory, manifest):
             headless = replace(config, heads=replace(config.heads, init="fresh"))
-            model = build_with_heads(headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), default_device())
+            model = build_with_heads(
+                headless, model_config.replace(mtp_pattern="", mtp_num_depths=0), default_device()
+            )
             freeze_base(model)
             _write(directory, manifest, missing, model, datasets, config)
             drop_base_layers(model)
             dist.barrier()
     for split in manifest.splits:
         if split.name in datasets:
-            datasets[split.name] = datasets[split.name].with_hidden(HiddenReader(directory, manifest, split).read)
+            datasets[split.name] = datasets[split.name].with_hidden(
+                HiddenReader(directory, manifest, split).read
+            )
     return datasets["train"], datasets.get("eval")
 
 
@@ -123,19 +130,24 @@ def _plan(
         hidden_size=model_config.hidden_size,
         sequence_length=config.data.sequence_length,
         hidden_state=model_config.mtp.reads_of_base,
-        splits=[Split.plan(name, data.fingerprint, len(data), size, multiple) for name, data in datasets.items()],
+        splits=[
+            Split.plan(name, data.fingerprint, len(data), size, multiple)
+            for name, data in datasets.items()
+        ],
     )
     if before is not None:
         if differences := before.differences(now):
             raise UserError(
-                f"cache {directory} was written for other inputs: {listed(differences, separator='; ')}; set cache to "
-                "another directory"
+                f"cache {directory} was written for other inputs:"
+                f" {listed(differences, separator='; ')}; set cache to another directory"
             )
         # An existing cache keeps its shard sizes, which may come from other settings.
         splits = {split.name: split for split in (*now.splits, *before.splits)}
         now = replace(now, splits=list(splits.values()))
     missing = {
-        split.name: [number for number, file in enumerate(split.files) if not (directory / file).exists()]
+        split.name: [
+            number for number, file in enumerate(split.files) if not (directory / file).exists()
+        ]
         for split in now.splits
         if split.name in datasets
     }
@@ -147,20 +159,24 @@ def _plan(
 def _announce(directory: Path, manifest: Manifest, missing: Missing, size: int) -> None:
     """Print how much will be written; refuse it if there is too little space."""
     splits = [split for split in manifest.splits if split.name in missing]
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
+    )
     free = shutil.disk_usage(existing).free
     needed = sum(len(split.rows(shard)) * size for split in splits for shard in missing[split.name])
-    shards, absent = sum(len(split.files) for split in splits), sum(map(len, missing.values()))
+    shards = sum(len(split.files) for split in splits)
+    absent = sum(map(len, missing.values()))
     sequences = " and ".join(f"{split.num_sequences:,} {split.name}" for split in splits)
     tqdm.write(
-        f"cache {directory}: hidden states of {sequences} sequences of {manifest.sequence_length:,} tokens, "
-        f"{manifest.hidden_size:,} {manifest.cache_dtype} values per token: {_gigabytes(needed)} to write in "
-        f"{absent:,} of {shards:,} shards; {_gigabytes(free)} are free"
+        f"cache {directory}: hidden states of {sequences} sequences of {manifest.sequence_length:,}"
+        f" tokens, {manifest.hidden_size:,} {manifest.cache_dtype} values per token:"
+        f" {_gigabytes(needed)} to write in {absent:,} of {shards:,} shards; {_gigabytes(free)} are"
+        " free"
     )
     if needed > free:
         raise UserError(
-            f"cache {directory} needs {_gigabytes(needed)}, but {_gigabytes(free)} are free in {existing}; "
-            "set cache to a larger disk, cache_dtype=float8_e4m3fn, or use less data"
+            f"cache {directory} needs {_gigabytes(needed)}, but {_gigabytes(free)} are free in"
+            f" {existing}; set cache to a larger disk, cache_dtype=float8_e4m3fn, or use less data"
         )
 
 
@@ -176,11 +192,14 @@ def _writing(directory: Path, manifest: Manifest) -> Iterator[None]:
     def begin() -> None:
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            locks.append(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666))  # NFS cannot lock directories
+            # NFS cannot lock directories
+            locks.append(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666))
             try:
                 fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise UserError(f"cache {directory} is being written by another process; wait for it") from error
+                raise UserError(
+                    f"cache {directory} is being written by another process; wait for it"
+                ) from error
             for torn in directory.glob(".*.writing*"):
                 torn.unlink()
         write_file(directory / MANIFEST, manifest.to_json())
@@ -203,9 +222,13 @@ def _write(
     config: TrainConfig,
 ) -> None:
     groups = model.pg_collection
-    rank, ranks, together = groups.dp.rank(), groups.dp.size(), groups.ep.size() > 1
+    rank = groups.dp.rank()
+    ranks = groups.dp.size()
+    together = groups.ep.size() > 1
     splits = [split for split in manifest.splits if missing.get(split.name)]
-    total = sum(len(split.rows(shard)) for split in splits for shard in missing[split.name][rank::ranks])
+    total = sum(
+        len(split.rows(shard)) for split in splits for shard in missing[split.name][rank::ranks]
+    )
     bar = tqdm(
         total=total * manifest.sequence_length,
         desc=f"caching hidden states (rank 0 of {ranks})" if ranks > 1 else "caching hidden states",
@@ -219,11 +242,15 @@ def _write(
         saving: Future | None = None
         for split in splits:
             for shard, rows in _share(split, missing[split.name], rank, ranks, together):
-                tensors = _compute(model, datasets[split.name], rows, config.data.micro_batch_size, dtype, bar)
+                tensors = _compute(
+                    model, datasets[split.name], rows, config.data.micro_batch_size, dtype, bar
+                )
                 if saving is not None:
                     saving.result()
                 if groups.tp.rank() == 0 and shard is not None:
-                    own = {name: tensor[: len(split.rows(shard))] for name, tensor in tensors.items()}
+                    own = {
+                        name: tensor[: len(split.rows(shard))] for name, tensor in tensors.items()
+                    }
                     saving = saver.submit(_save, directory / split.files[shard], own)
         if saving is not None:
             saving.result()
@@ -234,8 +261,8 @@ def _share(
 ) -> Iterator[tuple[int | None, np.ndarray]]:
     """Yield this rank's missing shards, each with the rows to run; the shard's own rows come first.
 
-    Ranks that share experts (`together`) all run the same number of rows: a rank with a shorter shard repeats rows of
-    it, and a rank without a shard (None) runs the rows of another rank.
+    Ranks that share experts (`together`) all run the same number of rows: a rank with a shorter
+    shard repeats rows of it, and a rank without a shard (None) runs the rows of another rank.
     """
     for start in range(0, len(missing), ranks):
         turn = [split.rows(shard) for shard in missing[start : start + ranks]]
@@ -246,9 +273,15 @@ def _share(
 
 
 def _compute(
-    model: HybridModel, dataset: PackedDataset, rows: np.ndarray, size: int, dtype: torch.dtype, bar: tqdm
+    model: HybridModel,
+    dataset: PackedDataset,
+    rows: np.ndarray,
+    size: int,
+    dtype: torch.dtype,
+    bar: tqdm,
 ) -> dict[str, Tensor]:
-    """Compute a shard's tensors. All micro-batches have the same size, since another size may round differently."""
+    """Compute a shard's tensors. All micro-batches have the same size, since another size may round
+    differently."""
     device = next(model.parameters()).device
     parts = []
     for start in range(0, len(rows), size):
@@ -258,8 +291,9 @@ def _compute(
         states = HiddenStates.encode(hidden.transpose(0, 1)[: len(wanted)], dtype)
         if bad := [int(row) for row, good in zip(wanted, states.finite(), strict=True) if not good]:
             raise MtpkitError(
-                f"the base's hidden states of sequence {listed(bad)} hold NaN or infinity in {str(dtype)[6:]} and are "
-                "not cached; look into its weights, or set cache_dtype or dtype to float32"
+                f"the base's hidden states of sequence {listed(bad)} hold NaN or infinity in"
+                f" {str(dtype)[6:]} and are not cached; look into its weights, or set cache_dtype"
+                " or dtype to float32"
             )
         parts.append(states.map(lambda tensor: tensor.cpu()))
         bar.update(len(wanted) * dataset.sequence_length)

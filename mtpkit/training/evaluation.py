@@ -1,4 +1,5 @@
-"""Acceptance of heads on held-out data, as a server would count it: by source, during a run or for any checkpoint."""
+"""Acceptance of heads on held-out data, as a server would count it: by source, during a run or for
+any checkpoint."""
 
 import functools
 import math
@@ -63,15 +64,17 @@ class Evaluation:
     def to_dict(self) -> dict[str, object]:
         """The summary of all sources together, with the summary of each source under `sources`.
 
-        A summary is that of `summary`; `acceptance_length_interval`, and the same key with the prefixes `sampling_` and
-        `draft_sampling_`, is the 95% interval [low, high] of the acceptance length, None with fewer than two documents.
+        A summary is that of `summary`; `acceptance_length_interval`, and the same key with the
+        prefixes `sampling_` and `draft_sampling_`, is the 95% interval [low, high] of the
+        acceptance length, None with fewer than two documents.
         """
         each = {name: self._summary(name, sums) for name, sums in self.sources.items()}
         return {**self._summary(ALL, self.overall), "sources": each}
 
     def counts(self) -> dict[str, object]:
-        """Steps, and reached and accepted drafts per depth, of all sources together, under the names of the engine's
-        `AcceptanceStats`, with the prefixes of `summary`; expected numbers under sampling."""
+        """Steps, and reached and accepted drafts per depth, of all sources together, under the
+        names of the engine's `AcceptanceStats`, with the prefixes of `summary`; expected numbers
+        under sampling."""
         overall = self.overall
         values: dict[str, object] = {}
         for decoding in DECODINGS:
@@ -93,13 +96,16 @@ class Evaluation:
 def summary(sums: DepthSums, depth_weights: Sequence[float]) -> dict[str, object]:
     """The numbers that are logged and reported for a set of tokens.
 
-    `loss` is the weighted sum of `depth_losses`. `steps` counts the steps of greedy decoding along the text, and
-    `departures` is the share of the tokens at which the text departs from the base's greedy choice.
-    `acceptance_length` and `conditional_acceptance` (one rate per depth) are for greedy decoding; the same keys with
-    the prefixes `sampling_` and `draft_sampling_` hold the expected values at temperature 1, see `Decoding`.
+    `loss` is the weighted sum of `depth_losses`. `steps` counts the steps of greedy decoding along
+    the text, and `departures` is the share of the tokens at which the text departs from the base's
+    greedy choice. `acceptance_length` and `conditional_acceptance` (one rate per depth) are for
+    greedy decoding; the same keys with the prefixes `sampling_` and `draft_sampling_` hold the
+    expected values at temperature 1, see `Decoding`.
     """
     values: dict[str, object] = {
-        "loss": sum(weight * loss for weight, loss in zip(depth_weights, sums.losses(), strict=True)),
+        "loss": sum(
+            weight * loss for weight, loss in zip(depth_weights, sums.losses(), strict=True)
+        ),
         "depth_losses": sums.losses(),
         "steps": round(sums.steps()),
         "departures": sums.departures(),
@@ -132,28 +138,37 @@ def evaluate_sources(
     Args:
         loss: the reported loss, with the weights of the depths.
         batch_size: sequences per forward pass on one rank.
-        max_sequences: number of sequences to read from each source, evenly spread over it; None: all.
+        max_sequences: number of sequences to read from each source, evenly spread over it; None:
+            all.
 
     Raises:
         MtpkitError: a loss or an acceptance rate is not finite; raised on all ranks.
     """
-    device, group = next(model.parameters()).device, model.pg_collection.dp
+    device = next(model.parameters()).device
+    group = model.pg_collection.dp
     sources = {}
     documents = {}
     for source in dataset.sources:
         rows = dataset.source_rows(source)
         if max_sequences is not None and max_sequences < len(rows):
             rows = rows[np.arange(max_sequences) * len(rows) // max_sequences]
-        batches = (dataset.batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
+        batches = (
+            dataset.batch(rows[start : start + batch_size])
+            for start in range(0, len(rows), batch_size)
+        )
         share = (batch.to(device) for batch in even_share(batches, group))
         sums = DepthSums.zero(num_depths, device, len(DECODINGS))
         counts = [np.empty((0, 2 * len(DECODINGS)))]
         for batch, hidden in stream_base(model, share):
-            batch_sums, by_document = measure_depths(model, batch, num_depths, attention, loss, hidden)
+            batch_sums, by_document = measure_depths(
+                model, batch, num_depths, attention, loss, hidden
+            )
             sums += batch_sums
             counts.append(by_document.cpu().numpy())
         documents[source] = _gather(np.concatenate(counts), group)
-        sources[source] = sums = DepthSums(from_last_stage(model, sums.all_reduce(group).values)).on_host()
+        sources[source] = sums = DepthSums(
+            from_last_stage(model, sums.all_reduce(group).values)
+        ).on_host()
         sums.check_finite(f"held-out data {source}")
     documents[ALL] = np.concatenate([*documents.values()])
     intervals = {name: _intervals(model, counts, device) for name, counts in documents.items()}
@@ -167,12 +182,18 @@ def _gather(counts: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
     return np.concatenate(every)
 
 
-def _intervals(model: HybridModel, counts: np.ndarray, device: torch.device) -> list[Interval | None]:
-    """Intervals of the acceptance lengths, one per decoding, from the counts [n, 2 D] of `measure_depths` on the last
-    stage. Collective over pipeline stages."""
+def _intervals(
+    model: HybridModel, counts: np.ndarray, device: torch.device
+) -> list[Interval | None]:
+    """Intervals of the acceptance lengths, one per decoding, from the counts [n, 2 D] of
+    `measure_depths` on the last stage. Collective over pipeline stages."""
     unknown = (math.nan, math.nan)
     pairs = [(counts[:, 2 * place], counts[:, 2 * place + 1]) for place in range(len(DECODINGS))]
-    found = torch.tensor([acceptance_interval(*pair) or unknown for pair in pairs], dtype=torch.float64, device=device)
+    found = torch.tensor(
+        [acceptance_interval(*pair) or unknown for pair in pairs],
+        dtype=torch.float64,
+        device=device,
+    )
     whole = from_last_stage(model, found).tolist()
     return [None if math.isnan(low) else (low, high) for low, high in whole]
 
@@ -191,23 +212,25 @@ def evaluate_directory(
     parallel: ParallelConfig | None = None,
     options: DataOptions | None = None,
 ) -> dict[str, object] | None:
-    """Evaluate the heads of a model directory of either layout. Collective over all ranks, which share the work.
+    """Evaluate the heads of a model directory of either layout. Collective over all ranks, which
+    share the work.
 
     Args:
-        num_depths: K; None: the number that the heads were trained for, or 3 if that is unknown. A repeated head can be
-            unrolled to more depths.
+        num_depths: K; None: the number that the heads were trained for, or 3 if that is unknown. A
+            repeated head can be unrolled to more depths.
         dtype: `float32`, `bfloat16`, or `auto`: bfloat16 on a GPU, float32 on a CPU.
         backend: as `TrainConfig.backend`.
         parallel: how ranks split the model; None: each rank has the whole model.
         options: what is learnt of the data.
 
     Returns:
-        `model`, `num_depths`, `attention`, `sequence_length`, `dtype` and `device`, then `Evaluation.to_dict` for KL at
-        temperature 1 with the default depth weights, and `Evaluation.counts`; None on all ranks but the first.
+        `model`, `num_depths`, `attention`, `sequence_length`, `dtype` and `device`, then
+        `Evaluation.to_dict` for KL at temperature 1 with the default depth weights, and
+        `Evaluation.counts`; None on all ranks but the first.
 
     Raises:
-        UserError: the directory has no model, no heads or too few heads, or the data or the split over ranks does not
-            fit.
+        UserError: the directory has no model, no heads or too few heads, or the data or the split
+            over ranks does not fit.
         MtpkitError: a loss or an acceptance rate is not finite.
     """
     config = load_config(directory)
@@ -216,14 +239,17 @@ def evaluate_directory(
     num_depths = num_depths or config.mtp.default_drafts
     if num_depths > config.mtp.num_depths and not config.mtp.repeated:
         raise UserError(
-            f"{directory} has {config.mtp.num_depths} distinct heads, too few for K = {num_depths}; ask for "
-            f"{config.mtp.num_depths} or less"
+            f"{directory} has {config.mtp.num_depths} distinct heads, too few for K = {num_depths};"
+            f" ask for {config.mtp.num_depths} or less"
         )
     attention = resolve_attention(attention, config)
     parallel = parallel or ParallelConfig()
     check_layout(parallel, config)
     if sequence_length % parallel.tensor:
-        raise UserError(f"{sequence_length} tokens cannot be split over {parallel.tensor} ranks: make it a multiple")
+        raise UserError(
+            f"{sequence_length} tokens cannot be split over {parallel.tensor} ranks: make it a"
+            " multiple"
+        )
     tokenizer = load_tokenizer(find_companions(directory))
     dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size, options)
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
@@ -238,7 +264,9 @@ def evaluate_directory(
         pipeline_parallel=parallel.pipeline,
         expert_parallel=parallel.expert,
     )
-    found = evaluate_sources(model, dataset, num_depths, attention, LossConfig(), batch_size, max_sequences)
+    found = evaluate_sources(
+        model, dataset, num_depths, attention, LossConfig(), batch_size, max_sequences
+    )
     if not found.overall.steps():
         raise nothing_drafted(dataset)
     if dist.get_rank():

@@ -1,9 +1,10 @@
 """Least squares for the input projection of heads that are copies of the base's last layers.
 
-A head reads h_i and the embedding of t_{i+1}, and should give h_{i+1}. Its layers are copies of the base's last layers,
-so `eh_proj` has to replace all earlier layers: it should map the head's two inputs to the input of the copied layers at
-i + 1. A few thousand tokens give this linear map in closed form. The map is the same for every depth, since each depth
-hands on approximately the base's next state.
+A head reads h_i and the embedding of t_{i+1}, and should give h_{i+1}. Its layers are copies of the
+base's last layers, so `eh_proj` has to replace all earlier layers: it should map the head's two
+inputs to the input of the copied layers at i + 1. A few thousand tokens give this linear map in
+closed form. The map is the same for every depth, since each depth hands on approximately the base's
+next state.
 
 Shape legend: s sequence, b batch, h hidden size, n tokens in the fit.
 """
@@ -17,7 +18,14 @@ from torch import Tensor, nn
 
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError
-from mtpkit.model import SequenceInput, base_forward, depth_embedding, gather_sequence, normed_states, shift_tokens
+from mtpkit.model import (
+    SequenceInput,
+    base_forward,
+    depth_embedding,
+    gather_sequence,
+    normed_states,
+    shift_tokens,
+)
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.stages import first_layer
 from mtpkit.training.parallel import from_last_stage, own_rows, stream_base
@@ -28,15 +36,18 @@ RIDGE = 1e-2
 
 @torch.no_grad()
 def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> float:
-    """Set every head's `eh_proj` by ridge regression onto the input of the copied layers one token later.
+    """Set every head's `eh_proj` by ridge regression onto the input of the copied layers one token
+    later.
 
     Collective; all ranks must be given the same batches.
 
     Returns:
-        The share of the target's squared norm that the regression explains on these batches, at most 1.
+        The share of the target's squared norm that the regression explains on these batches, at
+        most 1.
 
     Raises:
-        MtpkitError: the base's states are not finite, or there is nothing to fit; raised on all ranks.
+        MtpkitError: the base's states are not finite, or there is nothing to fit; raised on all
+            ranks.
     """
     sums: tuple[Tensor, ...] | None = None  # over tokens: x^T x, x^T y and y^T y
     explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
@@ -50,15 +61,21 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
     share = float(from_last_stage(model, explained))
     if not math.isfinite(share):
         raise MtpkitError(
-            "the projection of the heads' inputs cannot be fitted: the base's states on the first training data hold "
-            "NaN or infinity, or there is nothing to learn; look into its weights, or set heads.fit_tokens=0"
+            "the projection of the heads' inputs cannot be fitted: the base's states on the first"
+            " training data hold NaN or infinity, or there is nothing to learn; look into its"
+            " weights, or set heads.fit_tokens=0"
         )
     return share
 
 
 def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -> Tensor:
-    """Set the projections from the sums over tokens; returns the explained share, NaN without a solution."""
-    penalty = RIDGE * inputs.diagonal().mean() * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
+    """Set the projections from the sums over tokens; returns the explained share, NaN without a
+    solution."""
+    penalty = (
+        RIDGE
+        * inputs.diagonal().mean()
+        * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
+    )
     if not (inputs.isfinite().all() and targets.isfinite().all() and total > 0):
         return torch.full_like(total, torch.nan)
     solution = torch.linalg.solve(inputs + penalty, targets)  # [2h, h]
@@ -83,10 +100,11 @@ def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tens
 
 
 def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = None) -> Tensor:
-    """Run a pipeline stage; returns its hidden states and its part of the regression's target, [2, s, b, h].
+    """Run a pipeline stage; returns its hidden states and its part of the regression's target, [2,
+    s, b, h].
 
-    The target is the base's last residual stream minus the outputs that the copied layers added to it. Earlier stages
-    hand on the negated sum of these outputs so far.
+    The target is the base's last residual stream minus the outputs that the copied layers added to
+    it. Earlier stages hand on the negated sum of these outputs so far.
     """
     config = model.mtpkit_config
     taken = []
@@ -94,7 +112,9 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
         before = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         after = output[0] if isinstance(output, tuple) else output
-        taken.append(before if module is getattr(model.decoder, "final_norm", None) else before - after)
+        taken.append(
+            before if module is getattr(model.decoder, "final_norm", None) else before - after
+        )
 
     if received is not None:
         hidden, so_far = received
@@ -108,7 +128,8 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)
         hidden = base_forward(model, batch.token_ids, inputs)
         if model.post_process:
-            normed_states(model, hidden)  # so that the final norm's hook notes the stream, whichever state heads read
+            # so that the final norm's hook notes the stream, whichever state heads read
+            normed_states(model, hidden)
     finally:
         for hook in hooks:
             hook.remove()

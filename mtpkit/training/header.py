@@ -1,6 +1,7 @@
 """The first lines of a run: what it trains, on what, and what that will take.
 
-Sizes are counted from the model's config alone, so that `--dry-run` prints the lines that the run will print.
+Sizes are counted from the model's config alone, so that `--dry-run` prints the lines that the run
+will print.
 """
 
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
@@ -25,7 +26,8 @@ from mtpkit.training.metrics import find_peak
 from mtpkit.training.plan import Plan
 
 USUAL_MFU = 0.5
-"""Share of a GPU's stated peak that steps of a model of billions of weights reach, see docs/performance.md."""
+"""Share of a GPU's stated peak that steps of a model of billions of weights reach, see
+docs/performance.md."""
 
 FORECAST_STEPS = 5
 """Steps after which the expected time is told."""
@@ -52,7 +54,9 @@ def header(plan: Plan) -> list[str]:
         "steps": _steps(config, len(plan.train_data)),
         "held out": _data(plan.eval_data) if plan.eval_data is not None else "nothing",
         "ranks": _ranks(config),
-        "numbers": f"{config.dtype} on {device_name(plan.device)}, backend {config.backend}, {optimizer}",
+        "numbers": (
+            f"{config.dtype} on {device_name(plan.device)}, backend {config.backend}, {optimizer}"
+        ),
         "memory": _memory(plan),
         "time": _time(plan),
         "output": config.output,
@@ -73,12 +77,13 @@ def _wrapped(name: str, value: str) -> list[str]:
 
 
 def _heads(plan: Plan) -> str:
-    heads, mtp = plan.config.heads, plan.model.mtp
+    heads = plan.config.heads
+    mtp = plan.model.mtp
     shared = "one block for all" if mtp.repeated else "a block for each"
     auto = " (auto)" if plan.asked.heads.init == "auto" else ""
     return (
-        f"pattern {mtp.pattern}, {counted(heads.num_depths, 'depth')}, {shared}, attention {heads.attention}; "
-        f"init {heads.init}{auto}: {_BEGINNINGS[heads.init]}"
+        f"pattern {mtp.pattern}, {counted(heads.num_depths, 'depth')}, {shared}, attention"
+        f" {heads.attention}; init {heads.init}{auto}: {_BEGINNINGS[heads.init]}"
     )
 
 
@@ -95,12 +100,14 @@ def _steps(config: TrainConfig, num_sequences: int) -> str:
     tokens = config.steps * size * config.data.sequence_length
     epochs = config.steps * size / num_sequences
     return (
-        f"{config.steps:,}, each of {counted(size, 'sequence')}: {counted(tokens, 'token')} in all, {epochs:.3g} epochs"
+        f"{config.steps:,}, each of {counted(size, 'sequence')}: {counted(tokens, 'token')} in all,"
+        f" {epochs:.3g} epochs"
     )
 
 
 def _ranks(config: TrainConfig) -> str:
-    parallel, ranks = config.parallel, dist.get_world_size()
+    parallel = config.parallel
+    ranks = dist.get_world_size()
     data = ranks // (parallel.tensor * parallel.pipeline)
     return (
         f"{ranks}: data {data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
@@ -113,7 +120,10 @@ def _memory(plan: Plan) -> str:
     text = f"at least {most:.2f} GiB on a rank for weights, gradients and optimizer; "
     text += "activations come on top (an estimate)"
     if plan.device.type == "cuda":
-        text += f"; the GPU has {torch.cuda.get_device_properties(plan.device).total_memory / 2**30:.1f} GiB"
+        text += (
+            "; the GPU has"
+            f" {torch.cuda.get_device_properties(plan.device).total_memory / 2**30:.1f} GiB"
+        )
     return text
 
 
@@ -127,8 +137,8 @@ def _time(plan: Plan) -> str:
     flops = tokens * step_flops(plan.model, config.heads.num_depths, base_layers=not config.cache)
     seconds = flops / (peak * USUAL_MFU * dist.get_world_size())
     return (
-        f"about {duration(seconds)} for {counted(left, 'step')} if they reach {USUAL_MFU:.0%} of the GPU's peak rate "
-        "(an estimate; small models are slower), evaluations not counted"
+        f"about {duration(seconds)} for {counted(left, 'step')} if they reach {USUAL_MFU:.0%} of"
+        " the GPU's peak rate (an estimate; small models are slower), evaluations not counted"
     )
 
 
@@ -167,16 +177,18 @@ class Forecast:
             return None
         mean = statistics.mean(self._seconds[1:])
         return (
-            f"expected time: {duration(mean * self._left)} for the {counted(self._left, 'step')} that are left, at "
-            f"{mean:.3g} s per step (measured on {FORECAST_STEPS - 1}), without evaluations and checkpoints"
+            f"expected time: {duration(mean * self._left)} for the {counted(self._left, 'step')}"
+            f" that are left, at {mean:.3g} s per step (measured on {FORECAST_STEPS - 1}), without"
+            " evaluations and checkpoints"
         )
 
 
 def held_bytes(config: TrainConfig, model: ModelConfig, ranks: int) -> list[int]:
     """Bytes of weights, gradients and optimizer on a rank of each pipeline stage, without padding.
 
-    Counts what stays on the device between steps: the weights of the base's layers, the embedding and the lm_head; and
-    for the heads their weights and fp32 gradients, masters and moments. Memory with `cache` has no layers of the base.
+    Counts what stays on the device between steps: the weights of the base's layers, the embedding
+    and the lm_head; and for the heads their weights and fp32 gradients, masters and moments. Memory
+    with `cache` has no layers of the base.
 
     Args:
         config: settings from `resolve`.
@@ -186,7 +198,9 @@ def held_bytes(config: TrainConfig, model: ModelConfig, ranks: int) -> list[int]
     weight = {"float32": 4, "bfloat16": 2}[config.dtype]
     patterns = stage_patterns(model, parallel.pipeline, parallel.balance)
     vocabulary = weight * model.vocab_size * model.hidden_size / parallel.tensor
-    stages = [0.0 if config.cache else _base_bytes(config, model, pattern, weight) for pattern in patterns]
+    stages = [
+        0.0 if config.cache else _base_bytes(config, model, pattern, weight) for pattern in patterns
+    ]
     stages[0] += vocabulary
     if len(stages) > 1:
         stages[-1] += vocabulary  # the heads read the embedding too
@@ -208,14 +222,21 @@ def _base_bytes(config: TrainConfig, model: ModelConfig, pattern: str, weight: i
     for letter in pattern:
         counts = KINDS[letter].matrices(model)
         total += matrix * counts.always / config.parallel.tensor
-        total += weight * counts.expert * counts.experts.count / (config.parallel.tensor * config.parallel.expert)
+        total += (
+            weight
+            * counts.expert
+            * counts.experts.count
+            / (config.parallel.tensor * config.parallel.expert)
+        )
         total += weight * KINDS[letter].vectors(model)
     return total
 
 
 def _head_elements(config: TrainConfig, model: ModelConfig) -> tuple[float, float]:
-    """Elements of the heads on one rank: those outside of routed experts, and those of routed experts."""
-    parallel, mtp = config.parallel, model.mtp
+    """Elements of the heads on one rank: those outside of routed experts, and those of routed
+    experts."""
+    parallel = config.parallel
+    mtp = model.mtp
     layers = [KINDS[letter].matrices(model) for letter in mtp.pattern]
     experts = mtp.num_layers * sum(layer.expert * layer.experts.count for layer in layers)
     shared = head_parameters(model) - experts

@@ -1,4 +1,5 @@
-"""The model of a run: a base from a directory with its own heads or new heads; only the heads are trained."""
+"""The model of a run: a base from a directory with its own heads or new heads; only the heads are
+trained."""
 
 import bisect
 import dataclasses
@@ -44,39 +45,46 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     pattern = default_pattern(base) if heads.pattern == "auto" else heads.pattern
     init = resolve_init(heads.init, base, pattern)
     if init == "checkpoint" and not base.mtp.num_depths:
-        raise UserError(f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=auto")
+        raise UserError(
+            f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=auto"
+        )
     if init != "checkpoint":
         _check_pattern(config, base, pattern)
         model = base.replace(
-            mtp_pattern=pattern, mtp_num_depths=heads.num_depths, mtp_use_repeated_layer=heads.repeated
+            mtp_pattern=pattern,
+            mtp_num_depths=heads.num_depths,
+            mtp_use_repeated_layer=heads.repeated,
         )
         same = (base.mtp.pattern, base.mtp.num_layers) == (model.mtp.pattern, model.mtp.num_layers)
         if base.mtp.num_depths and not same:
             number = "" if base.mtp.repeated else f" and heads.num_depths={base.mtp.num_depths}"
             raise UserError(
-                f"{config.model} has heads of pattern {base.mtp.pattern!r} ({base.mtp.num_layers} physical), which "
-                f"heads.init={heads.init} can start from new weights but not change; set heads.pattern=auto, "
-                f"heads.repeated={str(base.mtp.repeated).lower()}{number}"
+                f"{config.model} has heads of pattern {base.mtp.pattern!r} ({base.mtp.num_layers}"
+                f" physical), which heads.init={heads.init} can start from new weights but not"
+                " change; set heads.pattern=auto,"
+                f" heads.repeated={str(base.mtp.repeated).lower()}{number}"
             )
     elif base.mtp.repeated:
         model = base.replace(mtp_num_depths=heads.num_depths)
     elif base.mtp.num_depths != heads.num_depths:
         raise UserError(
-            f"{config.model} has {base.mtp.num_depths} distinct heads; set heads.num_depths={base.mtp.num_depths}"
+            f"{config.model} has {base.mtp.num_depths} distinct heads; set"
+            f" heads.num_depths={base.mtp.num_depths}"
         )
     else:
         model = base
     if config.loss.top_k > model.vocab_size:
         raise UserError(
-            f"loss.top_k {config.loss.top_k} exceeds the vocabulary of {config.model}, {model.vocab_size} tokens; set "
-            "loss.top_k=0 for all of them"
+            f"loss.top_k {config.loss.top_k} exceeds the vocabulary of {config.model},"
+            f" {model.vocab_size} tokens; set loss.top_k=0 for all of them"
         )
     model = _with_rules(model, heads)
     if config.loss.hidden_mix and model.mtp.hands_on_normed(0) and not model.mtp.hands_on_normed(1):
         raise UserError(
-            f"loss.hidden_mix {config.loss.hidden_mix} mixes the base's hidden states into those of depths, which are "
-            "before their final norm where the base's are after it; set heads.reads_of_depth=after_final_norm, "
-            "heads.reads_of_base=before_final_norm or loss.hidden_mix=0"
+            f"loss.hidden_mix {config.loss.hidden_mix} mixes the base's hidden states into those of"
+            " depths, which are before their final norm where the base's are after it; set"
+            " heads.reads_of_depth=after_final_norm, heads.reads_of_base=before_final_norm or"
+            " loss.hidden_mix=0"
         )
     attention = resolve_attention(heads.attention, model)
     settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
@@ -85,8 +93,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
     exact = dtype == "float32" and config.matmul_precision == "highest"
     if backend == "te" and exact and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         _logger.warning(
-            "Transformer Engine multiplies fp32 in TF32, whatever matmul_precision is: set backend=local, or "
-            "NVIDIA_TF32_OVERRIDE=0 in the environment"
+            "Transformer Engine multiplies fp32 in TF32, whatever matmul_precision is: set"
+            " backend=local, or NVIDIA_TF32_OVERRIDE=0 in the environment"
         )
     return dataclasses.replace(config, heads=settled, backend=backend, dtype=dtype), model
 
@@ -101,23 +109,29 @@ def resolve_init(asked: HeadInit, base: ModelConfig, pattern: str) -> HeadInit:
 
 
 def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:
-    """Replace the model's `HEAD_RULES` by those that the settings give; `auto` leaves the model's own."""
+    """Replace the model's `HEAD_RULES` by those that the settings give; `auto` leaves the model's
+    own."""
     asked = {name: getattr(heads, name) for name in HEAD_RULES}
-    return model.replace(**{f"mtp_{name}": value for name, value in asked.items() if value != "auto"})
+    return model.replace(
+        **{f"mtp_{name}": value for name, value in asked.items() if value != "auto"}
+    )
 
 
 def default_pattern(base: ModelConfig) -> str:
-    """Pattern of new heads: that of the base's heads, else one layer that mixes tokens and one that does not.
+    """Pattern of new heads: that of the base's heads, else one layer that mixes tokens and one that
+    does not.
 
-    Both layers are of kinds that the base has. Attention is preferred to Mamba2, and MLPs are preferred to experts
-    unless the servers of the base's family build no heads of MLPs: then experts, or the mixing layer alone. Example: a
-    base `M*-` gives `*-`, or `*` if it is a Nemotron-H, `ME*E` gives `*E`, `M-` gives `M-`, `M*` gives `*`, and
-    DeepSeek-V3 gives `+E`.
+    Both layers are of kinds that the base has. Attention is preferred to Mamba2, and MLPs are
+    preferred to experts unless the servers of the base's family build no heads of MLPs: then
+    experts, or the mixing layer alone. Example: a base `M*-` gives `*-`, or `*` if it is a
+    Nemotron-H, `ME*E` gives `*E`, `M-` gives `M-`, `M*` gives `*`, and DeepSeek-V3 gives `+E`.
     """
     if base.mtp.pattern:
         return base.mtp.pattern
     kinds = kinds_in(base.pattern)
-    mixers, others = ([kind.letter for kind in kinds if kind.keeps_past is mixes] for mixes in (True, False))
+    mixers, others = (
+        [kind.letter for kind in kinds if kind.keeps_past is mixes] for mixes in (True, False)
+    )
     patterns = ["".join((*mixers[:1], other)) for other in others or [""]]
     written = [pattern for pattern in (*patterns, *mixers[:1]) if _can_be_written(base, pattern)]
     family = FAMILIES.get(base.family)
@@ -126,13 +140,17 @@ def default_pattern(base: ModelConfig) -> str:
 
 
 def _can_be_written(base: ModelConfig, pattern: str) -> bool:
-    """Whether the base's family has weight names for heads of this pattern; True if the family is not known."""
+    """Whether the base's family has weight names for heads of this pattern; True if the family is
+    not known."""
     family = FAMILIES.get(base.family)
-    return family is None or not any(family.misfits(base.replace(mtp_pattern=pattern, mtp_num_depths=1)))
+    return family is None or not any(
+        family.misfits(base.replace(mtp_pattern=pattern, mtp_num_depths=1))
+    )
 
 
 def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None:
-    """Refuse layers that new heads cannot have; say which `heads.pattern` or `heads.init` to set instead."""
+    """Refuse layers that new heads cannot have; say which `heads.pattern` or `heads.init` to set
+    instead."""
     copies = config.heads.init == "base"
     absent = sorted(set(pattern) - set(base.pattern))
     known = [letter for letter in absent if letter in SECTIONS]
@@ -140,7 +158,10 @@ def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None
     if unknown := sorted(set(pattern) - SECTIONS.keys()):
         problem = f"has {listed(map(repr, unknown))}, but layers are {known_letters()}"
     elif copies and absent:
-        problem = f"has {_named(absent)}, but heads.init=base copies layers of {config.model}, which has none"
+        problem = (
+            f"has {_named(absent)}, but heads.init=base copies layers of {config.model}, which has"
+            " none"
+        )
     elif sizeless:
         problem = f"has {_named(sizeless)}, whose sizes the config of {config.model} lacks"
     elif not pattern:
@@ -148,7 +169,10 @@ def _check_pattern(config: TrainConfig, base: ModelConfig, pattern: str) -> None
     else:
         return
     fits = not copies or set(default_pattern(base)) <= set(base.pattern)
-    raise UserError(f"heads.pattern={pattern} {problem}; set {'heads.pattern=auto' if fits else 'heads.init=fresh'}")
+    raise UserError(
+        f"heads.pattern={pattern} {problem}; set"
+        f" {'heads.pattern=auto' if fits else 'heads.init=fresh'}"
+    )
 
 
 def _named(letters: Sequence[str]) -> str:
@@ -163,8 +187,8 @@ def resolve_attention(asked: HeadAttention, model: ModelConfig) -> HeadAttention
     """
     if asked == "serving" and not model.mtp.repeated:
         raise UserError(
-            "heads.attention=serving is for one repeated head; distinct heads have a cache per depth, so that "
-            "heads.attention=per_depth is what they see in serving"
+            "heads.attention=serving is for one repeated head; distinct heads have a cache per"
+            " depth, so that heads.attention=per_depth is what they see in serving"
         )
     if asked != "auto":
         return asked
@@ -187,7 +211,8 @@ def build_with_heads(
     Raises:
         UserError: the weights in `config.model` do not fit its config.
     """
-    open_weights(config.model, fit_config=True)  # refuses a wrong config before a model of its sizes is built
+    # refuses a wrong config before a model of its sizes is built
+    open_weights(config.model, fit_config=True)
     parallel = config.parallel
     model = build_model(
         model_config,
@@ -202,9 +227,15 @@ def build_with_heads(
         backend=config.backend,
         balance=parallel.balance,
     )
-    fp8, new = config.base_fp8 and base_layers, config.heads.init != "checkpoint"
+    fp8 = config.base_fp8 and base_layers
+    new = config.heads.init != "checkpoint"
     if load_weights or fp8:  # a checkpoint does not hold the base in fp8
-        load_model_weights(model, Path(config.model), strict=base_layers, allow_missing_heads=new or not load_weights)
+        load_model_weights(
+            model,
+            Path(config.model),
+            strict=base_layers,
+            allow_missing_heads=new or not load_weights,
+        )
     if load_weights and new:
         init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
     if load_weights and config.heads.init == "base":
@@ -216,10 +247,11 @@ def build_with_heads(
 
 @torch.no_grad()
 def init_from_base(model: HybridModel) -> None:
-    """Initialise each head as a copy of the base's last layers of its kinds, reading embedding plus hidden state.
+    """Initialise each head as a copy of the base's last layers of its kinds, reading embedding plus
+    hidden state.
 
-    The random values of `eh_proj` remain as noise on top of this sum, and the input norms do not change. Collective
-    over pipeline stages, since earlier ones may hold these layers.
+    The random values of `eh_proj` remain as noise on top of this sum, and the input norms do not
+    change. Collective over pipeline stages, since earlier ones may hold these layers.
     """
     heads = model.mtp.layers if model.mtp_process else []
     for place, letter in enumerate(model.mtpkit_config.mtp.pattern):
@@ -233,7 +265,8 @@ def init_from_base(model: HybridModel) -> None:
 
 
 def _copy_layer(model: HybridModel, number: int, layers: Sequence[nn.Module]) -> None:
-    """Copy the weights of a base layer to `layers` on the last stage; the stage that holds it sends them."""
+    """Copy the weights of a base layer to `layers` on the last stage; the stage that holds it sends
+    them."""
     group = model.pg_collection.pp
     last = group.size() - 1
     counts = [len(part) for part in model.stage_patterns]
@@ -263,13 +296,18 @@ def drop_base_layers(model: HybridModel) -> None:
 
 
 def freeze_base(model: HybridModel) -> dict[str, nn.Parameter]:
-    """Make the heads' parameters the only ones that require a gradient, and return them by name. Experts of the base
-    are stacked (see `stack_experts`), except with tensor- or expert-parallel ranks."""
+    """Make the heads' parameters the only ones that require a gradient, and return them by name.
+    Experts of the base are stacked (see `stack_experts`), except with tensor- or expert-parallel
+    ranks."""
     model.requires_grad_(False)
     model.eval()
     if not stack_experts(model.decoder):
         _logger.info("experts of the base are not stacked, since ranks share sequences or experts")
-    heads = {name: parameter for name, parameter in model.named_parameters() if name.startswith(HEAD_PREFIX)}
+    heads = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith(HEAD_PREFIX)
+    }
     for parameter in heads.values():
         parameter.requires_grad_(True)
     return heads
@@ -278,13 +316,14 @@ def freeze_base(model: HybridModel) -> dict[str, nn.Parameter]:
 def fingerprint(model: nn.Module) -> dict[str, int]:
     """One integer per tensor that training must not change: the sum of its bit patterns.
 
-    These are the base's parameters and persistent buffers, and the router biases of the heads (`expert_bias`), which
-    have no gradient, but which trainers that balance experts adjust.
+    These are the base's parameters and persistent buffers, and the router biases of the heads
+    (`expert_bias`), which have no gradient, but which trainers that balance experts adjust.
     """
     return {
         name: _bit_sum(tensor)
         for name, tensor in model.state_dict().items()
-        if isinstance(tensor, Tensor) and (not name.startswith(HEAD_PREFIX) or name.endswith("expert_bias"))
+        if isinstance(tensor, Tensor)
+        and (not name.startswith(HEAD_PREFIX) or name.endswith("expert_bias"))
     }
 
 
@@ -295,11 +334,15 @@ def check_unchanged(model: nn.Module, before: dict[str, int]) -> None:
         MtpkitError: frozen tensors changed; names them.
     """
     after = fingerprint(model)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     if changed:
         raise MtpkitError(f"training changed tensors of the frozen base: {listed(changed)}")
 
 
 def _bit_sum(tensor: Tensor) -> int:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ]
     return int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))

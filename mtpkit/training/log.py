@@ -11,7 +11,8 @@ from typing import TextIO
 from mtpkit.files import storage_errors
 
 LOG = "train.log"
-"""File of a run that holds its header and all messages, warnings and errors, also those of earlier parts."""
+"""File of a run that holds its header and all messages, warnings and errors, also those of earlier
+parts."""
 
 
 def keep(directory: Path, text: str) -> None:
@@ -30,7 +31,8 @@ def keep(directory: Path, text: str) -> None:
 class Warnings(logging.Handler):
     """A context that also keeps warnings, of the modules `logging` and `warnings`, in a run's log.
 
-    Warnings are shown as they would be without it. Those from before `keep_in` are held back until then.
+    Warnings are shown as they would be without it. Those from before `keep_in` are held back until
+    then.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,9 @@ class Warnings(logging.Handler):
         warnings.showwarning = self._showwarning
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         warnings.showwarning = self._show
         logging.root.removeHandler(self)
 
@@ -57,7 +61,8 @@ class Warnings(logging.Handler):
         self._held.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record; show it as well if no other handler does, as Python would without this one."""
+        """Keep a record; show it as well if no other handler does, as Python would without this
+        one."""
         if self._alone and logging.lastResort is not None:
             logging.lastResort.handle(record)
         self._keep(f"{record.levelname.lower()}: {record.getMessage()}")

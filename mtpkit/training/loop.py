@@ -23,9 +23,22 @@ from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.evaluation import evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
 from mtpkit.training.header import Forecast, header
-from mtpkit.training.heads import build_with_heads, check_unchanged, drop_base_layers, fingerprint, freeze_base
+from mtpkit.training.heads import (
+    build_with_heads,
+    check_unchanged,
+    drop_base_layers,
+    fingerprint,
+    freeze_base,
+)
 from mtpkit.training.log import Warnings
-from mtpkit.training.metrics import METRICS, MetricsLog, Throughput, find_peak, read_metrics, utilization
+from mtpkit.training.metrics import (
+    METRICS,
+    MetricsLog,
+    Throughput,
+    find_peak,
+    read_metrics,
+    utilization,
+)
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.parallel import has_results
 from mtpkit.training.plan import Plan
@@ -35,13 +48,14 @@ from mtpkit.training.step import train_step
 
 
 def train(config: TrainConfig) -> Path:
-    """Train until the last step, SIGTERM or SIGINT, and return the run's directory. Collective over all ranks.
+    """Train until the last step, SIGTERM or SIGINT, and return the run's directory. Collective over
+    all ranks.
 
     Raises:
         KeyboardInterrupt: SIGINT ended the run, and a checkpoint is saved.
         UserError: the model, the data or an earlier run in `output` does not fit the settings.
-        MtpkitError: a loss, the gradient or a held-out figure is not finite, and the last checkpoint is the result; or
-            a frozen tensor changed.
+        MtpkitError: a loss, the gradient or a held-out figure is not finite, and the last
+            checkpoint is the result; or a frozen tensor changed.
     """
     ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
     with matmul_precision(config.matmul_precision), Warnings() as warnings:
@@ -56,21 +70,26 @@ def train(config: TrainConfig) -> Path:
 
 
 def describe_run(config: TrainConfig) -> list[str]:
-    """The header of a run that is not begun. Collective over all ranks; the errors are those of `train`."""
+    """The header of a run that is not begun. Collective over all ranks; the errors are those of
+    `train`."""
     ensure_distributed(config.parallel.tensor, config.parallel.pipeline, config.parallel.expert)
     return header(Plan(config))
 
 
 class Trainer:
-    """The parts of a run, resumed if there is a checkpoint. `step` counts the finished optimizer steps.
+    """The parts of a run, resumed if there is a checkpoint. `step` counts the finished optimizer
+    steps.
 
     Nothing is written to the run's directory before `directory.started`.
     """
 
     def __init__(self, plan: Plan):
-        config, model_config = plan.config, plan.model
+        config = plan.config
+        model_config = plan.model
         torch.manual_seed(config.seed)
-        self.config, self.device, self.directory = config, plan.device, plan.directory
+        self.config = config
+        self.device = plan.device
+        self.directory = plan.directory
         self.header = header(plan)
         self.loader: PackedLoader | ReadAhead = plan.loader
         self.eval_data = plan.eval_data
@@ -79,9 +98,14 @@ class Trainer:
         from_base = config.heads.init == "base" and not resuming
         if config.cache:
             cached = attach_cache(config, model_config, plan.train_data, plan.eval_data)
-            self.loader, self.eval_data = ReadAhead(plan.loader_of(cached[0])), cached[1]
+            self.loader = ReadAhead(plan.loader_of(cached[0]))
+            self.eval_data = cached[1]
         self.model = build_with_heads(
-            config, model_config, self.device, not resuming, base_layers=from_base or not config.cache
+            config,
+            model_config,
+            self.device,
+            not resuming,
+            base_layers=from_base or not config.cache,
         )
         self.explained: float | None = None
         """Result of `fit_input_projection`; None: the inputs of the heads were not fitted."""
@@ -91,7 +115,9 @@ class Trainer:
             drop_base_layers(self.model)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
         self.step = self.directory.restore(self.model, self.optimizer, self.loader)
-        self.flops = step_flops(self.model.mtpkit_config, config.heads.num_depths, base_layers=not config.cache)
+        self.flops = step_flops(
+            self.model.mtpkit_config, config.heads.num_depths, base_layers=not config.cache
+        )
         self.peak, self.no_peak = find_peak(self.device)
         self.base = fingerprint(self.model)
 
@@ -116,20 +142,28 @@ class Trainer:
 
     def run(self, stop: StopSignal) -> Path:
         """Step, log, evaluate and save until the end or a signal."""
-        config, throughput = self.config, Throughput()
+        config = self.config
+        throughput = Throughput()
         forecast = Forecast(config.steps - self.step)
         for line in self.header:
             self.log.message(line)
         if self.explained is not None:
             self.log.message(
-                f"the fitted input projection explains {self.explained:.0%} of the inputs of the copied layers"
+                f"the fitted input projection explains {self.explained:.0%} of the inputs of the"
+                " copied layers"
             )
         if self.no_peak:
             self.log.message(self.no_peak)
         if 0 < self.step < config.steps:
-            self.log.message(f"going on after step {self.step} of {config.steps}, saved in {self.directory.newest}")
+            self.log.message(
+                f"going on after step {self.step} of {config.steps}, saved in"
+                f" {self.directory.newest}"
+            )
         if self.directory.changed:
-            self.log.message(f"settings changed since the last part of the run: {'; '.join(self.directory.changed)}")
+            self.log.message(
+                "settings changed since the last part of the run:"
+                f" {'; '.join(self.directory.changed)}"
+            )
         if self.step == 0:
             length = self._evaluate()
             if self.directory.improves(length):
@@ -157,7 +191,10 @@ class Trainer:
         if self.directory.iteration != self.step:
             self._save()
         if self.step < config.steps:
-            self.log.message(f"stopped at step {self.step} of {config.steps}; run the same command again to go on")
+            self.log.message(
+                f"stopped at step {self.step} of {config.steps}; run the same command again to"
+                " go on"
+            )
         check_unchanged(self.model, self.base)
         if self.step < config.steps or self.eval_data is None:
             self._report()
@@ -169,7 +206,9 @@ class Trainer:
     def _log_step(self, values: dict[str, object], throughput: Throughput) -> None:
         rate = values["tokens_per_s"] = throughput.rate()
         used = utilization(rate, self.flops, dist.get_world_size(), self.peak)
-        shown = f"loss {values['loss']:.4f}, AL {values['acceptance_length']:.2f}, {rate:,.0f} tokens/s"
+        shown = (
+            f"loss {values['loss']:.4f}, AL {values['acceptance_length']:.2f}, {rate:,.0f} tokens/s"
+        )
         if used is not None:
             values["mfu"] = used
             shown += f", MFU {used:.1%}"
@@ -180,12 +219,20 @@ class Trainer:
             throughput.reset()
 
     def _evaluate(self) -> float | None:
-        """Log losses and acceptance on the held-out data; returns the acceptance length, None without such data."""
+        """Log losses and acceptance on the held-out data; returns the acceptance length, None
+        without such data."""
         if self.eval_data is None:
             return None
         self.optimizer.finish()
-        heads, data = self.config.heads, self.config.data
-        settings = heads.num_depths, heads.attention, self.config.loss, data.micro_batch_size, data.eval_sequences
+        heads = self.config.heads
+        data = self.config.data
+        settings = (
+            heads.num_depths,
+            heads.attention,
+            self.config.loss,
+            data.micro_batch_size,
+            data.eval_sequences,
+        )
         try:
             evaluation = evaluate_sources(self.model, self.eval_data, *settings)
         except MtpkitError as error:
@@ -198,7 +245,11 @@ class Trainer:
         """The time, and how much of the training data has been read."""
         sequences = self.step * self.config.data.global_batch_size
         tokens = sequences * self.config.data.sequence_length
-        return {"time": round(time.time(), 3), "epoch": sequences / self.num_sequences, "tokens": tokens}
+        return {
+            "time": round(time.time(), 3),
+            "epoch": sequences / self.num_sequences,
+            "tokens": tokens,
+        }
 
     def _peak_memory(self) -> str:
         """Peak memory of this rank so far, as the end of a sentence; empty on a CPU."""
@@ -221,9 +272,12 @@ class Trainer:
         self.directory.save(self.step, self.model, self.optimizer, self.loader, acceptance_length)
 
     def _fit_batches(self) -> Iterator[PackedBatch]:
-        """Yield the first training batches for `fit_input_projection`, the same on all ranks, at most one epoch."""
+        """Yield the first training batches for `fit_input_projection`, the same on all ranks, at
+        most one epoch."""
         data = self.config.data
-        loader = PackedLoader(self.loader.dataset, data.micro_batch_size, data.micro_batch_size, seed=self.config.seed)
+        loader = PackedLoader(
+            self.loader.dataset, data.micro_batch_size, data.micro_batch_size, seed=self.config.seed
+        )
         tokens = min(self.config.heads.fit_tokens, len(loader.dataset) * data.sequence_length)
         for _ in range(-(-tokens // (data.micro_batch_size * data.sequence_length))):
             yield next(loader)[0].to(self.device)

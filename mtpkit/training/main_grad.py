@@ -1,10 +1,11 @@
 """Weight gradients of a repeated head, summed over its depths in fp32.
 
-Autograd would sum the contributions of the K uses of a weight in the weight's dtype: bf16 loses a contribution that is
-256 times smaller than the sum so far. Here the backward pass adds each contribution to `parameter.main_grad`
-(megatron-core's name for the optimizer's fp32 gradient), and `parameter.grad` stays None. megatron-core's linears
-compute their contribution and add it in one fp32 product, without a temporary tensor; the contribution of experts that
-run together is first rounded to the weight's dtype.
+Autograd would sum the contributions of the K uses of a weight in the weight's dtype: bf16 loses a
+contribution that is 256 times smaller than the sum so far. Here the backward pass adds each
+contribution to `parameter.main_grad` (megatron-core's name for the optimizer's fp32 gradient), and
+`parameter.grad` stays None. megatron-core's linears compute their contribution and add it in one
+fp32 product, without a temporary tensor; the contribution of experts that run together is first
+rounded to the weight's dtype.
 """
 
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
@@ -39,7 +40,8 @@ _LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The identity on a parameter, whose gradient goes to `main_grad`; megatron-core's linears do this themselves."""
+    """The identity on a parameter, whose gradient goes to `main_grad`; megatron-core's linears do
+    this themselves."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
@@ -54,10 +56,11 @@ class _IntoMainGrad(torch.autograd.Function):
 
 @contextmanager
 def gradients_into_main(module: nn.Module) -> Iterator[None]:
-    """A context in which each use of a parameter in `module` that has a `main_grad` adds its gradient to `main_grad`.
+    """A context in which each use of a parameter in `module` that has a `main_grad` adds its
+    gradient to `main_grad`.
 
-    Every backward pass through such a use adds to it, even a pass that is run only for other gradients. Do not nest the
-    context on one module.
+    Every backward pass through such a use adds to it, even a pass that is run only for other
+    gradients. Do not nest the context on one module.
     """
     found = [
         (owner, name, parameter)
@@ -65,8 +68,12 @@ def gradients_into_main(module: nn.Module) -> Iterator[None]:
         for name, parameter in owner._parameters.items()
         if parameter is not None and parameter.requires_grad and hasattr(parameter, "main_grad")
     ]
-    linears = [owner for owner, name, _ in found if name == "weight" and isinstance(owner, _LINEARS)]
-    others = [entry for entry in found if entry[1] != "weight" or not isinstance(entry[0], _LINEARS)]
+    linears = [
+        owner for owner, name, _ in found if name == "weight" and isinstance(owner, _LINEARS)
+    ]
+    others = [
+        entry for entry in found if entry[1] != "weight" or not isinstance(entry[0], _LINEARS)
+    ]
     try:
         for linear in linears:
             linear.gradient_accumulation_fusion = True

@@ -1,4 +1,5 @@
-"""Logs of a run (JSON lines, TensorBoard, Weights & Biases, a progress bar), and its throughput and MFU."""
+"""Logs of a run (JSON lines, TensorBoard, Weights & Biases, a progress bar), and its throughput and
+MFU."""
 
 import contextlib
 import importlib.util
@@ -46,19 +47,24 @@ PEAK_RATES = {
     "L40": 181e12,
     "L4": 121e12,
 }
-"""bf16 FLOPs per second by a part of the device's name; the first match counts. All are Tensor Core peaks for dense
-matrices from NVIDIA's data sheets; where a sheet gives only the rate with sparsity, the entry is half of that rate. A
-large product reaches about 0.8 of the peak (790e12 on an H200)."""
+"""bf16 FLOPs per second by a part of the device's name; the first match counts. All are Tensor Core
+peaks for dense matrices from NVIDIA's data sheets; where a sheet gives only the rate with sparsity,
+the entry is half of that rate. A large product reaches about 0.8 of the peak (790e12 on an
+H200)."""
 
 
 def check_wandb(project: str) -> None:
     """Raise UserError if a W&B project is set and the package is missing."""
     if project and importlib.util.find_spec("wandb") is None:
-        raise UserError(f"log.wandb={project} needs the package wandb: pip install wandb, or leave log.wandb empty")
+        raise UserError(
+            f"log.wandb={project} needs the package wandb: pip install wandb, or leave log.wandb"
+            " empty"
+        )
 
 
 class MetricsLog:
-    """Writes to `output/metrics.jsonl`, `output/tensorboard` and W&B if `enabled`, and shows progress."""
+    """Writes to `output/metrics.jsonl`, `output/tensorboard` and W&B if `enabled`, and shows
+    progress."""
 
     def __init__(
         self,
@@ -86,16 +92,20 @@ class MetricsLog:
         # disable=None: silent where stderr is not a terminal.
         disable = None if enabled else True
         if enabled:
-            self._wandb = _start_wandb(wandb, output, settings) if wandb else None  # first, since W&B may refuse
+            # first, since W&B may refuse
+            self._wandb = _start_wandb(wandb, output, settings) if wandb else None
             path = output / METRICS
             _drop_lines_after(path, first_step)
             self._file = path.open("a", encoding="utf-8")
             self._board = _tensorboard(output / "tensorboard", first_step)
         self._steps = steps
-        self._bar = tqdm(total=steps, initial=first_step, desc="training", unit=" steps", disable=disable)
+        self._bar = tqdm(
+            total=steps, initial=first_step, desc="training", unit=" steps", disable=disable
+        )
 
     def progress(self, step: int, shown: str, due: bool) -> None:
-        """Advance the bar by one step with a text beside it; without a bar, print the text if a line is due."""
+        """Advance the bar by one step with a text beside it; without a bar, print the text if a
+        line is due."""
         line = f"step {step} of {self._steps}: {shown}"
         if self._bar.disable:
             if due:
@@ -116,7 +126,9 @@ class MetricsLog:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
-        scalars = dict(_scalars(kind, {key: value for key, value in values.items() if key != "time"}))
+        scalars = dict(
+            _scalars(kind, {key: value for key, value in values.items() if key != "time"})
+        )
         if self._board is not None:
             for tag, scalar in scalars.items():
                 self._board.add_scalar(tag, scalar, step)
@@ -152,7 +164,8 @@ class MetricsLog:
 
 
 class Throughput:
-    """Tokens per second of training steps, without evaluations and saves, since the last `reset`."""
+    """Tokens per second of training steps, without evaluations and saves, since the last
+    `reset`."""
 
     def __init__(self) -> None:
         self.reset()
@@ -179,18 +192,25 @@ class Throughput:
 
 
 def find_peak(device: torch.device) -> tuple[float | None, str | None]:
-    """Stated dense bf16 FLOPs per second of a device, and a message for the user if those of a GPU are not known.
+    """Stated dense bf16 FLOPs per second of a device, and a message for the user if those of a GPU
+    are not known.
 
-    Example: `NVIDIA H100 80GB HBM3` and `NVIDIA GH200 480GB` have 989e12, `NVIDIA H100 PCIe` has 756e12.
+    Example: `NVIDIA H100 80GB HBM3` and `NVIDIA GH200 480GB` have 989e12, `NVIDIA H100 PCIe` has
+    756e12.
     """
     name = device_name(device)
-    rate = next((rate for part, rate in PEAK_RATES.items() if re.search(rf"\b{part}\b", name)), None)
+    rate = next(
+        (rate for part, rate in PEAK_RATES.items() if re.search(rf"\b{part}\b", name)), None
+    )
     known = rate is not None or device.type != "cuda"
     return rate, None if known else f"no MFU is given: the stated peak rate of {name} is not known"
 
 
-def utilization(tokens_per_s: float, flops: float, num_devices: int, peak: float | None) -> float | None:
-    """Model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311); None if the peak is unknown, as on a CPU.
+def utilization(
+    tokens_per_s: float, flops: float, num_devices: int, peak: float | None
+) -> float | None:
+    """Model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311); None if the peak is
+    unknown, as on a CPU.
 
     Args:
         tokens_per_s: tokens per second on all devices together.
@@ -201,13 +221,17 @@ def utilization(tokens_per_s: float, flops: float, num_devices: int, peak: float
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """Read the lines of a run's metrics file, except an incomplete last line; an empty list if there is no file.
+    """Read the lines of a run's metrics file, except an incomplete last line; an empty list if
+    there is no file.
 
     Raises:
         UserError: the file is not text, or a line is not as a run writes it; names the line.
     """
     whole, _, last = read_text(path).rpartition("\n") if is_there(path) else ("", "", "")
-    lines = [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole.splitlines(), start=1)]
+    lines = [
+        _parse(line, f"{path}, line {number}")
+        for number, line in enumerate(whole.splitlines(), start=1)
+    ]
     with contextlib.suppress(UserError):  # cut off in the middle of a write
         lines += [_parse(last, str(path))] if last else []
     return lines
@@ -215,7 +239,11 @@ def read_metrics(path: Path) -> list[JsonObject]:
 
 def _parse(line: str, where: str) -> JsonObject:
     values = parse_json(line, where)
-    known = isinstance(values, dict) and values.get("kind") in ("train", "eval") and type(values.get("step")) is int
+    known = (
+        isinstance(values, dict)
+        and values.get("kind") in ("train", "eval")
+        and type(values.get("step")) is int
+    )
     if not known:
         raise UserError(f"{where} is no line of a run's metrics; remove the line, or the file")
     return values
@@ -233,7 +261,8 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield (tag, number) for every number in a nested value; entries of lists are numbered from 1."""
+    """Yield (tag, number) for every number in a nested value; entries of lists are numbered from
+    1."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _scalars(f"{name}/{key}", entry)
@@ -271,7 +300,8 @@ def _start_wandb(project: str, output: Path, settings: Mapping[str, object] | No
         )
     except wandb.errors.Error as error:
         raise UserError(
-            f"log.wandb={project}: {error}; run `wandb login`, set WANDB_MODE=offline, or leave log.wandb empty"
+            f"log.wandb={project}: {error}; run `wandb login`, set WANDB_MODE=offline, or leave"
+            " log.wandb empty"
         ) from error
     # Steps repeated after a kill are logged again, which W&B's own counter would refuse.
     run.define_metric("*", step_metric="step")

@@ -1,9 +1,11 @@
-"""Optimizer state on the host, copied to the GPU and back piece by piece while the GPU computes something else.
+"""Optimizer state on the host, copied to the GPU and back piece by piece while the GPU computes
+something else.
 
-Copy engines use both directions of the bus at once and no multiprocessor. One stream copies a piece to the GPU, a
-second one updates the previous piece, and a third one copies the piece before that back to the host. A thread issues
-the copies of a piece only when earlier pieces have left the GPU: streams may share the queue of a copy engine, in which
-the trainer's small copies would wait behind all issued pieces.
+Copy engines use both directions of the bus at once and no multiprocessor. One stream copies a piece
+to the GPU, a second one updates the previous piece, and a third one copies the piece before that
+back to the host. A thread issues the copies of a piece only when earlier pieces have left the GPU:
+streams may share the queue of a copy engine, in which the trainer's small copies would wait behind
+all issued pieces.
 """
 
 from collections import deque
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor
 
 PIECE = 8 << 20
-"""Elements of each tensor per piece, enough for the full rate of the bus: 48 GB/s each way on an H200."""
+"""Elements of each tensor per piece, enough for the full rate of the bus: 48 GB/s each way on an
+H200."""
 PIECES = 6
-"""Number of pieces on the GPU at a time, some of them spare in case the thread is late. With three pieces the heads'
-backward pass waited 7 ms for the update at the sizes of an 8B model; with six it does not wait."""
+"""Number of pieces on the GPU at a time, some of them spare in case the thread is late. With three
+pieces the heads' backward pass waited 7 ms for the update at the sizes of an 8B model; with six it
+does not wait."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Part:
     """An update of optimizer state."""
 
     update: Callable[..., None]
-    """Takes a gradient [n], which it may overwrite, and n elements of each state tensor, which it updates in place."""
+    """Takes a gradient [n], which it may overwrite, and n elements of each state tensor, which it
+    updates in place."""
     grad: Tensor
     """[n] on the current GPU."""
     state: Sequence[Tensor]
@@ -36,8 +41,8 @@ class Part:
 class HostState:
     """Runs the updates of parts concurrently with the current stream.
 
-    Between `start` and `finish` the host must not use the parts' state, and the current stream must not use their
-    gradients.
+    Between `start` and `finish` the host must not use the parts' state, and the current stream must
+    not use their gradients.
     """
 
     def __init__(self) -> None:
@@ -53,7 +58,8 @@ class HostState:
         longest = max((len(part.grad) for part in parts), default=0)
         if longest:
             # Allocated on the current stream, which can reuse the memory after `finish`.
-            count, device = max(len(part.state) for part in parts), parts[0].grad.device
+            count = max(len(part.state) for part in parts)
+            device = parts[0].grad.device
             self._room = torch.empty(PIECES, count, min(PIECE, longest), device=device)
             self._inward.wait_stream(torch.cuda.current_stream())
             self._job = self._thread.submit(self._run, parts, self._room)
@@ -62,7 +68,8 @@ class HostState:
         """Let the current stream wait for the updates, and free their memory on the GPU.
 
         Raises:
-            Exception: the error of an update; raised again at every later call, since the state is only partly updated.
+            Exception: the error of an update; raised again at every later call, since the state is
+                only partly updated.
         """
         if self._job is not None:
             self._job.result()
@@ -94,7 +101,9 @@ class HostState:
 
 def _pieces(parts: Iterable[Part]) -> Iterator[tuple[Callable[..., None], Tensor, list[Tensor]]]:
     for part in parts:
-        for grad, *state in zip(part.grad.split(PIECE), *(tensor.split(PIECE) for tensor in part.state), strict=True):
+        for grad, *state in zip(
+            part.grad.split(PIECE), *(tensor.split(PIECE) for tensor in part.state), strict=True
+        ):
             yield part.update, grad, state
 
 

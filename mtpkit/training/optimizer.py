@@ -16,11 +16,20 @@ from torch import Tensor, nn
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.adamw import adamw_
 from mtpkit.training.config.settings import OptimizerConfig
-from mtpkit.training.flat import DECAYED, MATRIX, PARTIAL_MATRIX, PARTIAL_VECTOR, VECTOR, FlatBuffer, Region
+from mtpkit.training.flat import (
+    DECAYED,
+    MATRIX,
+    PARTIAL_MATRIX,
+    PARTIAL_VECTOR,
+    VECTOR,
+    FlatBuffer,
+    Region,
+)
 from mtpkit.training.offload import HostState, Part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Muon's quintic Newton-Schulz step, from its authors: steep at zero, and not exact at one."""
+"""Coefficients of Muon's quintic Newton-Schulz step, from its authors: steep at zero, and not exact
+at one."""
 ITERATIONS = 5
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state, by its names in checkpoints."""
@@ -29,7 +38,8 @@ RMS_OF_ADAMW = 0.2
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of step 0 .. steps - 1: linear warm-up to `lr`, then cosine decay to `min_lr` at the last.
+    """Learning rate of step 0 .. steps - 1: linear warm-up to `lr`, then cosine decay to `min_lr`
+    at the last.
 
     The warm-up takes at most all steps.
     """
@@ -37,14 +47,18 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     if step < warmup:
         return config.lr * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
-    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return (
+        config.min_lr
+        + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    )
 
 
 def orthogonalize(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximate U V^T [m, n] of a matrix U S V^T [m, n]; both are fp32, and the products run in `dtype`.
+    """Approximate U V^T [m, n] of a matrix U S V^T [m, n]; both are fp32, and the products run in
+    `dtype`.
 
-    The singular values of the result are 0.7 to 1.2, except where those of the matrix are below a hundredth of its
-    largest.
+    The singular values of the result are 0.7 to 1.2, except where those of the matrix are below a
+    hundredth of its largest.
     """
     a, b, c = COEFFICIENTS
     x = (matrix / matrix.norm().clamp(min=1e-7)).to(dtype)
@@ -58,17 +72,19 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -> None:
     """Update this rank's part of the matrices of a buffer from their summed gradients. Collective.
 
-    Muon (Jordan et al. 2024): Nesterov momentum, orthogonalised. All directions of a weight move by about the same
-    amount, even those with small gradients beside a few large ones, so that heads learn in fewer steps than with AdamW.
-    Steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one learning rate serves both.
-    Each data-parallel rank orthogonalises some of the matrices; a matrix that is split over tensor-parallel ranks is
-    gathered first.
+    Muon (Jordan et al. 2024): Nesterov momentum, orthogonalised. All directions of a weight move by
+    about the same amount, even those with small gradients beside a few large ones, so that heads
+    learn in fewer steps than with AdamW. Steps are scaled to the size of AdamW's (Liu et al. 2025,
+    arXiv:2502.16982), so that one learning rate serves both. Each data-parallel rank orthogonalises
+    some of the matrices; a matrix that is split over tensor-parallel ranks is gathered first.
     """
     running = region.tensors["momentum_buffer"]
     running.mul_(momentum).add_(region.grad)
     region.grad.add_(running, alpha=momentum)
     buffer.gather()
-    matrices = [pair for pair in zip(buffer.parameters, buffer.grads, strict=True) if pair[0].ndim == 2]
+    matrices = [
+        pair for pair in zip(buffer.parameters, buffer.grads, strict=True) if pair[0].ndim == 2
+    ]
     for index, (parameter, grad) in enumerate(matrices):
         if index % buffer.group.size() == buffer.group.rank():
             grad.copy_(_orthogonal_step(parameter, grad, buffer.tensor_group))
@@ -97,21 +113,23 @@ def _orthogonal_step(parameter: nn.Parameter, grad: Tensor, group: dist.ProcessG
 class HeadOptimizer:
     """The optimizer of the heads: keeps fp32 gradients, sums them over ranks, clips and steps.
 
-    It gives each parameter a `main_grad`, to which the backward passes of `run_depths` add; see the module `main_grad`.
-    Parameters are rounded from their fp32 masters at each step. Gradients of experts are summed over the ranks that
-    hold the same experts, all other gradients over all data-parallel ranks. On pipeline stages without heads the
-    optimizer does nothing.
+    It gives each parameter a `main_grad`, to which the backward passes of `run_depths` add; see the
+    module `main_grad`. Parameters are rounded from their fp32 masters at each step. Gradients of
+    experts are summed over the ranks that hold the same experts, all other gradients over all
+    data-parallel ranks. On pipeline stages without heads the optimizer does nothing.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig):
         self._config = config
         self.parameters = list(parameters)
-        tensor, expert_tensor = (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_expert_tensor_parallel_group(),
-        )
-        experts = [parameter for parameter in self.parameters if not getattr(parameter, "allreduce", True)]
-        others = [parameter for parameter in self.parameters if getattr(parameter, "allreduce", True)]
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        expert_tensor = parallel_state.get_expert_tensor_parallel_group()
+        experts = [
+            parameter for parameter in self.parameters if not getattr(parameter, "allreduce", True)
+        ]
+        others = [
+            parameter for parameter in self.parameters if getattr(parameter, "allreduce", True)
+        ]
         assert not (config.offload and config.kind == "muon"), "settings refuse it"
         offload = config.offload and bool(self.parameters) and self.parameters[0].is_cuda
         self.buffers = [
@@ -123,7 +141,9 @@ class HeadOptimizer:
             if some
         ]
         self._host = HostState() if offload else None
-        matrices, vectors, decay = (MATRIX, PARTIAL_MATRIX), (PARTIAL_VECTOR, VECTOR), config.weight_decay
+        matrices = (MATRIX, PARTIAL_MATRIX)
+        vectors = (PARTIAL_VECTOR, VECTOR)
+        decay = config.weight_decay
         for buffer in self.buffers:
             if config.kind == "muon":
                 buffer.add_region(matrices, ("momentum_buffer",), decay)
@@ -140,21 +160,26 @@ class HeadOptimizer:
     def step(self, lr: float) -> float:
         """Sum the gradients over ranks, clip, update the parameters, and clear the gradients.
 
-        Collective over the ranks that have heads. With `config.offload` the update is deferred to `begin`: call
-        `finish` before using parameters or gradients.
+        Collective over the ranks that have heads. With `config.offload` the update is deferred to
+        `begin`: call `finish` before using parameters or gradients.
 
         Returns:
-            The global norm of the gradient before clipping, every parameter counted once; 0 without parameters.
+            The global norm of the gradient before clipping, every parameter counted once; 0 without
+            parameters.
 
         Raises:
             MtpkitError: the gradient is not finite; nothing is updated.
         """
         if not self.buffers:
             return 0.0
-        assert self._asked is None and not self._begun, "gradients were made before the last update finished"
+        assert self._asked is None and not self._begun, (
+            "gradients were made before the last update finished"
+        )
         norm = self.reduce()
         if not math.isfinite(norm):
-            raise MtpkitError(f"the gradient's norm is {norm}; lower optimizer.lr or set dtype=float32")
+            raise MtpkitError(
+                f"the gradient's norm is {norm}; lower optimizer.lr or set dtype=float32"
+            )
         if self._config.clip_grad and norm > self._config.clip_grad:
             for buffer in self.buffers:
                 buffer.own.mul_(self._config.clip_grad / norm)
@@ -167,12 +192,14 @@ class HeadOptimizer:
     def begin(self) -> None:
         """Begin the update that `step` deferred, if there is one.
 
-        With state on the host the update runs in the background and fills the bus: make small copies between host and
-        device before it begins, or they may have to wait for it.
+        With state on the host the update runs in the background and fills the bus: make small
+        copies between host and device before it begins, or they may have to wait for it.
         """
         if self._asked is None:
             return
-        lr, self._asked, self._begun = self._asked, None, True
+        lr = self._asked
+        self._asked = None
+        self._begun = True
         self._updates += 1
         parts = self._adamw_parts(lr)
         if self._host is not None:
@@ -182,11 +209,13 @@ class HeadOptimizer:
             part.update(part.grad, *part.state)
         if self._config.kind == "muon":
             for buffer in self.buffers:
-                _muon_step(buffer, buffer.regions[0], self._config.momentum, lr)  # the region of matrices
+                # the region of matrices
+                _muon_step(buffer, buffer.regions[0], self._config.momentum, lr)
                 buffer.take_masters()
 
     def _adamw_parts(self, lr: float) -> list[Part]:
-        """The updates of the regions with moments, each of which overwrites its gradient with the new weights."""
+        """The updates of the regions with moments, each of which overwrites its gradient with the
+        new weights."""
         config = self._config
         update = partial(adamw_, step=self._updates, lr=lr, betas=config.betas, eps=config.eps)
         return [
@@ -201,7 +230,8 @@ class HeadOptimizer:
         ]
 
     def finish(self) -> None:
-        """Complete the last update, so that parameters are current. Collective like `step`; idempotent."""
+        """Complete the last update, so that parameters are current. Collective like `step`;
+        idempotent."""
         self.begin()
         if not self._begun:
             return
@@ -213,7 +243,9 @@ class HeadOptimizer:
 
     def reduce(self) -> float:
         """Sum every gradient over the ranks that have a part of it, and return the global norm."""
-        assert all(p.grad is None for p in self.parameters), "a backward outside of `gradients_into_main`"
+        assert all(p.grad is None for p in self.parameters), (
+            "a backward outside of `gradients_into_main`"
+        )
         square = torch.zeros((), dtype=torch.float64, device=self.buffers[0].flat.device)
         for buffer in self.buffers:
             buffer.sum_partial()
@@ -225,7 +257,8 @@ class HeadOptimizer:
     def sharded_state_dict(self, model_state: Mapping[str, object]) -> dict[str, object]:
         """Masters and moments for `mtpkit.checkpoint`; they can be loaded at any parallel layout.
 
-        They are sharded like the parameters in `model_state`, the model's own `sharded_state_dict()`.
+        They are sharded like the parameters in `model_state`, the model's own
+        `sharded_state_dict()`.
         """
         if not self.buffers:
             return {}
@@ -234,10 +267,15 @@ class HeadOptimizer:
             self._host.synchronize()
         found = get_param_id_to_sharded_param_map(dict(model_state), self.parameters)
         parts = {id(parameter): found[index] for index, parameter in enumerate(self.parameters)}
-        return {str(index): buffer.sharded_state(parts) for index, buffer in enumerate(self.buffers)}
+        return {
+            str(index): buffer.sharded_state(parts) for index, buffer in enumerate(self.buffers)
+        }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]], step: int) -> None:
-        """Load tensors of `sharded_state_dict` saved after `step` updates, and set the parameters."""
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]], step: int
+    ) -> None:
+        """Load tensors of `sharded_state_dict` saved after `step` updates, and set the
+        parameters."""
         for index, buffer in enumerate(self.buffers):
             buffer.load(state.get(str(index), {}))
             buffer.take_masters()

@@ -1,13 +1,15 @@
-"""Parallel training: checks of the parallel sizes, shares of batches, and the pipeline of the frozen base.
+"""Parallel training: checks of the parallel sizes, shares of batches, and the pipeline of the
+frozen base.
 
-DP: every rank has all heads and its own sequences. TP with sequence parallelism: ranks split matrices, attention heads
-and the vocabulary, and the sequence between layers. EP: data-parallel ranks split the experts among themselves. All
-three are megatron-core's and can be combined.
+DP: every rank has all heads and its own sequences. TP with sequence parallelism: ranks split
+matrices, attention heads and the vocabulary, and the sequence between layers. EP: data-parallel
+ranks split the experts among themselves. All three are megatron-core's and can be combined.
 
-PP: hidden states of the frozen base flow forward over its stages, and nothing flows back. A stage receives the hidden
-states of a micro-batch, runs its layers without gradients, sends the result to the next stage, and continues with the
-next micro-batch during the transfer. It keeps nothing of a micro-batch, so that no schedule of forwards and backwards
-is needed: the slowest stage sets the pace.
+PP: hidden states of the frozen base flow forward over its stages, and nothing flows back. A stage
+receives the hidden states of a micro-batch, runs its layers without gradients, sends the result to
+the next stage, and continues with the next micro-batch during the transfer. It keeps nothing of a
+micro-batch, so that no schedule of forwards and backwards is needed: the slowest stage sets the
+pace.
 """
 
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
@@ -37,14 +39,17 @@ IN_FLIGHT = 2
 """Number of micro-batches in transfer between two stages."""
 
 StageForward = Callable[[PackedBatch, Tensor | None], Tensor]
-"""Computes a stage's output from a micro-batch and the previous stage's output, which is None on the first stage."""
+"""Computes a stage's output from a micro-batch and the previous stage's output, which is None on
+the first stage."""
 
 
 def has_results() -> bool:
     """Whether this rank logs: the first of the ranks with heads."""
     return (
         parallel_state.is_pipeline_last_stage()
-        and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
+        and parallel_state.get_tensor_model_parallel_rank()
+        == parallel_state.get_data_parallel_rank()
+        == 0
     )
 
 
@@ -63,8 +68,8 @@ def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
     for key, size, shared in (*sizes, *uneven_sizes(model, parallel.tensor)):
         if shared:
             yield (
-                f"the model's {key} {size} and tensor={parallel.tensor} do not divide each other; set "
-                "parallel.tensor to a divisor or a multiple of it"
+                f"the model's {key} {size} and tensor={parallel.tensor} do not divide each other;"
+                " set parallel.tensor to a divisor or a multiple of it"
             )
         else:
             yield (
@@ -73,33 +78,40 @@ def _problems(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
             )
     if parallel.pipeline > len(model.pattern):
         yield (
-            f"the base has {len(model.pattern)} layers, too few for pipeline={parallel.pipeline} stages; set "
-            f"parallel.pipeline to at most {len(model.pattern)}"
+            f"the base has {len(model.pattern)} layers, too few for pipeline={parallel.pipeline}"
+            f" stages; set parallel.pipeline to at most {len(model.pattern)}"
         )
     experts = [count for kind in kinds_in(model.letters) if (count := kind.experts(model).count)]
     if parallel.expert > 1 and not experts:
-        yield f"the model has no experts to split over expert={parallel.expert} ranks; set parallel.expert=1"
+        yield (
+            f"the model has no experts to split over expert={parallel.expert} ranks; set"
+            " parallel.expert=1"
+        )
     for count in experts:
         if count % parallel.expert:
             yield (
-                f"the model's {count} experts cannot be split over expert={parallel.expert} ranks; set "
-                "parallel.expert to a divisor of it"
+                f"the model's {count} experts cannot be split over expert={parallel.expert} ranks;"
+                " set parallel.expert to a divisor of it"
             )
 
 
 def even_share(batches: Iterable[PackedBatch], group: dist.ProcessGroup) -> Iterator[PackedBatch]:
-    """Yield every n-th batch on each of n ranks; all ranks get the same number of batches with the same shapes.
+    """Yield every n-th batch on each of n ranks; all ranks get the same number of batches with the
+    same shapes.
 
-    Equal shapes are needed because ranks that share experts run every layer together. Missing sequences are replaced by
-    repeated ones that have nothing to learn and so do not count.
+    Equal shapes are needed because ranks that share experts run every layer together. Missing
+    sequences are replaced by repeated ones that have nothing to learn and so do not count.
     """
     for turn in itertools.batched(batches, group.size()):
         spare = dataclasses.replace(turn[0], loss_mask=torch.zeros_like(turn[0].loss_mask))
-        yield _filled(turn[group.rank()] if group.rank() < len(turn) else spare, len(turn[0].token_ids))
+        yield _filled(
+            turn[group.rank()] if group.rank() < len(turn) else spare, len(turn[0].token_ids)
+        )
 
 
 def _filled(batch: PackedBatch, rows: int) -> PackedBatch:
-    """Fill a batch up to `rows` sequences: its own are repeated, and the repeated ones have nothing to learn."""
+    """Fill a batch up to `rows` sequences: its own are repeated, and the repeated ones have nothing
+    to learn."""
     short = rows - len(batch.token_ids)
     if not short:
         return batch
@@ -120,19 +132,25 @@ def own_rows(weight: Tensor, local: Tensor, model: HybridModel) -> Tensor:
 
 
 def stream_base(
-    model: HybridModel, batches: Iterable[PackedBatch], forward: StageForward | None = None, width: int = 1
+    model: HybridModel,
+    batches: Iterable[PackedBatch],
+    forward: StageForward | None = None,
+    width: int = 1,
 ) -> Iterator[tuple[PackedBatch, Tensor]]:
-    """Run micro-batches through all stages, and yield each with the base's hidden states on the last stage.
+    """Run micro-batches through all stages, and yield each with the base's hidden states on the
+    last stage.
 
-    Collective over pipeline stages, which must be given the same batches. Callers loop over it on every stage; all
-    stages but the last do their work and yield nothing, so that the body of the loop runs only where the heads are.
+    Collective over pipeline stages, which must be given the same batches. Callers loop over it on
+    every stage; all stages but the last do their work and yield nothing, so that the body of the
+    loop runs only where the heads are.
 
     Args:
         forward: the work of a stage; None: its part of the base.
         width: number of hidden states [s, b, h] that `forward` takes and returns, stacked.
 
     Yields:
-        (batch, result of the last stage's `forward`): [s, b, h] (s / tp under sequence parallelism).
+        (batch, result of the last stage's `forward`): [s, b, h] (s / tp under sequence
+        parallelism).
     """
     forward = forward or partial(_run_base, model)
     last = model.post_process
@@ -145,7 +163,9 @@ def stream_base(
             continue
         output = output.contiguous()
         group = model.pg_collection.pp
-        sends.append((_started(dist.isend(output, group=group, group_dst=group.rank() + 1)), output))
+        sends.append(
+            (_started(dist.isend(output, group=group, group_dst=group.rank() + 1)), output)
+        )
         if len(sends) > IN_FLIGHT:
             sends.popleft()[0].wait()
     for work, _ in sends:
@@ -170,7 +190,8 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None) -
 def _receive(
     model: HybridModel, batches: Iterable[PackedBatch], width: int
 ) -> Iterator[tuple[PackedBatch, Tensor | None]]:
-    """Yield every batch with the previous stage's output, while outputs for the next batches are in transfer."""
+    """Yield every batch with the previous stage's output, while outputs for the next batches are in
+    transfer."""
     if model.pre_process:
         yield from ((batch, None) for batch in batches)
         return
@@ -184,7 +205,9 @@ def _receive(
 
     for batch in batches:
         buffer = _buffer(model, batch, width)
-        ahead.append((batch, buffer, _started(dist.irecv(buffer, group=group, group_src=group.rank() - 1))))
+        ahead.append(
+            (batch, buffer, _started(dist.irecv(buffer, group=group, group_src=group.rank() - 1)))
+        )
         if len(ahead) > IN_FLIGHT:
             yield arrived()
     while ahead:
@@ -192,7 +215,8 @@ def _receive(
 
 
 def _buffer(model: HybridModel, batch: PackedBatch, width: int) -> Tensor:
-    """An empty tensor for hidden states of a batch: [s, b, h], or [width, s, b, h] if `width` is more than 1."""
+    """An empty tensor for hidden states of a batch: [s, b, h], or [width, s, b, h] if `width` is
+    more than 1."""
     config = model.config
     rows, length = batch.token_ids.shape
     length //= config.tensor_model_parallel_size if config.sequence_parallel else 1

@@ -1,4 +1,5 @@
-"""What a run will do: its resolved settings, its directory and its data, before a model is built."""
+"""What a run will do: its resolved settings, its directory and its data, before a model is
+built."""
 
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
 

@@ -47,7 +47,8 @@ class TrainLine:
 
 @checked("evaluation")
 class Summary:
-    """Loss and acceptance on held-out tokens, see `mtpkit.training.evaluation.Evaluation.to_dict`."""
+    """Loss and acceptance on held-out tokens, see
+    `mtpkit.training.evaluation.Evaluation.to_dict`."""
 
     steps: int
     departures: Number
@@ -63,7 +64,8 @@ class Summary:
 
 @checked("evaluation")
 class Evaluated(Summary):
-    """An `Evaluation.to_dict`: the summary of all sources together, and the summary of each source."""
+    """An `Evaluation.to_dict`: the summary of all sources together, and the summary of each
+    source."""
 
     sources: dict[str, Summary] = Field(kw_only=True)
     step: int = 0
@@ -75,7 +77,8 @@ _TEMPLATE = """<!DOCTYPE html>
 <meta charset="utf-8">
 <title>{{ title }}</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222 }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem }
 .curves svg { width: 100%; height: auto }
 table { border-collapse: collapse; margin: 1rem 0 }
@@ -105,19 +108,24 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "steps": lambda found: f"{found.steps:,}",
     "departures": lambda found: f"{found.departures:.1%}",
     "loss": lambda found: f"{found.loss:.4f}",
-    "conditional acceptance": lambda found: " ".join(f"{rate:.1%}" for rate in found.conditional_acceptance),
+    "conditional acceptance": lambda found: " ".join(
+        f"{rate:.1%}" for rate in found.conditional_acceptance
+    ),
     "AL": lambda found: _length(found.acceptance_length, found.acceptance_length_interval),
-    "AL, sampling": lambda found: _length(found.sampling_acceptance_length, found.sampling_acceptance_length_interval),
+    "AL, sampling": lambda found: _length(
+        found.sampling_acceptance_length, found.sampling_acceptance_length_interval
+    ),
     "AL, drawn drafts": lambda found: _length(
         found.draft_sampling_acceptance_length, found.draft_sampling_acceptance_length_interval
     ),
 }
 """Columns of a table of evaluations, each with a function that formats its cells."""
 LEGEND = (
-    "Steps: those of greedy decoding along the text. Departures: tokens that are not the base's greedy choice; a step "
-    "ends there, and the next one begins. AL: acceptance length, tokens per step, under greedy decoding, and its 95% "
-    "interval over prompts. Sampling: expected at temperature 1, drafts being the heads' best tokens (the engine's "
-    "default); drawn drafts: sampled from the heads (draft_sampling)."
+    "Steps: those of greedy decoding along the text. Departures: tokens that are not the base's"
+    " greedy choice; a step ends there, and the next one begins. AL: acceptance length, tokens per"
+    " step, under greedy decoding, and its 95% interval over prompts. Sampling: expected at"
+    " temperature 1, drafts being the heads' best tokens (the engine's default); drawn drafts:"
+    " sampled from the heads (draft_sampling)."
 )
 
 
@@ -129,7 +137,8 @@ def _length(length: float, interval: Interval | None) -> str:
 
 
 def table_rows(evaluation: Mapping[str, object]) -> list[list[str]]:
-    """Table rows of an `Evaluation.to_dict`: name and `COLUMNS` of each source, then of all if there are several."""
+    """Table rows of an `Evaluation.to_dict`: name and `COLUMNS` of each source, then of all if
+    there are several."""
     return _rows(from_file(Evaluated, _known(Evaluated, evaluation), "evaluation"))
 
 
@@ -151,7 +160,9 @@ def write_report(directory: Path) -> Path:
 
     lines = read_lines(directory / METRICS)
     if not lines:
-        raise UserError(f"{directory} has no {METRICS}, or an empty one; name the output of a training run")
+        raise UserError(
+            f"{directory} has no {METRICS}, or an empty one; name the output of a training run"
+        )
     evals = [line for line in lines if isinstance(line, Evaluated)]
     panels = _panels([line for line in lines if isinstance(line, TrainLine)], evals)
     settings = directory / "config.yaml"
@@ -182,13 +193,15 @@ def read_lines(path: Path) -> list[TrainLine | Evaluated]:
     kinds: dict[str, type[TrainLine | Evaluated]] = {"train": TrainLine, "eval": Evaluated}
     lines = []
     for number, values in enumerate(read_metrics(path), start=1):
-        kind, where = kinds[values["kind"]], f"{path}, line {number}"
+        kind = kinds[values["kind"]]
+        where = f"{path}, line {number}"
         lines.append(from_file(kind, _known(kind, values), where))
     return lines
 
 
 def _known(kind: type, values: object) -> object:
-    """Keep only the entries of a JSON object that are fields of the record `kind`, also inside each of its sources."""
+    """Keep only the entries of a JSON object that are fields of the record `kind`, also inside each
+    of its sources."""
     if not isinstance(values, dict):
         return values
     known = {name: values[name] for name in get_type_hints(kind) if name in values}
@@ -200,7 +213,10 @@ def _known(kind: type, values: object) -> object:
 def _state(directory: Path, step: int) -> str:
     text = f"{directory}, step {step:,}"
     if best := read_best(directory):
-        text += f"; best held-out acceptance length {best.acceptance_length:.3f} at step {best.iteration:,}"
+        text += (
+            f"; best held-out acceptance length {best.acceptance_length:.3f} at step"
+            f" {best.iteration:,}"
+        )
     return text
 
 
@@ -208,12 +224,22 @@ def _panels(train: list[TrainLine], evals: list[Evaluated]) -> list[Panel]:
     measured: Sequence[TrainLine | Evaluated] = evals or train
     where = "held-out" if evals else "training"
     rates = [
-        _curve(f"depth {depth + 1}", [(line.step, line.conditional_acceptance[depth]) for line in measured])
+        _curve(
+            f"depth {depth + 1}",
+            [(line.step, line.conditional_acceptance[depth]) for line in measured],
+        )
         for depth in range(min(len(line.conditional_acceptance) for line in measured))
     ]
     names = dict.fromkeys(name for line in evals for name in line.sources)
     lengths = [
-        _curve(name, [(line.step, line.sources[name].acceptance_length) for line in evals if name in line.sources])
+        _curve(
+            name,
+            [
+                (line.step, line.sources[name].acceptance_length)
+                for line in evals
+                if name in line.sources
+            ],
+        )
         for name in names
     ]
     if len(names) != 1:
@@ -225,7 +251,9 @@ def _panels(train: list[TrainLine], evals: list[Evaluated]) -> list[Panel]:
     decodings = [
         _curve("greedy", [(line.step, line.acceptance_length) for line in evals]),
         _curve("sampling", [(line.step, line.sampling_acceptance_length) for line in evals]),
-        _curve("drawn drafts", [(line.step, line.draft_sampling_acceptance_length) for line in evals]),
+        _curve(
+            "drawn drafts", [(line.step, line.draft_sampling_acceptance_length) for line in evals]
+        ),
     ]
     used = [(line.step, line.mfu) for line in train if line.mfu is not None]
     return [
@@ -246,17 +274,22 @@ def _curve(label: str, points: Sequence[tuple[int, float]]) -> Curve:
 def _thin(numbers: Sequence[float]) -> list[float]:
     if len(numbers) <= MAX_POINTS:
         return list(numbers)
-    return [float(part.mean()) for part in np.array_split(np.asarray(numbers, dtype=float), MAX_POINTS)]
+    return [
+        float(part.mean()) for part in np.array_split(np.asarray(numbers, dtype=float), MAX_POINTS)
+    ]
 
 
 def _draw(title: str, curves: list[Curve], limits: tuple[float | None, float | None]) -> str:
     """A panel as an svg element."""
     import matplotlib
-    from matplotlib.figure import Figure  # a figure without pyplot needs no display and leaves no state
+
+    # a figure without pyplot needs no display and leaves no state
+    from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(5.2, 3.1))
-        figure.subplots_adjust(left=0.13, right=0.98, bottom=0.15, top=0.91)  # computing these takes as long as drawing
+        # computing these takes as long as drawing
+        figure.subplots_adjust(left=0.13, right=0.98, bottom=0.15, top=0.91)
         axes = figure.subplots()
         for label, steps, values in curves:
             marker = "o" if len(steps) < 30 else ""
@@ -267,5 +300,7 @@ def _draw(title: str, curves: list[Curve], limits: tuple[float | None, float | N
         if any(label for label, *_ in curves):
             axes.legend(frameon=False)
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
     return file.getvalue()[file.getvalue().index("<svg") :]  # without the XML header

@@ -8,8 +8,8 @@
     OUTPUT/best -> iter_0000100              the checkpoint with the best held-out acceptance length
     OUTPUT/best.json                         {"iteration": 100, "acceptance_length": 2.31}
 
-OUTPUT itself is a model directory, as are OUTPUT/best and the directory of each iteration: each can be exported,
-decoded or trained further. OUTPUT stands for its newest checkpoint.
+OUTPUT itself is a model directory, as are OUTPUT/best and the directory of each iteration: each can
+be exported, decoded or trained further. OUTPUT stands for its newest checkpoint.
 """
 
 import contextlib
@@ -129,8 +129,8 @@ class RunDirectory:
     """The directory in which a run saves and from which it resumes. Collective over all ranks.
 
     Raises:
-        UserError: `output` holds something other than a run, a run with other settings, any run while `resume` is
-            false, or metrics that cannot be read.
+        UserError: `output` holds something other than a run, a run with other settings, any run
+            while `resume` is false, or metrics that cannot be read.
         StorageError: the directory cannot be written.
     """
 
@@ -140,7 +140,9 @@ class RunDirectory:
         self._settings = self.path / "config.yaml"
         refuse_broken_links(self.path)
         if self.path.resolve() == Path(config.model).resolve():
-            raise UserError(f"output {self.path} is the model's own directory; set output to another one")
+            raise UserError(
+                f"output {self.path} is the model's own directory; set output to another one"
+            )
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output {self.path} is a file; set output to a directory")
         self.iteration = latest_iteration(self.path)
@@ -153,13 +155,19 @@ class RunDirectory:
         self.best: Best | None = None
         """The best of the checkpoints that still exist."""
         self.changed: list[str] = []
-        """A clause with old and new value for each setting that changed since the last part of a resumed run."""
+        """A clause with old and new value for each setting that changed since the last part of a
+        resumed run."""
         if self.iteration is not None:
             self._check_resumable()
         elif not self._settings.exists():
-            models = sorted(file.name for pattern in MODEL_FILES for file in self.path.glob(pattern))
+            models = sorted(
+                file.name for pattern in MODEL_FILES for file in self.path.glob(pattern)
+            )
             if models:
-                raise UserError(f"output {self.path} holds a model ({models[0]}) and no run; set output to another one")
+                raise UserError(
+                    f"output {self.path} holds a model ({models[0]}) and no run; set output to"
+                    " another one"
+                )
         on_first_rank(self._check_writable)
 
     @property
@@ -190,7 +198,8 @@ class RunDirectory:
         self._kept = True
 
     def improves(self, acceptance_length: float | None) -> bool:
-        """Whether a checkpoint with this held-out acceptance length (None: unknown) would be the best so far."""
+        """Whether a checkpoint with this held-out acceptance length (None: unknown) would be the
+        best so far."""
         if acceptance_length is None or not self._config.keep_best:
             return False
         return self.best is None or acceptance_length > self.best.acceptance_length
@@ -203,12 +212,15 @@ class RunDirectory:
         loader: PackedLoader | ReadAhead,
         acceptance_length: float | None = None,
     ) -> Path:
-        """Write a checkpoint atomically, and remove the oldest ones beyond `keep_checkpoints` except for the best.
+        """Write a checkpoint atomically, and remove the oldest ones beyond `keep_checkpoints`
+        except for the best.
 
-        The first checkpoint may be that of step 0, before anything is learnt, if it has a held-out acceptance length.
+        The first checkpoint may be that of step 0, before anything is learnt, if it has a held-out
+        acceptance length.
 
-        Checkpoints share the base's files, see `mtpkit.checkpoint.run`. Each checkpoint names the best one so far, so
-        that a killed run resumes with the best one known to its newest checkpoint.
+        Checkpoints share the base's files, see `mtpkit.checkpoint.run`. Each checkpoint names the
+        best one so far, so that a killed run resumes with the best one known to its newest
+        checkpoint.
 
         Raises:
             StorageError: writing failed; the previous checkpoint is intact.
@@ -216,11 +228,18 @@ class RunDirectory:
         best = self.best
         if acceptance_length is not None and self.improves(acceptance_length):
             best = Best(step, acceptance_length)
-        common = {"iteration": step, "loader": loader.state_dict(), "best": best and dataclasses.asdict(best)}
+        common = {
+            "iteration": step,
+            "loader": loader.state_dict(),
+            "best": best and dataclasses.asdict(best),
+        }
         tensors = _sharded_state(model, optimizer, heads_alone=True)
         source = self._config.model
-        path = save_checkpoint(self.path, step, tensors, common, model.mtpkit_config, source, base=source)
-        self.iteration, self.best = step, best
+        path = save_checkpoint(
+            self.path, step, tensors, common, model.mtpkit_config, source, base=source
+        )
+        self.iteration = step
+        self.best = best
         if step:  # a run that ends in its first step leaves nothing, not even its start
             self.keep()
         if dist.get_rank() == 0:
@@ -228,8 +247,11 @@ class RunDirectory:
             self._remove_old()
         return path
 
-    def restore(self, model: HybridModel, optimizer: HeadOptimizer, loader: PackedLoader | ReadAhead) -> int:
-        """Load the newest checkpoint into model, optimizer and loader, and return its step; 0 if there is none.
+    def restore(
+        self, model: HybridModel, optimizer: HeadOptimizer, loader: PackedLoader | ReadAhead
+    ) -> int:
+        """Load the newest checkpoint into model, optimizer and loader, and return its step; 0 if
+        there is none.
 
         Raises:
             UserError: the checkpoint is damaged, or does not fit the model or the data.
@@ -237,26 +259,35 @@ class RunDirectory:
         if self.iteration is None:
             return 0
         config = self._config
-        lacks_base = bool(config.cache) or (config.base_fp8 and config.backend == "local")  # in the form of checkpoints
+        # in the form of checkpoints
+        lacks_base = bool(config.cache) or (config.base_fp8 and config.backend == "local")
         state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=lacks_base)
         progress = self._progress(state)
         model.load_state_dict(state["model"], strict=not lacks_base)
         optimizer.load_state_dict(state.get("optimizer", {}), progress.iteration)
         loader.load_state_dict(state["loader"])
         if progress.best is not None and config.keep_best:
-            self.best = progress.best if (self.path / iteration_name(progress.best.iteration)).is_dir() else None
+            self.best = (
+                progress.best
+                if (self.path / iteration_name(progress.best.iteration)).is_dir()
+                else None
+            )
         return progress.iteration
 
     def _progress(self, state: Mapping[str, object]) -> "_Progress":
-        """The progress of the run from the state of the newest checkpoint; refuse a state that contradicts itself."""
+        """The progress of the run from the state of the newest checkpoint; refuse a state that
+        contradicts itself."""
         where = f"{self.path / iteration_name(self.iteration)}, the state of the run"
         names = [field.name for field in dataclasses.fields(_Progress)]
-        progress = from_file(_Progress, {name: state[name] for name in names if name in state}, where)
+        progress = from_file(
+            _Progress, {name: state[name] for name in names if name in state}, where
+        )
         consumed = self._config.data.global_batch_size * progress.iteration
         if (progress.iteration, progress.loader.consumed) != (self.iteration, consumed):
             raise UserError(
-                f"{where} is damaged: step {shown(progress.iteration)} after {shown(progress.loader.consumed)} "
-                f"sequences; write the number of an earlier checkpoint into {TRACKER}, or set another output"
+                f"{where} is damaged: step {shown(progress.iteration)} after"
+                f" {shown(progress.loader.consumed)} sequences; write the number of an earlier"
+                f" checkpoint into {TRACKER}, or set another output"
             )
         return progress
 
@@ -266,31 +297,43 @@ class RunDirectory:
 
     def _check_resumable(self) -> None:
         if not self._config.resume:
-            raise UserError(f"output {self.path} holds a run already; set resume=true to go on, or another output")
+            raise UserError(
+                f"output {self.path} holds a run already; set resume=true to go on, or another"
+                " output"
+            )
         if not self._settings.exists():
-            raise UserError(f"output {self.path} holds checkpoints but no config.yaml; set another output")
+            raise UserError(
+                f"output {self.path} holds checkpoints but no config.yaml; set another output"
+            )
         parts = load_config(self._settings), self._config
-        values = {key: tuple(map(operator.attrgetter(key), parts)) for key in setting_names(TrainConfig)}
-        changed = {key: f"{key} was {was}, is {now}" for key, (was, now) in values.items() if was != now}
+        values = {
+            key: tuple(map(operator.attrgetter(key), parts)) for key in setting_names(TrainConfig)
+        }
+        changed = {
+            key: f"{key} was {was}, is {now}" for key, (was, now) in values.items() if was != now
+        }
         if refused := [text for key, text in changed.items() if key not in MAY_CHANGE]:
             raise UserError(
-                f"output {self.path} holds a run of other settings: {listed(refused, separator='; ')}; set another "
-                "output"
+                f"output {self.path} holds a run of other settings:"
+                f" {listed(refused, separator='; ')}; set another output"
             )
         self.changed = list(changed.values())
         if self.iteration > self._config.steps:  # type: ignore[operator]
             raise UserError(
-                f"output {self.path} is at step {self.iteration} already, beyond steps={self._config.steps}"
+                f"output {self.path} is at step {self.iteration} already, beyond"
+                f" steps={self._config.steps}"
             )
 
     def _take_note(self) -> None:
-        """Remember the names in the directory, and the contents of the files that a run replaces at its start."""
+        """Remember the names in the directory, and the contents of the files that a run replaces at
+        its start."""
         replaced = (self._settings.name, METRICS, LOG)
         with storage_errors(self.path):
             self._parents = [parent for parent in self.path.parents if not parent.exists()]
             if self.path.exists():
                 self._before = {
-                    path.name: path.read_bytes() if path.name in replaced else None for path in self.path.iterdir()
+                    path.name: path.read_bytes() if path.name in replaced else None
+                    for path in self.path.iterdir()
                 }
 
     def _take_back(self) -> None:
@@ -299,7 +342,11 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             for path in self.path.iterdir():
                 if before is None or path.name not in before:
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    (
+                        shutil.rmtree(path)
+                        if path.is_dir() and not path.is_symlink()
+                        else path.unlink()
+                    )
                 elif (content := before[path.name]) is not None:
                     path.write_bytes(content)
             if before is None:
@@ -312,12 +359,17 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             for path in self.path.iterdir():
                 if LEFT_OVER.fullmatch(path.name):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    (
+                        shutil.rmtree(path)
+                        if path.is_dir() and not path.is_symlink()
+                        else path.unlink()
+                    )
             save_config(self._config, self._settings)
             self._mark_best()
 
     def _mark_best(self) -> None:
-        link, description = self.path / BEST, self.path / BEST_FILE
+        link = self.path / BEST
+        description = self.path / BEST_FILE
         if self.best is None:
             link.unlink(missing_ok=True)
             description.unlink(missing_ok=True)
@@ -330,20 +382,31 @@ class RunDirectory:
         write_file(description, json.dumps(dataclasses.asdict(self.best)) + "\n")
 
     def _remove_old(self) -> None:
-        """Remove old checkpoints, each renamed first, so that a directory named after an iteration is always complete.
+        """Remove old checkpoints, each renamed first, so that a directory named after an iteration
+        is always complete.
 
-        A checkpoint of a later step than the newest was left by a run that was killed before it updated the tracker. It
-        does not count: the run writes it again.
+        A checkpoint of a later step than the newest was left by a run that was killed before it
+        updated the tracker. It does not count: the run writes it again.
         """
-        finished = sorted(path for path in self.path.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name))
+        finished = sorted(
+            path for path in self.path.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)
+        )
         finished = [path for path in finished if int(path.name[5:]) <= (self.iteration or 0)]
         for path in finished[: -self._config.keep_checkpoints]:
             if self.best is None or path.name != iteration_name(self.best.iteration):
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")), ignore_errors=True)
+                shutil.rmtree(
+                    path.rename(path.with_name(f".{path.name}.removing")), ignore_errors=True
+                )
 
 
-def _sharded_state(model: HybridModel, optimizer: HeadOptimizer, heads_alone: bool = False) -> dict[str, object]:
-    state = {name: part for name, part in model.sharded_state_dict().items() if not is_fp8(getattr(part, "data", None))}
+def _sharded_state(
+    model: HybridModel, optimizer: HeadOptimizer, heads_alone: bool = False
+) -> dict[str, object]:
+    state = {
+        name: part
+        for name, part in model.sharded_state_dict().items()
+        if not is_fp8(getattr(part, "data", None))
+    }
     if heads_alone:
         state = {name: part for name, part in state.items() if name.startswith(HEAD_PREFIX)}
     return {"model": state, "optimizer": optimizer.sharded_state_dict(state)}

@@ -10,19 +10,22 @@ import torch.distributed as dist
 
 
 def _say(number: int) -> None:
-    """Print the effect of a signal, on rank 0; not with `print`, which the signal may have interrupted."""
+    """Print the effect of a signal, on rank 0; not with `print`, which the signal may have
+    interrupted."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         more = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
-        with contextlib.suppress(OSError):  # the terminal may be gone: the run is saved all the same
+        # the terminal may be gone: the run is saved all the same
+        with contextlib.suppress(OSError):
             os.write(2, f"\nmtpkit: the run saves and ends after this step{more}\n".encode())
 
 
 class StopSignal:
-    """A context in which SIGTERM and the first SIGINT (Ctrl-C) are noted with a message and do not end the process.
+    """A context in which SIGTERM and the first SIGINT (Ctrl-C) are noted with a message and do not
+    end the process.
 
-    Further SIGTERMs are ignored, since a scheduler may signal a launcher and its workers, and the launcher then signals
-    the workers again. A second SIGINT has its usual effect. torchrun kills its workers 30 s after a signal; if a save
-    takes longer, signal only the workers.
+    Further SIGTERMs are ignored, since a scheduler may signal a launcher and its workers, and the
+    launcher then signals the workers again. A second SIGINT has its usual effect. torchrun kills
+    its workers 30 s after a signal; if a save takes longer, signal only the workers.
     """
 
     def __init__(self) -> None:
@@ -34,11 +37,14 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell ignores it for background jobs
+        # a shell ignores it for background jobs
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._restore(number)
         if error is None and self._asked is not None:
@@ -53,18 +59,19 @@ class StopSignal:
             self._restore(number)
 
     def _restore(self, number: int) -> None:
-        """Restore a signal's previous handler. Idempotent, since a SIGINT may come in between, and `_note` restores
-        too."""
+        """Restore a signal's previous handler. Idempotent, since a SIGINT may come in between, and
+        `_note` restores too."""
         previous = self._previous.get(number)
         if previous is not None:
             signal.signal(number, previous)  # type: ignore[arg-type]
             self._previous.pop(number, None)
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Whether any rank was signalled before the previous call; the same on all ranks. Collective.
+        """Whether any rank was signalled before the previous call; the same on all ranks.
+        Collective.
 
-        Each call returns the result of the reduction that the previous call started. So no rank waits for the slowest
-        one, and the first stages of a pipeline can run ahead of the last.
+        Each call returns the result of the reduction that the previous call started. So no rank
+        waits for the slowest one, and the first stages of a pipeline can run ahead of the last.
         """
         asked = self._asked
         noted = torch.tensor(float(self._noted), device=device)

@@ -1,4 +1,5 @@
-"""The conversion benchmark: its figures hang together, nothing stays behind, and wrong tensors are refused."""
+"""The conversion benchmark: its figures hang together, nothing stays behind, and wrong tensors are
+refused."""
 
 import shutil
 
@@ -17,7 +18,8 @@ def test_the_figures_hang_together(tmp_path):
     result = measure_conversion(SMALL, tmp_path)
     rows = {row.stage: row for row in result.rows}
     assert [*rows] == ["copy of the files", "import", "stitch --link", "export"]
-    copy, stitched = rows["copy of the files"], rows["stitch --link"]
+    copy = rows["copy of the files"]
+    stitched = rows["stitch --link"]
     assert copy.copy_share == 1 and 3.5e6 < copy.nbytes < 4.5e6
     for row in result.rows:
         assert row.bytes_per_s == pytest.approx(row.nbytes / row.seconds)
@@ -51,5 +53,8 @@ def test_a_small_disk_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_place_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match="disk is no directory: make it, or name another place on the disk by --direct"):
+    with pytest.raises(
+        UserError,
+        match="disk is no directory: make it, or name another place on the disk by --direct",
+    ):
         measure_conversion(ConvertBenchConfig(gigabytes=0.01), tmp_path / "disk")

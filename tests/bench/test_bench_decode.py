@@ -1,4 +1,5 @@
-"""The decode benchmark: what is timed, what is refused; the engine is real, or a stand-in with its own clock."""
+"""The decode benchmark: what is timed, what is refused; the engine is real, or a stand-in with its
+own clock."""
 
 import functools
 import json
@@ -38,7 +39,14 @@ def model(models, device):
 
 
 def test_every_batch_size_and_k_is_measured(model, device):
-    config = DecodeConfig(batch_sizes=(1, 3), ks=(0, 2), prompt_len=20, max_tokens=48, repeats=1, acceptance=(0.9, 0.5))
+    config = DecodeConfig(
+        batch_sizes=(1, 3),
+        ks=(0, 2),
+        prompt_len=20,
+        max_tokens=48,
+        repeats=1,
+        acceptance=(0.9, 0.5),
+    )
     kept = []
     result = measure_decode(model, config, name="tiny", keep=kept.append)
     assert [(row.batch_size, row.k) for row in result.rows] == [(1, 0), (1, 2), (3, 0), (3, 2)]
@@ -52,31 +60,50 @@ def test_every_batch_size_and_k_is_measured(model, device):
         assert (row.host_gap_share is None) == (device == "cpu")
     text = json.loads(json.dumps(result.to_dict()))
     assert text["settings"]["synthetic"] and text["settings"]["model"] == "tiny"
-    assert {"device", "commit", "date", "copy_bandwidth", "read_bandwidth", "matrix_rate"} <= set(text)
+    assert {"device", "commit", "date", "copy_bandwidth", "read_bandwidth", "matrix_rate"} <= set(
+        text
+    )
     assert "tiny, head *, synthetic acceptance 0.9 0.5" in result.title
 
 
 def test_requests_may_have_penalties(model, monkeypatch):
-    """What is timed has them: it passes the check with a plain pass that has them too, and no check without."""
+    """What is timed has them: it passes the check with a plain pass that has them too, and no check
+    without."""
     penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 5.0}
-    config = DecodeConfig(batch_sizes=(2,), ks=(0, 2), prompt_len=20, max_tokens=80, repeats=1, **penalties)
+    config = DecodeConfig(
+        batch_sizes=(2,), ks=(0, 2), prompt_len=20, max_tokens=80, repeats=1, **penalties
+    )
     result = measure_decode(model, config)
     assert len(result.rows) == 2 and penalties.items() <= result.to_dict()["settings"].items()
     monkeypatch.setattr(plain, "_penalised", lambda logits, *_: logits)
-    with pytest.raises(MtpkitError, match=r"K = 0: .* tokens are not those of a plain forward pass"):
+    with pytest.raises(
+        MtpkitError, match=r"K = 0: .* tokens are not those of a plain forward pass"
+    ):
         measure_decode(model, config)
 
 
-@pytest.mark.parametrize("tree", [dict(speculative_token_tree="[2, 2]"), dict(speculative_eagle_topk=2, ks=(0, 2))])
+@pytest.mark.parametrize(
+    "tree", [dict(speculative_token_tree="[2, 2]"), dict(speculative_eagle_topk=2, ks=(0, 2))]
+)
 def test_trees_are_timed(device, tree):
     """A fixed one accepts along its first children as asked for; K is its depth."""
-    model = open_model("nemotron-h-tiny", torch.device(device), "float32")  # outputs differ at near ties in bfloat16
+    # outputs differ at near ties in bfloat16
+    model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     config = DecodeConfig(
-        **{"batch_sizes": (2,), "prompt_len": 20, "max_tokens": 60, "repeats": 1, "acceptance": (0.9, 0.5)} | tree
+        **{
+            "batch_sizes": (2,),
+            "prompt_len": 20,
+            "max_tokens": 60,
+            "repeats": 1,
+            "acceptance": (0.9, 0.5),
+        }
+        | tree
     )
     result = measure_decode(model, config)
     assert [row.k for row in result.rows] == [0, 2]
-    assert result.to_dict()["settings"]["speculative_token_tree"] == tree.get("speculative_token_tree")
+    assert result.to_dict()["settings"]["speculative_token_tree"] == tree.get(
+        "speculative_token_tree"
+    )
     assert 1 < result.rows[1].acceptance_length < 3
     real = measure_decode(model, replace(config, acceptance=None))
     assert real.rows[1].same_tokens == 1
@@ -85,7 +112,14 @@ def test_trees_are_timed(device, tree):
 @pytest.mark.parametrize("acceptance", [None, (0.9, 0.5)])
 def test_auto_among_a_tree_and_chains_is_timed(device, acceptance):
     model = open_model("nemotron-h-tiny", torch.device(device), "float32")
-    config = dict(batch_sizes=(2,), ks=(0, "auto"), prompt_len=20, max_tokens=40, repeats=1, acceptance=acceptance)
+    config = dict(
+        batch_sizes=(2,),
+        ks=(0, "auto"),
+        prompt_len=20,
+        max_tokens=40,
+        repeats=1,
+        acceptance=acceptance,
+    )
     result = measure_decode(model, DecodeConfig(speculative_token_tree=[2, 2], **config))
     assert [row.k for row in result.rows] == [0, "auto"]
     assert result.rows[1].same_tokens == (1 if acceptance is None else None)
@@ -111,7 +145,9 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
     monkeypatch.setattr(decode_run.Contender, "run", lambda self: order.append("run") or run(self))
     monkeypatch.setattr(decode_run, "trace_kernels", trace)
     monkeypatch.setattr("mtpkit.bench.decode.can_trace", lambda device: True)
-    config = DecodeConfig(batch_sizes=(2,), ks=(0, 1), prompt_len=8, max_tokens=60, repeats=2, acceptance=(0.5,))
+    config = DecodeConfig(
+        batch_sizes=(2,), ks=(0, 1), prompt_len=8, max_tokens=60, repeats=2, acceptance=(0.5,)
+    )
     kept = []
     result = measure_decode(model, config, keep=kept.append)
     assert order == ["run"] * 4 + ["trace"] * 4
@@ -122,17 +158,21 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
         assert row.kernels == pytest.approx({"scan": 60, "gemm": 30})
     # "auto" goes on as it was timed: an engine that is made after a trace measures other times.
     monkeypatch.setattr(
-        decode_run.Contender, "trace", lambda self: order.append(self.llm.engine.speculation) or ([], 0)
+        decode_run.Contender,
+        "trace",
+        lambda self: order.append(self.llm.engine.speculation) or ([], 0),
     )
     monkeypatch.setattr(
-        decode_run.Contender, "run", lambda self: order.append(self.llm.engine.speculation) or run(self)
+        decode_run.Contender,
+        "run",
+        lambda self: order.append(self.llm.engine.speculation) or run(self),
     )
     order.clear()
     measure_decode(model, replace(config, ks=("auto",), repeats=1))
     assert len(order) == 2 and order[0] is order[1]
     monkeypatch.setattr(decode_run.Contender, "run", lambda self: order.append("run") or run(self))
     order.clear()
-    (row, _) = measure_decode(model, replace(config, trace=False)).rows
+    row, _ = measure_decode(model, replace(config, trace=False)).rows
     assert order == ["run"] * 4 and row.host_gap_share is None and not row.kernels
 
 
@@ -154,20 +194,28 @@ def no_attention(patch):
 
 def blocks_of_others(patch):
     attend = attention.paged_attention
-    patch.setattr(attention, "paged_attention", lambda q, k, v, tables, *rest: attend(q, k, v, tables.flip(0), *rest))
+    patch.setattr(
+        attention,
+        "paged_attention",
+        lambda q, k, v, tables, *rest: attend(q, k, v, tables.flip(0), *rest),
+    )
 
 
 def kept_rejections(patch):
     after = Committed.after
     patch.setattr(
-        Committed, "after", lambda self, lens, width, new: after(self, lens, width, torch.full_like(new, width))
+        Committed,
+        "after",
+        lambda self, lens, width, new: after(self, lens, width, torch.full_like(new, width)),
     )
 
 
 def kept_window(patch):
     update = recurrent.causal_conv1d_update
     patch.setattr(
-        recurrent, "causal_conv1d_update", lambda *args: update(*args[:5], torch.zeros_like(args[5]), args[6])
+        recurrent,
+        "causal_conv1d_update",
+        lambda *args: update(*args[:5], torch.zeros_like(args[5]), args[6]),
     )
 
 
@@ -175,7 +223,9 @@ def kept_window(patch):
 def measured(k, dtype):
     """A model and settings that a whole engine passes with."""
     model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
-    config = DecodeConfig(batch_sizes=(2,), ks=(k,), prompt_len=64, max_tokens=80, repeats=1, acceptance=(0.6,))
+    config = DecodeConfig(
+        batch_sizes=(2,), ks=(k,), prompt_len=64, max_tokens=80, repeats=1, acceptance=(0.6,)
+    )
     measure_decode(model, config)
     return model, config
 
@@ -187,7 +237,8 @@ def measured(k, dtype):
     + [(kept_rejections, 2), (kept_window, 2)],
 )
 def test_a_broken_engine_is_not_timed(sabotage, k, dtype, monkeypatch):
-    """Random weights are such that the tokens say what state and attention were. Memory that nobody wrote is NaN."""
+    """Random weights are such that the tokens say what state and attention were. Memory that nobody
+    wrote is NaN."""
     model, config = measured(k, dtype)
     sabotage(monkeypatch)
     unwritten = sabotage in (blocks_of_others, kept_rejections)
@@ -199,19 +250,26 @@ def test_a_broken_engine_is_not_timed(sabotage, k, dtype, monkeypatch):
 def test_only_random_prompts_may_be_too_many():
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
     config = DecodeConfig(batch_sizes=(2,), ks=(0,), max_tokens=4, prompt_len=1 << 40, repeats=1)
-    with pytest.raises(UserError, match=r"decode benchmark: the random prompts have .* tokens in all, must be at most"):
+    with pytest.raises(
+        UserError,
+        match=r"decode benchmark: the random prompts have .* tokens in all, must be at most",
+    ):
         measure_decode(model, config)
     assert len(measure_decode(model, config, prompts=[[1, 2], [3]]).rows) == 1
 
 
 def no_experts(patch):
-    patch.setattr(moe, "expert_mlp", lambda x, *args: torch.zeros_like(x) if len(args) < 6 else args[5])
+    patch.setattr(
+        moe, "expert_mlp", lambda x, *args: torch.zeros_like(x) if len(args) < 6 else args[5]
+    )
 
 
 def other_experts(patch):
     """Only where they are stacked."""
     run = moe.expert_mlp
-    patch.setattr(moe, "expert_mlp", lambda x, fc1, fc2, ids, *args: run(x, fc1, fc2, (ids + 1) % 8, *args))
+    patch.setattr(
+        moe, "expert_mlp", lambda x, fc1, fc2, ids, *args: run(x, fc1, fc2, (ids + 1) % 8, *args)
+    )
 
 
 def other_choice(patch):
@@ -237,7 +295,9 @@ def other_choice(patch):
 def test_broken_experts_are_not_timed(sabotage, says, dtype, monkeypatch):
     """Though the plain pass has the same."""
     model = open_model("nemotron-3-tiny", torch.device("cpu"), dtype)
-    config = DecodeConfig(batch_sizes=(2,), ks=(2,), prompt_len=64, max_tokens=40, repeats=1, acceptance=(0.6,))
+    config = DecodeConfig(
+        batch_sizes=(2,), ks=(2,), prompt_len=64, max_tokens=40, repeats=1, acceptance=(0.6,)
+    )
     measure_decode(model, config)
     sabotage(monkeypatch)
     with pytest.raises(MtpkitError, match=f"a mixture of experts {says}"):
@@ -247,7 +307,9 @@ def test_broken_experts_are_not_timed(sabotage, says, dtype, monkeypatch):
 @pytest.mark.parametrize("pattern", ["*", "*E"])
 def test_a_mixture_of_experts_is_measured(device, pattern):
     model = open_model("nemotron-3-tiny", torch.device(device), pattern=pattern)
-    config = DecodeConfig(batch_sizes=(3,), ks=(0, 2), prompt_len=20, max_tokens=48, repeats=1, acceptance=(0.9, 0.5))
+    config = DecodeConfig(
+        batch_sizes=(3,), ks=(0, 2), prompt_len=20, max_tokens=48, repeats=1, acceptance=(0.9, 0.5)
+    )
     assert all(0 < row.limit_share < 1 for row in measure_decode(model, config).rows)
 
 
@@ -263,16 +325,30 @@ def test_outputs_are_compared_with_those_of_k_0(device, monkeypatch):
     model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
     config = DecodeConfig(batch_sizes=(2, 4), ks=(2, 0), max_tokens=16, repeats=1, acceptance=None)
-    drafted = {row.batch_size: row.same_tokens for row in measure_decode(model, config, prompts=prompts).rows if row.k}
-    plain = [row.same_tokens for row in measure_decode(model, replace(config, ks=(0,)), prompts=prompts).rows]
-    unmatched = [row.same_tokens for row in measure_decode(model, replace(config, ks=(1,)), prompts=prompts).rows]
+    drafted = {
+        row.batch_size: row.same_tokens
+        for row in measure_decode(model, config, prompts=prompts).rows
+        if row.k
+    }
+    plain = [
+        row.same_tokens
+        for row in measure_decode(model, replace(config, ks=(0,)), prompts=prompts).rows
+    ]
+    unmatched = [
+        row.same_tokens
+        for row in measure_decode(model, replace(config, ks=(1,)), prompts=prompts).rows
+    ]
     assert plain == unmatched == [None, None] and drafted == {2: 1, 4: 1}
 
     def accept_all(drafts, chosen):
-        return torch.full_like(chosen[:, 0], drafts.shape[1]), torch.cat([drafts, chosen[:, -1:]], 1)
+        return torch.full_like(chosen[:, 0], drafts.shape[1]), torch.cat(
+            [drafts, chosen[:, -1:]], 1
+        )
 
     monkeypatch.setattr(verifier, "accept_matching", accept_all)
-    with pytest.raises(MtpkitError, match=r"batch 2, K = 2: \d+ of 16 tokens are not those of a plain forward pass"):
+    with pytest.raises(
+        MtpkitError, match=r"batch 2, K = 2: \d+ of 16 tokens are not those of a plain forward pass"
+    ):
         measure_decode(model, config, prompts=prompts)
     monkeypatch.setattr(decode_run, "check_greedy", lambda *_: None)
     with pytest.raises(MtpkitError, match=r"batch 2, K = 2: 2 of 2 outputs are not those of K = 0"):
@@ -283,11 +359,15 @@ def test_outputs_are_compared_with_those_of_k_0(device, monkeypatch):
 def test_what_the_base_chose_is_compared_with_a_plain_forward_pass(k, device, monkeypatch):
     """Synthetic acceptance too: after the accepted drafts comes the base's own token."""
     model = open_model("nemotron-h-tiny", torch.device(device), "float32")
-    config = DecodeConfig(batch_sizes=(3,), ks=(k,), prompt_len=9, max_tokens=60, repeats=1, acceptance=(0.5,))
+    config = DecodeConfig(
+        batch_sizes=(3,), ks=(k,), prompt_len=9, max_tokens=60, repeats=1, acceptance=(0.5,)
+    )
     measure_decode(model, config)
     own_tokens = verifier.own_tokens
     monkeypatch.setattr(verifier, "own_tokens", lambda *args: (own_tokens(*args) + 1) % 512)
-    with pytest.raises(MtpkitError, match=rf"batch 3, K = {k}: \d+ of \d+ tokens are not those of a plain forward"):
+    with pytest.raises(
+        MtpkitError, match=rf"batch 3, K = {k}: \d+ of \d+ tokens are not those of a plain forward"
+    ):
         measure_decode(model, config)
 
 
@@ -300,7 +380,9 @@ def test_k_as_the_engine_chooses(model):
     # The depths that were hardly tried have the rates that were asked for.
     line = Roofline(NEMOTRON_H_TINY, next(model.parameters()).dtype)
     rates = (result.machine.copy_bandwidth, result.machine.matrix_rate)
-    limits = [line.decode(2, [0.85] * k, context_len=8 + 20).limit_tokens_per_s(*rates) for k in range(4)]
+    limits = [
+        line.decode(2, [0.85] * k, context_len=8 + 20).limit_tokens_per_s(*rates) for k in range(4)
+    ]
     assert row.limit_tokens_per_s == pytest.approx(max(limits))
 
 
@@ -313,12 +395,16 @@ def test_a_pruned_vocabulary_raises_the_limit(model):
     assert limits[64] > limits[None]
 
 
-@pytest.mark.parametrize(("batch", "stages", "alone"), [(1, 2, 1), (2, 2, 1), (4, 2, 2), (5, 2, 3), (3, 4, 1)])
+@pytest.mark.parametrize(
+    ("batch", "stages", "alone"), [(1, 2, 1), (2, 2, 1), (4, 2, 2), (5, 2, 3), (3, 4, 1)]
+)
 def test_each_batch_of_pipeline_stages_reads_the_weights(model, batch, stages, alone, monkeypatch):
-    """So the limit of a request is that on one GPU in the largest batch; one batch has one stage at a time."""
+    """So the limit of a request is that on one GPU in the largest batch; one batch has one stage at
+    a time."""
     machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e15)  # bytes are what takes time
     one, split = (
-        decode_run.Contender(model, DecodeConfig(prompt_len=4, max_tokens=12), size, 1, None) for size in (alone, batch)
+        decode_run.Contender(model, DecodeConfig(prompt_len=4, max_tokens=12), size, 1, None)
+        for size in (alone, batch)
     )
     monkeypatch.setattr(split.llm.ranks, "stage", SimpleNamespace(stages=stages))
     assert split.limit(machine, [0.85]) / batch == pytest.approx(one.limit(machine, [0.85]) / alone)
@@ -331,10 +417,15 @@ class FakeEngine:
     config = SimpleNamespace(num_batches=1)
 
     def __init__(self, k: int, accepts: int, cut: int) -> None:
-        self.k, self.accepts, self.cut = k, accepts, cut
-        self.clock, self.generated = 0.0, 0
+        self.k = k
+        self.accepts = accepts
+        self.cut = cut
+        self.clock = 0.0
+        self.generated = 0
         self.acceptance = AcceptanceStats.for_depths(k)
-        self.waiting, self.running, self.added = [], {}, 0
+        self.waiting = []
+        self.running = {}
+        self.added = 0
 
     def add_request(self, prompt, params) -> str:
         self.added += 1
@@ -362,7 +453,11 @@ class FakeEngine:
             self.running[changed[-1]] = 1
             self.generated += 1
         outputs = [
-            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * self.running[name])], error=None)
+            SimpleNamespace(
+                request_id=name,
+                outputs=[SimpleNamespace(token_ids=[0] * self.running[name])],
+                error=None,
+            )
             for name in changed
         ]
         ended = [name for name in changed if self.running[name] >= self.max_tokens - self.cut]
@@ -404,7 +499,9 @@ MODEL = SimpleNamespace(mtpkit_config=NEMOTRON_H_TINY, parameters=lambda: iter([
 
 def test_only_steps_in_which_all_decode_are_timed(fake):
     engines = fake(accepts=1)
-    config = DecodeConfig(batch_sizes=(4,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=(1.0,), repeats=2)
+    config = DecodeConfig(
+        batch_sizes=(4,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=(1.0,), repeats=2
+    )
     (row,) = measure_decode(MODEL, config).rows
     assert row.tokens_per_s == pytest.approx(8) and row.step_ms == pytest.approx(1000)
     assert row.acceptance_length == 2
@@ -413,15 +510,21 @@ def test_only_steps_in_which_all_decode_are_timed(fake):
 
 def test_synthetic_acceptance_must_come_out_as_asked_for(fake):
     fake(accepts=1)
-    config = DecodeConfig(batch_sizes=(64,), ks=(2,), prompt_len=3, max_tokens=400, acceptance=(0.85,))
-    with pytest.raises(MtpkitError, match=r"batch 64, K = 2: acceptance length 2\.000 over \d+ steps.*make 2\.57"):
+    config = DecodeConfig(
+        batch_sizes=(64,), ks=(2,), prompt_len=3, max_tokens=400, acceptance=(0.85,)
+    )
+    with pytest.raises(
+        MtpkitError, match=r"batch 64, K = 2: acceptance length 2\.000 over \d+ steps.*make 2\.57"
+    ):
         measure_decode(MODEL, config)
 
 
 @pytest.mark.parametrize("asked", [(0.9,), None])
 def test_the_limit_is_at_the_acceptance_that_was_drawn(fake, asked):
     fake(accepts=1)
-    config = DecodeConfig(batch_sizes=(1,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=asked, repeats=1)
+    config = DecodeConfig(
+        batch_sizes=(1,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=asked, repeats=1
+    )
     (row,) = measure_decode(MODEL, config).rows
     drawn = Roofline(NEMOTRON_H_TINY, torch.float32).decode(1, [1.0], context_len=3 + 32)
     assert row.conditional_acceptance == [1]
@@ -439,7 +542,9 @@ def test_outputs_must_have_their_length(fake):
 def test_too_few_tokens_to_time_are_refused(fake):
     fake()
     config = DecodeConfig(batch_sizes=(20,), ks=(0,), prompt_len=3, max_tokens=16)
-    with pytest.raises(UserError, match=r"batch 20, K = 0: no step lies between .* raise max-tokens \(16\)"):
+    with pytest.raises(
+        UserError, match=r"batch 20, K = 0: no step lies between .* raise max-tokens \(16\)"
+    ):
         measure_decode(MODEL, config)
 
 
@@ -456,10 +561,15 @@ def test_kernels_of_a_step_are_kept_in_the_file_and_shown_apart(tmp_path):
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
-    wrong = r"batch_size is \(0,\), .*num_speculative_tokens is \(-1,\), .*max_tokens is 1, .*acceptance is \(2,\), "
+    wrong = (
+        r"batch_size is \(0,\), .*num_speculative_tokens is \(-1,\), .*max_tokens is 1,"
+        r" .*acceptance is \(2,\), "
+    )
     with pytest.raises(UserError, match=wrong):
         DecodeConfig(batch_sizes=(0,), ks=(-1,), acceptance=(2,), max_tokens=1)
-    with pytest.raises(UserError, match=r"batch_size is \(\), must be .*; num_speculative_tokens is \(\), must be"):
+    with pytest.raises(
+        UserError, match=r"batch_size is \(\), must be .*; num_speculative_tokens is \(\), must be"
+    ):
         DecodeConfig(ks=(), batch_sizes=())
     with pytest.raises(UserError, match="presence_penalty is 3, must be from -2 to 2"):
         DecodeConfig(presence_penalty=3)

@@ -1,4 +1,5 @@
-"""The kernel benchmark: every op is there, checked before it is timed, and its bytes are what it moves."""
+"""The kernel benchmark: every op is there, checked before it is timed, and its bytes are what it
+moves."""
 
 import importlib
 import inspect
@@ -18,7 +19,13 @@ from mtpkit.bench.kernel_inputs import Case, Shapes, size
 from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.shapes import open_model
-from mtpkit.bench.sizes import DEEPSEEK_V3_TINY, NEMOTRON_3_TINY, NEMOTRON_H_8B, NEMOTRON_H_TINY, QWEN3_NEXT_TINY
+from mtpkit.bench.sizes import (
+    DEEPSEEK_V3_TINY,
+    NEMOTRON_3_TINY,
+    NEMOTRON_H_8B,
+    NEMOTRON_H_TINY,
+    QWEN3_NEXT_TINY,
+)
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.dispatch import CHOICE
@@ -26,14 +33,47 @@ from tests.toy_config import toy_config
 
 OPS = {
     *("ssm_replay_update", "ssm_snapshot_update", "causal_conv1d_update", "gated_rms_norm"),
-    *("paged_attention", "store_kv", "rms_norm", "relu2", "mtp_input", "decode_rows", "store_rows", "ring_lens_after"),
-    *("fold_ring", "copy_units", "move_entries", "linear_best", "best", "top_tokens", "accept_tree"),
-    *("linear_argmax", "argmax", "probabilities", "sample_logits", "accept_matching", "accept_rejection"),
+    *(
+        "paged_attention",
+        "store_kv",
+        "rms_norm",
+        "relu2",
+        "mtp_input",
+        "decode_rows",
+        "store_rows",
+        "ring_lens_after",
+    ),
+    *(
+        "fold_ring",
+        "copy_units",
+        "move_entries",
+        "linear_best",
+        "best",
+        "top_tokens",
+        "accept_tree",
+    ),
+    *(
+        "linear_argmax",
+        "argmax",
+        "probabilities",
+        "sample_logits",
+        "accept_matching",
+        "accept_rejection",
+    ),
     *("apply_penalties", "uniform", "sample"),
     *("prefill_attention", "causal_conv1d_varlen", "ssd_varlen"),
-    *(f"linear {name}" for name in ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")),
+    *(
+        f"linear {name}"
+        for name in ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    ),
     *("linear eh_proj", "linear lm_head"),
-    *("sequence_attention", "depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"),
+    *(
+        "sequence_attention",
+        "depth_attention",
+        "head_losses kl",
+        "head_losses tv",
+        "head_losses ce",
+    ),
     *("embedding_part", "sum_over_ranks", "gather_ranks", "best_of_ranks"),
     *("ssd_scan", "relu2 training", "adamw_", "quantize_rows", "fp8_linear"),
 }
@@ -78,14 +118,23 @@ def test_every_op_is_checked_and_timed(device, state_dtype, monkeypatch):
     result = measure_kernels(NEMOTRON_H_TINY, config, device, "tiny", kept.append)
     assert {row.op for row in result.rows} == OPS and len(kept) == len(result.rows)
     assert all(row.microseconds > 0 and row.bytes > 0 for row in result.rows)
-    assert [row.op for row in result.rows[:3]] == ["ssm_replay_update", "ssm_replay_update", "ssm_snapshot_update"]
+    assert [row.op for row in result.rows[:3]] == [
+        "ssm_replay_update",
+        "ssm_replay_update",
+        "ssm_snapshot_update",
+    ]
     assert result.title.startswith("kernels" if device == "cuda" else "reference twins")
     if device == "cpu":
-        assert all(row.error == 0 for row in result.rows if not row.op.startswith(("linear ", "head_losses ")))
+        assert all(
+            row.error == 0
+            for row in result.rows
+            if not row.op.startswith(("linear ", "head_losses "))
+        )
 
 
 def test_no_op_is_forgotten(monkeypatch):
-    """All that have a kernel are called by some case, but the one that several processes must call together."""
+    """All that have a kernel are called by some case, but the one that several processes must call
+    together."""
 
     def code(op):
         twin = inspect.unwrap(op)
@@ -99,7 +148,8 @@ def test_no_op_is_forgotten(monkeypatch):
         if inspect.isfunction(op) and hasattr(op, "__wrapped__")
     }
     assert len(picked) > 20
-    called, options = set(), dict(activation="swiglu", attention_output_gate=True)
+    called = set()
+    options = dict(activation="swiglu", attention_output_gate=True)
     monkeypatch.setenv(CHOICE, "reference")
     for config in (
         NEMOTRON_H_TINY,
@@ -110,7 +160,9 @@ def test_no_op_is_forgotten(monkeypatch):
     ):
         for one in every(shapes(config, rows=1, k=2, context_len=5)):
             args = one.make()
-            sys.setprofile(lambda frame, event, _: called.add(frame.f_code) if event == "call" else None)
+            sys.setprofile(
+                lambda frame, event, _: called.add(frame.f_code) if event == "call" else None
+            )
             try:
                 one.call(*args)
             finally:
@@ -128,7 +180,9 @@ def test_ops_of_experts(device, monkeypatch):
 
 def test_ops_of_latent_attention(device, monkeypatch):
     monkeypatch.setattr(kernels, "MOST_SETS", 2)
-    result = measure_kernels(DEEPSEEK_V3_TINY, KernelConfig(rows=(3,), context_len=21, repeats=1), device, "tiny")
+    result = measure_kernels(
+        DEEPSEEK_V3_TINY, KernelConfig(rows=(3,), context_len=21, repeats=1), device, "tiny"
+    )
     found = {row.op for row in result.rows}
     projections = ("q_down_proj", "q_up_proj", "kv_down_proj", "proj")
     assert {
@@ -139,7 +193,9 @@ def test_ops_of_latent_attention(device, monkeypatch):
         "sequence_attention",
         "depth_attention",
     } <= found
-    assert {f"linear linear_{name}" for name in projections} <= found and "paged_attention" not in found
+    assert {
+        f"linear linear_{name}" for name in projections
+    } <= found and "paged_attention" not in found
 
 
 def test_bytes_of_latent_attention_are_a_row_a_token():
@@ -150,10 +206,20 @@ def test_bytes_of_latent_attention_are_a_row_a_token():
 
 def test_ops_of_gated_delta_nets(device, monkeypatch):
     monkeypatch.setattr(kernels, "MOST_SETS", 2)
-    result = measure_kernels(QWEN3_NEXT_TINY, KernelConfig(rows=(3,), context_len=21, repeats=1), device, "tiny")
+    result = measure_kernels(
+        QWEN3_NEXT_TINY, KernelConfig(rows=(3,), context_len=21, repeats=1), device, "tiny"
+    )
     found = {row.op for row in result.rows}
-    assert {"causal_conv1d_update", "causal_conv1d_varlen", "linear in_proj", "linear out_proj", "norm_gate"} <= found
-    assert {f"delta_{op}" for op in ("replay_update", "snapshot_update", "inputs", "varlen", "rule")} <= found
+    assert {
+        "causal_conv1d_update",
+        "causal_conv1d_varlen",
+        "linear in_proj",
+        "linear out_proj",
+        "norm_gate",
+    } <= found
+    assert {
+        f"delta_{op}" for op in ("replay_update", "snapshot_update", "inputs", "varlen", "rule")
+    } <= found
 
 
 def test_bytes_of_a_replay_are_its_state_and_little_more():
@@ -185,7 +251,9 @@ def test_other_numbers_of_drafts(k):
 
 
 @pytest.mark.parametrize("place", range(5))
-@pytest.mark.parametrize("name", ["depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"])
+@pytest.mark.parametrize(
+    "name", ["depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"]
+)
 def test_a_wrong_output_or_gradient_is_seen(name, place):
     right = case(name, k=4)
     assert check(right, right.make()) < 1e-3
@@ -202,8 +270,19 @@ def test_a_wrong_output_or_gradient_is_seen(name, place):
 def test_ops_of_layers_that_a_model_lacks_are_left_out():
     config = toy_config(pattern="*-", mtp_pattern="", mtp_num_depths=0, activation="swiglu")
     names = {case.op for case in every(shapes(config))}
-    assert {"swiglu", "prefill_attention", "sequence_attention"} <= names and "depth_attention" not in names
-    assert not names & {"relu2", "ssm_replay_update", "ssd_varlen", "linear in_proj", "mtp_input", "linear eh_proj"}
+    assert {
+        "swiglu",
+        "prefill_attention",
+        "sequence_attention",
+    } <= names and "depth_attention" not in names
+    assert not names & {
+        "relu2",
+        "ssm_replay_update",
+        "ssd_varlen",
+        "linear in_proj",
+        "mtp_input",
+        "linear eh_proj",
+    }
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "accept_matching", "linear_argmax", "linear lm_head"])
@@ -214,13 +293,21 @@ def test_a_wrong_result_is_refused(name):
         found = right.twin(*args)
         return tuple(part + 1 for part in found) if isinstance(found, tuple) else (found + 1) % 512
 
-    with pytest.raises(MtpkitError, match=rf"{name}, .*: a torch\.\w+ tensor of shape .* differs from the reference's"):
+    with pytest.raises(
+        MtpkitError,
+        match=rf"{name}, .*: a torch\.\w+ tensor of shape .* differs from the reference's",
+    ):
         check(broken(right, wrong), right.make())
 
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [("ssm_replay_update", 1), ("causal_conv1d_update", 1), ("store_kv", 2), ("linear out_proj", 3)],
+    [
+        ("ssm_replay_update", 1),
+        ("causal_conv1d_update", 1),
+        ("store_kv", 2),
+        ("linear out_proj", 3),
+    ],
 )
 def test_what_is_changed_in_place_is_compared_too(name, place):
     right = case(name)
@@ -240,7 +327,9 @@ def test_a_residual_may_be_overwritten(overwrites):
     right = case("linear linear_fc2")
 
     def call(x, weight, norm_weight, gate, residual, bias):
-        return right.twin(x, weight, norm_weight, gate, residual if overwrites else residual.clone(), bias)
+        return right.twin(
+            x, weight, norm_weight, gate, residual if overwrites else residual.clone(), bias
+        )
 
     assert check(broken(right, call), right.make()) == 0
 
@@ -271,7 +360,9 @@ def test_large_tensors_are_compared_in_parts(place, monkeypatch):
 def test_another_shape_is_refused(shape):
     right = case("rms_norm")
     x, *rest = right.make()
-    other = broken(right, lambda *args: right.twin(*args)[:5, :8].reshape(-1)[: math.prod(shape)].view(shape))
+    other = broken(
+        right, lambda *args: right.twin(*args)[:5, :8].reshape(-1)[: math.prod(shape)].view(shape)
+    )
     same = broken(right, lambda *args: right.twin(*args)[:5, :8])
     with pytest.raises(MtpkitError, match="differs from the reference's by inf"):
         check(replace(other, reference=same.call), (x, *rest))
@@ -309,7 +400,11 @@ def test_bytes_and_flops_of_attention_and_linears():
     q = 2 * 4 * 32 * 128 * 4
     assert made.bytes(made.make()) == 2 * (2 * 104 * 8 * 128 * 4) + 2 * q
     assert made.flops == 4 * 2 * 4 * 32 * 128 * 102
-    sizes = {c.op: c.shape for c in decode_cases(shapes(NEMOTRON_H_8B, rows=2)) if c.op.startswith("linear ")}
+    sizes = {
+        c.op: c.shape
+        for c in decode_cases(shapes(NEMOTRON_H_8B, rows=2))
+        if c.op.startswith("linear ")
+    }
     assert sizes["linear in_proj"] == "[8, 4096] x [18560, 4096]"
     assert sizes["linear linear_qkv"] == "[8, 4096] x [6144, 4096]"
     assert sizes["linear linear_fc1"] == "[8, 4096] x [21504, 4096]"
@@ -321,18 +416,27 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
 
     def recorder(calls: set):
         def record(x, weight, **more):
-            given = {name: value for name, value in more.items() if value is not None and value is not False}
+            given = {
+                name: value
+                for name, value in more.items()
+                if value is not None and value is not False
+            }
             around = sorted(given.keys() - {"eps", "group_size"})
             calls.add((*weight.shape, *around))
             return plain(x, weight, **more)
 
         return record
 
-    called, timed = set(), set()
+    called = set()
+    timed = set()
     for module in ("layers.linear", "mtp"):
         monkeypatch.setattr(f"mtpkit.model.{module}.linear", recorder(called))
     monkeypatch.setattr(linears, "linear", recorder(timed))
-    llm = LLM(open_model("nemotron-h-tiny", torch.device("cpu")), num_speculative_tokens=2, max_model_len=32)
+    llm = LLM(
+        open_model("nemotron-h-tiny", torch.device("cpu")),
+        num_speculative_tokens=2,
+        max_model_len=32,
+    )
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     for made in (linears.linear_case(shapes(), call) for call in linears.calls(shapes())):
         made.call(*made.make())
@@ -341,21 +445,38 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
 
 def test_a_convolution_of_each_kind_that_has_one():
     """With the channels of that kind, where a model has both."""
-    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+    sizes = dict(
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
     both = shapes(toy_config(pattern="MG*-", **sizes))
     found = [case.make() for case in every(both) if case.op == "causal_conv1d_update"]
-    mamba, delta = both.config.mamba2, both.config.gated_delta_net
+    mamba = both.config.mamba2
+    delta = both.config.gated_delta_net
     assert {x.shape[-1] for x, *_ in found} == {mamba.inner + 2 * mamba.bc_width, delta.convolved}
 
 
 def test_what_is_fused_is_not_timed_on_its_own():
-    few, more, many = on_gpu(4), on_gpu(5), on_gpu(9)  # 16, 20 and 36 tokens
+    # 16, 20 and 36 tokens
+    few = on_gpu(4)
+    more = on_gpu(5)
+    many = on_gpu(9)
     assert "relu2" not in few and "relu2" not in more and "relu2" in many
     assert note(few["linear linear_fc1"]) == "norm + relu2 fused"
     assert note(more["linear linear_fc1"]) == "relu2 fused, norm apart"
     assert note(many["linear linear_fc1"]) == "norm + relu2 apart"
-    assert [note(made["linear in_proj"]) for made in (few, more, many)] == ["norm fused", "norm apart", "norm apart"]
-    assert [note(made["rms_norm"]) for made in (few, more, many)] == ["final norm, others fused", "", ""]
+    assert [note(made["linear in_proj"]) for made in (few, more, many)] == [
+        "norm fused",
+        "norm apart",
+        "norm apart",
+    ]
+    assert [note(made["rms_norm"]) for made in (few, more, many)] == [
+        "final norm, others fused",
+        "",
+        "",
+    ]
     for made in (few, more, many):
         assert note(made["linear out_proj"]) == "residual fused, gated norm apart"
         assert note(made["linear linear_fc2"]) == "residual fused"
@@ -366,7 +487,9 @@ def test_what_is_fused_is_not_timed_on_its_own():
     assert "relu2" in on_gpu(4, NEMOTRON_H_TINY)  # no tile fits its width
 
 
-@pytest.mark.parametrize(("name", "place"), [("ssm_replay_update", 0), ("ssm_snapshot_update", 0), ("ssd_varlen", 10)])
+@pytest.mark.parametrize(
+    ("name", "place"), [("ssm_replay_update", 0), ("ssm_snapshot_update", 0), ("ssd_varlen", 10)]
+)
 def test_the_state_is_of_the_type_asked_for(name, place):
     sizes = {}
     for dtype in ("float32", "bfloat16"):
@@ -439,22 +562,31 @@ def test_a_row_says_what_it_is_compared_with(monkeypatch):
 
 def test_a_gpu_is_asked_for_in_one_line(monkeypatch):
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="kernels need a GPU; --device cpu with --model nemotron-h-tiny tries"):
+    with pytest.raises(
+        UserError, match="kernels need a GPU; --device cpu with --model nemotron-h-tiny tries"
+    ):
         measure_kernels(NEMOTRON_H_TINY, KernelConfig())
 
 
 def test_unknown_ops_and_sizes_are_refused():
-    with pytest.raises(UserError, match=r"ops conv, scan are unknown, or not of this .* K = 3; there are ssm_"):
+    with pytest.raises(
+        UserError, match=r"ops conv, scan are unknown, or not of this .* K = 3; there are ssm_"
+    ):
         measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("scan", "rms_norm", "conv")), "cpu")
     with pytest.raises(UserError, match="ops expert_mlp are unknown, or not of this model"):
         measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("expert_mlp",)), "cpu")
-    wrong = r"rows is \(0, 2\), must be at least 1; num_speculative_tokens is -1, .*; context_length is 0"
+    wrong = (
+        r"rows is \(0, 2\), must be at least 1; num_speculative_tokens is -1, .*; context_length"
+        r" is 0"
+    )
     with pytest.raises(UserError, match=wrong):
         KernelConfig(rows=(0, 2), k=-1, context_len=0)
 
 
 def test_only_the_ops_that_are_asked_for():
-    result = measure_kernels(NEMOTRON_H_TINY, KernelConfig((2,), ops=("store_kv", "relu2"), repeats=1), "cpu")
+    result = measure_kernels(
+        NEMOTRON_H_TINY, KernelConfig((2,), ops=("store_kv", "relu2"), repeats=1), "cpu"
+    )
     assert [row.op for row in result.rows] == ["store_kv", "relu2"]
 
 
@@ -478,6 +610,7 @@ def test_only_what_decode_steps_run_is_timed_in_a_graph():
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_rows_do_not_fold_their_rings_together(k):
-    """As requests that began at different times do not, though without drafts all rings grow alike."""
+    """As requests that began at different times do not, though without drafts all rings grow
+    alike."""
     lens = ring_lens(shapes(rows=200, k=k, context_len=512), 20)
     assert len(lens.unique()) >= 10 and int(lens.bincount().max()) < 50

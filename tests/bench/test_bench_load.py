@@ -1,4 +1,5 @@
-"""The load benchmark: its requests are the facts page's, every one gets its tokens, and its figures hang together."""
+"""The load benchmark: its requests are the facts page's, every one gets its tokens, and its figures
+hang together."""
 
 import itertools
 import json
@@ -11,7 +12,13 @@ import torch
 
 from mtpkit.bench import load, load_run
 from mtpkit.bench.load import measure_load
-from mtpkit.bench.load_requests import draw_prompts, draw_requests, limit_seconds, save_requests, token_sums
+from mtpkit.bench.load_requests import (
+    draw_prompts,
+    draw_requests,
+    limit_seconds,
+    save_requests,
+    token_sums,
+)
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.serving import WallClock
 from mtpkit.bench.settings import LoadConfig, RooflineConfig
@@ -59,7 +66,8 @@ def test_the_load_is_that_of_the_published_figures():
 
 def test_a_seed_makes_one_load_and_another_seed_another():
     config = LoadConfig(num_prompts=50)
-    requests, others = draw_requests(config), draw_requests(replace(config, seed=8))
+    requests = draw_requests(config)
+    others = draw_requests(replace(config, seed=8))
     assert draw_requests(config) == requests and not {*requests} & {*others}
     assert draw_requests(replace(config, num_prompts=20)) == requests[:20]
     prompts = draw_prompts(requests, 500, 3)
@@ -70,12 +78,17 @@ def test_a_seed_makes_one_load_and_another_seed_another():
 
 
 def test_lengths_are_cut():
-    config = LoadConfig(num_prompts=400, prompt_min=300, prompt_max=500, output_min=200, output_max=200)
+    config = LoadConfig(
+        num_prompts=400, prompt_min=300, prompt_max=500, output_min=200, output_max=200
+    )
     requests = draw_requests(config)
     assert {request.max_tokens for request in requests} == {200}
     lengths = {request.prompt_len for request in requests}
     assert min(lengths) == 300 and max(lengths) == 500 and len(lengths) > 50
-    assert {r.prompt_len for r in draw_requests(LoadConfig(num_prompts=9, prompt_sigma=0))} <= {399, 400}
+    assert {r.prompt_len for r in draw_requests(LoadConfig(num_prompts=9, prompt_sigma=0))} <= {
+        399,
+        400,
+    }
 
 
 def test_arrivals_are_a_poisson_process():
@@ -97,7 +110,8 @@ def test_arrivals_are_a_poisson_process():
     ],
 )
 def test_the_limit_is_that_of_the_published_figures(k, roofline, seconds):
-    """Which were computed with a state that is written in every step for K = 0, and once in 8 tokens for K = 3."""
+    """Which were computed with a state that is written in every step for K = 0, and once in 8
+    tokens for K = 3."""
     config = LoadConfig()
     found = limit_seconds(roofline, draw_requests(config), 128, config.rates(k), *H200)
     assert found == pytest.approx(seconds, rel=0.01)
@@ -105,17 +119,24 @@ def test_the_limit_is_that_of_the_published_figures(k, roofline, seconds):
 
 def test_the_limit_is_the_sum_of_its_parts():
     config = LoadConfig(num_prompts=5)
-    requests, roofline = draw_requests(config), Roofline(NEMOTRON_H_8B)
+    requests = draw_requests(config)
+    roofline = Roofline(NEMOTRON_H_8B)
     prefill = limit_seconds(roofline, requests, 4, [], 1e300, 1.0)  # FLOPs
     decode = limit_seconds(roofline, requests, 4, [], 1.0, 1e300)  # bytes
     decoded = sum(request.max_tokens - 1 for request in requests)
-    context = sum((r.prompt_len + r.max_tokens / 2) * (r.max_tokens - 1) for r in requests) / decoded
+    context = (
+        sum((r.prompt_len + r.max_tokens / 2) * (r.max_tokens - 1) for r in requests) / decoded
+    )
     step = roofline.decode(4, (), context)
     assert decode == pytest.approx(decoded / 4 * step.bytes)
-    prompts, weights = sum(r.prompt_len for r in requests), 0.0
-    layers, output = roofline.prefill(1, 1), NEMOTRON_H_8B.vocab_size * NEMOTRON_H_8B.hidden_size
+    prompts = sum(r.prompt_len for r in requests)
+    weights = 0.0
+    layers = roofline.prefill(1, 1)
+    output = NEMOTRON_H_8B.vocab_size * NEMOTRON_H_8B.hidden_size
     weights = next(work.flops for work in layers.works if work.name == "matrices") - 2 * output
-    assert prefill - decoded / 4 * step.flops == pytest.approx(prompts * weights + len(requests) * 2 * output)
+    assert prefill - decoded / 4 * step.flops == pytest.approx(
+        prompts * weights + len(requests) * 2 * output
+    )
     longest = [replace(requests[0], max_tokens=1)]
     assert limit_seconds(roofline, longest, 4, [], 1.0, 1.0) == pytest.approx(
         requests[0].prompt_len * weights + 2 * output
@@ -126,7 +147,12 @@ def test_every_rate_and_k_is_measured(model, device):
     config = replace(SMALL, request_rates=(math.inf, 200.0), ks=(0, 2))
     kept = []
     result = measure_load(model, config, "tiny", kept.append)
-    assert [(row.request_rate, row.k) for row in result.rows] == [("inf", 0), ("inf", 2), (200.0, 0), (200.0, 2)]
+    assert [(row.request_rate, row.k) for row in result.rows] == [
+        ("inf", 0),
+        ("inf", 2),
+        (200.0, 0),
+        (200.0, 2),
+    ]
     assert [len(part.rows) for part in kept][:4] == [1, 2, 3, 4]
     requests = draw_requests(config)
     sums = token_sums(requests)
@@ -136,28 +162,39 @@ def test_every_rate_and_k_is_measured(model, device):
         assert row.spread == pytest.approx(max(row.run_seconds) / min(row.run_seconds) - 1)
         assert 0 < row.ttft_p50_ms < row.ttft_p99_ms < 1e3 * row.seconds
         assert 0 < row.itl_p50_ms < row.itl_p99_ms < 1e3 * row.seconds
-        assert row.limit_share == pytest.approx(row.limit_seconds / row.seconds) and row.limit_share < 1
+        assert (
+            row.limit_share == pytest.approx(row.limit_seconds / row.seconds)
+            and row.limit_share < 1
+        )
         assert row.acceptance_length == 1 if row.k == 0 else 1.8 < row.acceptance_length < 2.8
         assert row.start_seconds > 0 and row.preemptions == 0
         assert (row.gpu_idle_share is None) == (device == "cpu" or row.request_rate != "inf")
         assert row.limit_seconds >= (0 if row.request_rate == "inf" else requests[-1].arrival / 200)
     found = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert found["settings"]["request_rates"] == ["inf", 200.0] and found["settings"].items() >= sums.items()
+    assert (
+        found["settings"]["request_rates"] == ["inf", 200.0]
+        and found["settings"].items() >= sums.items()
+    )
     assert {"device", "commit", "date", "copy_bandwidth", "matrix_rate"} <= set(found)
     (table,) = result.tables()
-    assert "load of 9 requests" in result.title and f"{sums['prompt_tokens']:,} prompt" in result.title
+    assert (
+        "load of 9 requests" in result.title and f"{sums['prompt_tokens']:,} prompt" in result.title
+    )
     assert len(table.columns) == 17
 
 
 def test_the_limit_at_a_rate_that_lasts_is_nearer(model, monkeypatch):
     """Share of the limit with the matrices of the prompts and of the steps at that rate."""
     slow = load.measure_machine(torch.device("cpu"))
-    machines = iter([slow, replace(slow, sustained_rate=slow.matrix_rate), replace(slow, sustained_rate=1e8)])
+    machines = iter(
+        [slow, replace(slow, sustained_rate=slow.matrix_rate), replace(slow, sustained_rate=1e8)]
+    )
     monkeypatch.setattr(load, "measure_machine", lambda device, sustained: next(machines))
     config = replace(SMALL, ks=(0,), repeats=1, trace=False)
     rows = [measure_load(model, config).rows[0] for _ in range(3)]
     assert rows[0].sustained_share is None and rows[1].sustained_share == rows[1].limit_share
-    roofline, requests = Roofline(model.mtpkit_config, torch.float32), draw_requests(config)
+    roofline = Roofline(model.mtpkit_config, torch.float32)
+    requests = draw_requests(config)
     limit = limit_seconds(roofline, requests, config.max_num_seqs, [], slow.copy_bandwidth, 1e8)
     assert rows[2].sustained_share == pytest.approx(limit / rows[2].seconds)
     assert rows[2].sustained_share > rows[2].limit_share
@@ -195,13 +232,19 @@ def test_runs_have_tokens_of_their_own_and_the_first_ones_are_saved(model, tmp_p
     config = replace(SMALL, ks=(0,), request_rates=(1000.0,), trace=False)
     measure_load(model, config)
     first, second = served
-    assert [len(prompt) for prompt in first] == [len(prompt) for prompt in second] and first != second
+    assert [len(prompt) for prompt in first] == [
+        len(prompt) for prompt in second
+    ] and first != second
     line = save_requests(tmp_path / "requests.json", config, model.mtpkit_config.vocab_size)
     saved = json.loads((tmp_path / "requests.json").read_text())
     assert [request["prompt_token_ids"] for request in saved["requests"]] == first
     requests = draw_requests(config)
-    assert [one["max_tokens"] for one in saved["requests"]] == [request.max_tokens for request in requests]
-    assert [one["arrival"] for one in saved["requests"]] == [request.arrival for request in requests]
+    assert [one["max_tokens"] for one in saved["requests"]] == [
+        request.max_tokens for request in requests
+    ]
+    assert [one["arrival"] for one in saved["requests"]] == [
+        request.arrival for request in requests
+    ]
     assert (saved["max_num_seqs"], saved["max_num_batched_tokens"]) == (4, 48)
     assert f"9 requests, {saved['prompt_tokens']:,} prompt" in line
 
@@ -210,7 +253,9 @@ def test_preempted_requests_get_their_tokens_and_are_counted(model, monkeypatch)
     make = load_run.LLM
     monkeypatch.setattr(load_run, "LLM", lambda *args, **more: make(*args, **more, num_blocks=9))
     # The first three prompts fill a step and then grow to four blocks each, whatever a step takes.
-    alike = dict(prompt_median=12, prompt_sigma=0.0, output_median=50, output_sigma=0.0, output_max=50)
+    alike = dict(
+        prompt_median=12, prompt_sigma=0.0, output_median=50, output_sigma=0.0, output_max=50
+    )
     (row,) = measure_load(model, replace(SMALL, ks=(2,), trace=False, **alike)).rows
     assert row.preemptions >= 1
 
@@ -224,15 +269,24 @@ def test_outputs_of_another_length_are_refused(model, monkeypatch):
     params = load_run.Stream.params.fget
     shorter = property(lambda self: replace(params(self), max_tokens=self.max_tokens - 1))
     monkeypatch.setattr(load_run.Stream, "params", shorter)
-    with pytest.raises(MtpkitError, match=r"9 of 9 outputs have another length .* one of them \d+ tokens where \d+"):
+    with pytest.raises(
+        MtpkitError, match=r"9 of 9 outputs have another length .* one of them \d+ tokens where \d+"
+    ):
         measure_load(model, replace(SMALL, ks=(0,), repeats=1))
 
 
 def test_acceptance_that_was_not_asked_for_is_refused(model, monkeypatch):
     monkeypatch.setattr(LoadConfig, "rates", lambda self, k: [0.3, 0.5][:k])
     make = load_run.LLM
-    monkeypatch.setattr(load_run, "LLM", lambda *args, **more: make(*args, **more | {"synthetic_acceptance": [1, 1]}))
-    with pytest.raises(MtpkitError, match=r"K = 2: draft 1 was accepted at a rate of 1\.000 over \d+ steps, but 0\.3"):
+    monkeypatch.setattr(
+        load_run,
+        "LLM",
+        lambda *args, **more: make(*args, **more | {"synthetic_acceptance": [1, 1]}),
+    )
+    with pytest.raises(
+        MtpkitError,
+        match=r"K = 2: draft 1 was accepted at a rate of 1\.000 over \d+ steps, but 0\.3",
+    ):
         measure_load(model, replace(SMALL, ks=(2,), repeats=1))
 
 
@@ -240,7 +294,9 @@ def test_acceptance_that_was_not_asked_for_is_refused(model, monkeypatch):
 def test_tokens_of_a_broken_engine_are_refused(k, model, monkeypatch):
     own_tokens = verifier.own_tokens
     monkeypatch.setattr(verifier, "own_tokens", lambda *args: (own_tokens(*args) + 1) % 512)
-    with pytest.raises(MtpkitError, match=rf"K = {k}: \d+ of \d+ tokens are not those of a plain forward pass"):
+    with pytest.raises(
+        MtpkitError, match=rf"K = {k}: \d+ of \d+ tokens are not those of a plain forward pass"
+    ):
         measure_load(model, replace(SMALL, ks=(k,), repeats=1))
 
 
@@ -255,7 +311,9 @@ def test_a_state_that_is_lost_between_chunks_is_refused(k, model, monkeypatch):
         return y
 
     monkeypatch.setattr(MambaMixer, "_prefill", forget)
-    with pytest.raises(MtpkitError, match=rf"K = {k}: .* tokens are not those of a plain forward pass"):
+    with pytest.raises(
+        MtpkitError, match=rf"K = {k}: .* tokens are not those of a plain forward pass"
+    ):
         measure_load(model, replace(SMALL, ks=(k,), repeats=1))
 
 
@@ -267,8 +325,11 @@ def test_steps_in_the_middle_of_a_run_are_traced_when_all_is_timed(model, monkey
         order.append("trace")
         return Trace([Kernel("gemm", 0, 0.3, 1), Kernel("scan", 0.4, 1, 2)])
 
-    run, take = load_run.LoadEngine.run, load_run.take
-    monkeypatch.setattr(load_run.LoadEngine, "run", lambda self, rate: order.append("run") or run(self, rate))
+    run = load_run.LoadEngine.run
+    take = load_run.take
+    monkeypatch.setattr(
+        load_run.LoadEngine, "run", lambda self, rate: order.append("run") or run(self, rate)
+    )
     monkeypatch.setattr(load_run, "take", lambda *args: order.append("step") or take(*args))
     monkeypatch.setattr(load_run, "trace_kernels", trace)
     monkeypatch.setattr(load_run, "_TRACED_STEPS", 3)
@@ -276,26 +337,37 @@ def test_steps_in_the_middle_of_a_run_are_traced_when_all_is_timed(model, monkey
     config = replace(SMALL, request_rates=(math.inf, 1000.0), ks=(1,), repeats=1)
     idle = [row.gpu_idle_share for row in measure_load(model, config).rows]
     assert idle == [pytest.approx(0.1), None]
-    assert order[:2] == ["run", "run"] and order[-6:] == ["step", "trace", "step", "step", "step", "trace"]
+    assert order[:2] == ["run", "run"] and order[-6:] == [
+        "step",
+        "trace",
+        "step",
+        "step",
+        "step",
+        "trace",
+    ]
     assert order[2:-6].count("step") == len(order) - 8 > 5  # a third of the requests have ended
     order.clear()
-    (row, _) = measure_load(model, replace(config, trace=False)).rows
+    row, _ = measure_load(model, replace(config, trace=False)).rows
     assert order == ["run", "run"] and row.gpu_idle_share is None
     monkeypatch.setattr(load_run, "trace_kernels", lambda *_: Trace([]))
-    (row, _) = measure_load(model, config).rows
+    row, _ = measure_load(model, config).rows
     assert row.gpu_idle_share is None  # not 0: nothing ran
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
     with pytest.raises(
-        UserError, match=r"request_rate is \(0\.0,\), must be positive; acceptance is \(\), must be a list"
+        UserError,
+        match=r"request_rate is \(0\.0,\), must be positive; acceptance is \(\), must be a list",
     ):
         LoadConfig(request_rates=(0.0,), acceptance=())
     with pytest.raises(
-        UserError, match=r"prompt_min is 9, must be at most prompt_max, 8; output_min is 5, must be at most"
+        UserError,
+        match=r"prompt_min is 9, must be at most prompt_max, 8; output_min is 5, must be at most",
     ):
         LoadConfig(prompt_min=9, prompt_max=8, output_min=5, output_max=4)
-    with pytest.raises(UserError, match=r"tokens in all, must be at most .*: lower prompt_max or num_prompts"):
+    with pytest.raises(
+        UserError, match=r"tokens in all, must be at most .*: lower prompt_max or num_prompts"
+    ):
         LoadConfig(num_prompts=1 << 30)
     for rate in (math.nan, -math.inf):
         with pytest.raises(UserError, match="request_rate is"):

@@ -16,7 +16,9 @@ def model(device):
 
 
 def test_the_figures_hang_together(model, device):
-    result = measure_prefill(model, PrefillConfig(batch_size=3, prompt_len=20, max_num_batched_tokens=24, k=2), "tiny")
+    result = measure_prefill(
+        model, PrefillConfig(batch_size=3, prompt_len=20, max_num_batched_tokens=24, k=2), "tiny"
+    )
     (row,) = result.rows
     assert row.tokens_per_s == pytest.approx(60 / row.seconds)
     assert result.machine is not None
@@ -64,6 +66,7 @@ def test_a_broken_prefill_is_not_timed(sabotage, dtype, monkeypatch):
 
 def test_settings_that_cannot_be_measured_are_all_named():
     with pytest.raises(
-        UserError, match=r"batch_size is 0, must be at least 1; num_speculative_tokens is -2.*; repeats is 0"
+        UserError,
+        match=r"batch_size is 0, must be at least 1; num_speculative_tokens is -2.*; repeats is 0",
     ):
         PrefillConfig(batch_size=0, repeats=0, k=-2)

@@ -43,8 +43,10 @@ def test_the_object_is_the_last_line(capsys):
         "settings": {"k": 3},
     }
     assert ["4", "8.0"] in [line.split() for line in lines]
-    assert lines[-2] == (
-        "fake, commit abc, 2026-01-02 03:04 UTC: copy 4 TB/s, reads alone 4.5 TB/s, matrix product 800 TFLOP/s"
+    assert (
+        lines[-2]
+        == "fake, commit abc, 2026-01-02 03:04 UTC: copy 4 TB/s, reads alone 4.5 TB/s, matrix"
+        " product 800 TFLOP/s"
     )
 
 
@@ -68,9 +70,13 @@ def test_files_are_replaced_whole(tmp_path):
 
 def test_a_title_is_one_line_over_the_table(tmp_path):
     """However narrow that is."""
-    replace(result(Row(1, 2.5)), title="a title that is far longer than its table is wide").save(tmp_path)
+    replace(result(Row(1, 2.5)), title="a title that is far longer than its table is wide").save(
+        tmp_path
+    )
     lines = (tmp_path / "speed.md").read_text().splitlines()
-    assert lines[:2] == ["a title that is far longer than its table is wide", ""] and lines[2].startswith("|")
+    assert lines[:2] == ["a title that is far longer than its table is wide", ""] and lines[
+        2
+    ].startswith("|")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,9 @@ def test_numbers_have_four_digits_and_no_exponent(value, shown):
 def test_a_machine_has_rates(device):
     machine = measure_machine(torch.device(device))
     assert machine.device and machine.date.endswith("UTC")
-    assert machine.copy_bandwidth > 1e8 and machine.read_bandwidth > 1e8 and machine.matrix_rate > 1e8
+    assert (
+        machine.copy_bandwidth > 1e8 and machine.read_bandwidth > 1e8 and machine.matrix_rate > 1e8
+    )
 
 
 def test_a_copy_counts_twice_and_a_sum_once(monkeypatch):
@@ -104,10 +112,15 @@ def test_a_sustained_rate_is_that_of_a_second_half(monkeypatch):
 
     monkeypatch.setattr(machine, "median_seconds", timed)
     device = torch.device("cpu")
-    assert machine._sustained_seconds(lambda: counts.append(1), device, 0.04) == 1.25 / 25 and len(counts) == 25
+    assert (
+        machine._sustained_seconds(lambda: counts.append(1), device, 0.04) == 1.25 / 25
+        and len(counts) == 25
+    )
     monkeypatch.undo()
     assert measure_machine(device, sustained=True).sustained_rate is None
-    assert str(replace(MACHINE, sustained_rate=6.8e14)).endswith("matrix product 800 TFLOP/s, 680 for seconds")
+    assert str(replace(MACHINE, sustained_rate=6.8e14)).endswith(
+        "matrix product 800 TFLOP/s, 680 for seconds"
+    )
 
 
 def test_each_of_several_calls_counts_alike(device):
@@ -126,7 +139,8 @@ def test_each_of_several_calls_counts_alike(device):
 
 
 def test_outputs_are_kept_until_the_last_call():
-    made, alive = [], []
+    made = []
+    alive = []
 
     def call() -> torch.Tensor:
         alive.append(sum(output() is not None for output in made))
@@ -149,12 +163,21 @@ def test_a_copy_a_sum_and_a_product_reach_what_a_gpu_can():
 def test_a_file_has_the_whole_table(tmp_path):
     """One line a row, however many columns there are."""
     names = [f"a column of many words {number}" for number in range(20)]
-    fields = [(f"value{number}", Annotated[float, Column(name, ".1f")]) for number, name in enumerate(names)]
+    fields = [
+        (f"value{number}", Annotated[float, Column(name, ".1f")])
+        for number, name in enumerate(names)
+    ]
     wide = make_dataclass("Wide", fields, frozen=True)
     Result("wide", "many columns", wide, [wide(*range(20))], MACHINE).save(tmp_path)
     text = (tmp_path / "wide.md").read_text()
-    assert "…" not in text and [line for line in text.splitlines() if all(name in line for name in names)]
-    assert [line for line in text.splitlines() if line.replace("|", " ").split() == [f"{n}.0" for n in range(20)]]
+    assert "…" not in text and [
+        line for line in text.splitlines() if all(name in line for name in names)
+    ]
+    assert [
+        line
+        for line in text.splitlines()
+        if line.replace("|", " ").split() == [f"{n}.0" for n in range(20)]
+    ]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -7,9 +7,12 @@ from mtpkit.bench.timing import Kernel, Trace, trace_kernels
 
 
 def test_pauses_inside_a_graph_are_not_the_hosts():
-    trace = Trace([Kernel("a", 0, 2, 1), Kernel("b", 3, 4, 1), Kernel("c", 6, 7, 2), Kernel("d", 7, 10, 3)])
+    trace = Trace(
+        [Kernel("a", 0, 2, 1), Kernel("b", 3, 4, 1), Kernel("c", 6, 7, 2), Kernel("d", 7, 10, 3)]
+    )
     assert trace.span == 10
-    assert trace.host_gap_share == pytest.approx(2 / 10)  # between graph 1 and launch 2; not the pause inside graph 1
+    # between graph 1 and launch 2; not the pause inside graph 1
+    assert trace.host_gap_share == pytest.approx(2 / 10)
     assert trace.busy_seconds == 7
 
 

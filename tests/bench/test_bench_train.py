@@ -18,14 +18,18 @@ CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm
 
 
 def measure(**changes):
-    (row,) = measure_training(get_base("nemotron-h-tiny"), dataclasses.replace(CONFIG, **changes), "tiny").rows
+    (row,) = measure_training(
+        get_base("nemotron-h-tiny"), dataclasses.replace(CONFIG, **changes), "tiny"
+    ).rows
     return row
 
 
 def flops(config, pattern, k, base=True) -> float:
     """From the shapes of matrices alone."""
     matrices = sum(KINDS[letter].matrices(config).used for letter in config.pattern) if base else 0
-    head = sum(KINDS[letter].matrices(config).used for letter in pattern) + 2 * config.hidden_size**2
+    head = (
+        sum(KINDS[letter].matrices(config).used for letter in pattern) + 2 * config.hidden_size**2
+    )
     return 2 * matrices + 6 * k * head + 4 * k * config.vocab_size * config.hidden_size
 
 
@@ -36,12 +40,15 @@ def test_the_count_is_the_one_of_the_field():
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_figures_hang_together(cached, monkeypatch):
-    calls, step = [], train.train_step
+    calls = []
+    step = train.train_step
     monkeypatch.setattr(train, "train_step", lambda *args: calls.append(args) or step(*args))
     row = measure(micro_batch_size=2, micro_batches=2, document_len=10, cached=cached)
     assert len(calls) == 3 and row.tokens == 128
     assert row.tokens_per_s == pytest.approx(128 / row.seconds)
-    assert row.seconds == pytest.approx(row.base_seconds + row.heads_seconds + row.optimizer_seconds)
+    assert row.seconds == pytest.approx(
+        row.base_seconds + row.heads_seconds + row.optimizer_seconds
+    )
     assert min(row.heads_seconds, row.optimizer_seconds) > 0
     # Matrices, and a little for norms and convolutions.
     want = flops(NEMOTRON_H_TINY, "*-", 3, base=not cached)
@@ -67,10 +74,16 @@ def test_the_figures_hang_together(cached, monkeypatch):
 )
 def test_heads_have_layers_of_the_base_or_those_of_its_heads(config, pattern, monkeypatch):
     """`*-` has no sizes in a base with experts and no MLPs."""
-    settings, step = [], train.train_step
-    monkeypatch.setattr(train, "train_step", lambda *args: settings.append(args[0].config.mtpkit) or step(*args))
+    settings = []
+    step = train.train_step
+    monkeypatch.setattr(
+        train, "train_step", lambda *args: settings.append(args[0].config.mtpkit) or step(*args)
+    )
     result = measure_training(config, CONFIG, "tiny")
-    assert settings[0].mtp.pattern == result.settings["pattern"] == pattern and f"heads {pattern} x 3" in result.title
+    assert (
+        settings[0].mtp.pattern == result.settings["pattern"] == pattern
+        and f"heads {pattern} x 3" in result.title
+    )
 
 
 @pytest.mark.parametrize(("distinct", "attention"), [(False, "serving"), (True, "per_depth")])
@@ -78,7 +91,9 @@ def test_auto_is_settled_as_in_training(distinct, attention):
     config = dataclasses.replace(CONFIG, k=2, steps=1, distinct=distinct, backend="auto")
     settings = measure_training(get_base("nemotron-h-tiny"), config, "tiny").settings
     assert (CONFIG.attention, CONFIG.backend) == ("auto", "local")
-    assert settings["attention"] == attention and settings["backend"] in (["local", "te"] if GPU else ["local"])
+    assert settings["attention"] == attention and settings["backend"] in (
+        ["local", "te"] if GPU else ["local"]
+    )
 
 
 def test_mfu_is_of_the_stated_peak_and_not_of_the_measured_rate(monkeypatch):
@@ -109,11 +124,22 @@ def test_ranks_that_do_not_report_show_no_progress(reports, monkeypatch, capsys)
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
-    with pytest.raises(UserError, match=r"micro_batches is 0.*; document_length is -1.*; steps is 0"):
+    with pytest.raises(
+        UserError, match=r"micro_batches is 0.*; document_length is -1.*; steps is 0"
+    ):
         dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1)
-    with pytest.raises(UserError, match=r"serving attention.*; offload moves .*; cached hidden states leave no base"):
+    with pytest.raises(
+        UserError,
+        match=r"serving attention.*; offload moves .*; cached hidden states leave no base",
+    ):
         dataclasses.replace(
-            CONFIG, distinct=True, attention="serving", offload=True, warm_up_steps=0, cached=True, base_fp8=True
+            CONFIG,
+            distinct=True,
+            attention="serving",
+            offload=True,
+            warm_up_steps=0,
+            cached=True,
+            base_fp8=True,
         )
 
 

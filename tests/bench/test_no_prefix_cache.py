@@ -14,20 +14,29 @@ from mtpkit.engine import LLM, SamplingParams
 
 PROMPTS = [{"prompt_token_ids": list(range(20, 40))}]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-LOAD = LoadConfig(num_prompts=2, prompt_max=20, output_max=8, max_num_seqs=2, max_num_batched_tokens=64, repeats=1)
+LOAD = LoadConfig(
+    num_prompts=2, prompt_max=20, output_max=8, max_num_seqs=2, max_num_batched_tokens=64, repeats=1
+)
 STALL = StallConfig(decoding_requests=1, arriving_prompts=1, arriving_length=32, lone_lengths=(8,))
 RUNS = {
-    "decode": lambda model: measure_decode(model, DecodeConfig(batch_sizes=(1,), ks=(0,), prompt_len=8, max_tokens=40)),
+    "decode": lambda model: measure_decode(
+        model, DecodeConfig(batch_sizes=(1,), ks=(0,), prompt_len=8, max_tokens=40)
+    ),
     "load": lambda model: measure_load(model, LOAD),
-    "prefill": lambda model: measure_prefill(model, PrefillConfig(batch_size=1, prompt_len=8, repeats=1)),
-    "speedup": lambda model: measure_speedup(model, PROMPTS, SpeedupConfig(ks=(0,), sampling=GREEDY, repeats=1)),
+    "prefill": lambda model: measure_prefill(
+        model, PrefillConfig(batch_size=1, prompt_len=8, repeats=1)
+    ),
+    "speedup": lambda model: measure_speedup(
+        model, PROMPTS, SpeedupConfig(ks=(0,), sampling=GREEDY, repeats=1)
+    ),
     "stall": lambda model: measure_stall(model, LOAD, STALL),
 }
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_benchmarks_have_no_prefix_cache(run, monkeypatch):
-    made, make = [], LLM.__init__
+    made = []
+    make = LLM.__init__
 
     def watch(self, *args, **settings):
         make(self, *args, **settings)

@@ -1,4 +1,5 @@
-"""The scripts in benchmarks/peers, as far as they can run without the peers: stand-ins take the place of vLLM."""
+"""The scripts in benchmarks/peers, as far as they can run without the peers: stand-ins take the
+place of vLLM."""
 
 import asyncio
 import importlib
@@ -73,9 +74,12 @@ def last_line(text):
 
 def test_requests_are_read_as_they_were_saved(script, requests_file, capsys):
     peer = script("peer")
-    found, requests = peer.read_requests(requests_file), draw_requests(CONFIG)
+    found = peer.read_requests(requests_file)
+    requests = draw_requests(CONFIG)
     assert [one.prompt_token_ids for one in found] == draw_prompts(requests, 512, CONFIG.seed)
-    assert [(one.max_tokens, one.arrival) for one in found] == [(one.max_tokens, one.arrival) for one in requests]
+    assert [(one.max_tokens, one.arrival) for one in found] == [
+        (one.max_tokens, one.arrival) for one in requests
+    ]
     for text in ("no json", "{}", '{"requests": [{"prompt": 1}]}'):
         requests_file.write_text(text)
         with pytest.raises(typer.Exit):
@@ -86,7 +90,9 @@ def test_requests_are_read_as_they_were_saved(script, requests_file, capsys):
 
 def test_a_config_directory_describes_the_shape(run, tmp_path):
     assert run("write_config", tmp_path, "--max-model-len", 4096, "--pattern", "*-")[0] == 0
-    shape = NEMOTRON_H_8B.replace(family="nemotron_h", max_position_embeddings=4096, mtp_pattern="*-")
+    shape = NEMOTRON_H_8B.replace(
+        family="nemotron_h", max_position_embeddings=4096, mtp_pattern="*-"
+    )
     assert load_config(tmp_path) == shape
     code, text = run("write_config", tmp_path, "--model", "gpt")
     assert code == 2 and "gpt is none of nemotron-h-8b" in text
@@ -96,9 +102,16 @@ def test_acceptance_is_unconditional_as_vllm_takes_it(script, config_directory):
     arguments = script("peer").vllm_arguments(config_directory, 3, 0.85, 100, 8, 64)
     speculation = arguments["speculative_config"]
     assert speculation["synthetic_acceptance_rates"] == pytest.approx([0.85, 0.7225, 0.614125])
-    assert (speculation["num_speculative_tokens"], speculation["rejection_sample_method"]) == (3, "synthetic")
-    assert not arguments["enable_prefix_caching"] and arguments["mamba_ssm_cache_dtype"] == "float32"
-    assert "speculative_config" not in script("peer").vllm_arguments(config_directory, 0, 0.85, 100, 8, 64)
+    assert (speculation["num_speculative_tokens"], speculation["rejection_sample_method"]) == (
+        3,
+        "synthetic",
+    )
+    assert (
+        not arguments["enable_prefix_caching"] and arguments["mamba_ssm_cache_dtype"] == "float32"
+    )
+    assert "speculative_config" not in script("peer").vllm_arguments(
+        config_directory, 0, 0.85, 100, 8, 64
+    )
 
 
 def test_percentiles_are_numpys(script):
@@ -108,7 +121,9 @@ def test_percentiles_are_numpys(script):
     assert script("peer").percentiles_ms([]) is None
 
 
-def test_a_missing_peer_is_named_with_what_to_install(run, requests_file, config_directory, monkeypatch):
+def test_a_missing_peer_is_named_with_what_to_install(
+    run, requests_file, config_directory, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "vllm", None)
     given = ["--model", config_directory, "--requests", requests_file]
     for name, options in (("vllm_load", given), ("vllm_decode", given[:2])):
@@ -122,9 +137,16 @@ def test_a_missing_peer_is_named_with_what_to_install(run, requests_file, config
 
 def test_directories_without_a_config_are_refused(run, requests_file, tmp_path):
     given = ["--model", tmp_path, "--requests", requests_file]
-    for name, options in (("vllm_load", given), ("vllm_decode", given[:2]), ("megatron_train", given[:2])):
+    for name, options in (
+        ("vllm_load", given),
+        ("vllm_decode", given[:2]),
+        ("megatron_train", given[:2]),
+    ):
         code, text = run(name, *options)
-        assert code == 2 and "has no config.json; write one: python benchmarks/peers/write_config.py" in text
+        assert (
+            code == 2
+            and "has no config.json; write one: python benchmarks/peers/write_config.py" in text
+        )
 
 
 class FakeLLM:
@@ -148,9 +170,13 @@ class FakeLLM:
         return bool(self.waiting)
 
     def step(self):
-        self.waiting = {name: (min(count + 2, most), most) for name, (count, most) in self.waiting.items()}
+        self.waiting = {
+            name: (min(count + 2, most), most) for name, (count, most) in self.waiting.items()
+        }
         outputs = [answer(name, count) for name, (count, _) in self.waiting.items()]
-        self.waiting = {name: (count, most) for name, (count, most) in self.waiting.items() if count < most}
+        self.waiting = {
+            name: (count, most) for name, (count, most) in self.waiting.items() if count < most
+        }
         return outputs
 
 
@@ -200,13 +226,22 @@ def vllm(monkeypatch):
 
 
 def test_requests_queued_at_once(run, vllm, requests_file, config_directory, monkeypatch):
-    given = ["--model", config_directory, "--requests", requests_file, "--num-speculative-tokens", 3]
+    given = [
+        "--model",
+        config_directory,
+        "--requests",
+        requests_file,
+        "--num-speculative-tokens",
+        3,
+    ]
     code, text = run("vllm_load", *given, "--repeats", 2)
     found = last_line(text)
     (row,) = found["rows"]
     assert code == 0 and (row["request_rate"], row["k"], len(row["run_seconds"])) == ("inf", 3, 2)
     requests = draw_requests(CONFIG)
-    assert row["tokens_per_s"] == pytest.approx(sum(one.max_tokens for one in requests) / row["seconds"])
+    assert row["tokens_per_s"] == pytest.approx(
+        sum(one.max_tokens for one in requests) / row["seconds"]
+    )
     assert row["ttft_ms"] is row["itl_ms"] is None and row["first_seconds"] == row["run_seconds"][0]
     assert found["peer"] == "vllm 0.24.0" and found["benchmark"] == "vllm_load"
     (arguments,) = FakeLLM.made
@@ -219,7 +254,8 @@ def test_requests_queued_at_once(run, vllm, requests_file, config_directory, mon
 
 def test_requests_that_arrive_one_by_one(run, vllm, requests_file, config_directory, monkeypatch):
     """The host stalls once, between reading the clock and going to sleep."""
-    slept, sleep = [], asyncio.sleep
+    slept = []
+    sleep = asyncio.sleep
 
     async def stalling(delay: float) -> None:
         slept.append(delay)
@@ -229,14 +265,25 @@ def test_requests_that_arrive_one_by_one(run, vllm, requests_file, config_direct
 
     monkeypatch.setattr(asyncio, "sleep", stalling)
     given = ["--model", config_directory, "--requests", requests_file]
-    code, text = run("vllm_load", *given, "--request-rate", 500, "--request-rate", 1000, "--repeats", 1)
-    rows, requests = last_line(text)["rows"], draw_requests(CONFIG)
-    assert code == 0 and [row["request_rate"] for row in rows] == [500, 1000] and FakeAsyncLLM.closed == 1
+    code, text = run(
+        "vllm_load", *given, "--request-rate", 500, "--request-rate", 1000, "--repeats", 1
+    )
+    rows = last_line(text)["rows"]
+    requests = draw_requests(CONFIG)
+    assert (
+        code == 0
+        and [row["request_rate"] for row in rows] == [500, 1000]
+        and FakeAsyncLLM.closed == 1
+    )
     prompts = draw_prompts(requests, 512, CONFIG.seed)
     assert FakeAsyncLLM.prompts == prompts * 2  # in the order of their arrival
     for row in rows:
         assert row["seconds"] >= requests[-1].arrival / row["request_rate"]
-        assert 0 <= row["ttft_ms"][0] <= row["ttft_ms"][1] and row["itl_ms"][0] >= 0 and row["tpot_ms"] >= 0
+        assert (
+            0 <= row["ttft_ms"][0] <= row["ttft_ms"][1]
+            and row["itl_ms"][0] >= 0
+            and row["tpot_ms"] >= 0
+        )
     code, text = run("vllm_load", *given, "--request-rate", 8, "--request-rate", "inf")
     assert code == 2 and "run them separately" in text
     code, text = run("vllm_load", *given, "--request-rate", 0)
@@ -245,7 +292,8 @@ def test_requests_that_arrive_one_by_one(run, vllm, requests_file, config_direct
 
 def test_a_request_that_fails_ends_the_run(run, vllm, requests_file, config_directory, monkeypatch):
     """It does not wait for the requests that have yet to arrive."""
-    slept, sleep = [], asyncio.sleep
+    slept = []
+    sleep = asyncio.sleep
 
     async def counting(delay: float) -> None:
         slept.append(delay)
@@ -258,7 +306,15 @@ def test_a_request_that_fails_ends_the_run(run, vllm, requests_file, config_dire
     monkeypatch.setattr(asyncio, "sleep", counting)
     monkeypatch.setattr(FakeAsyncLLM, "generate", failing)
     with pytest.raises(ExceptionGroup) as caught:
-        run("vllm_load", "--model", config_directory, "--requests", requests_file, "--request-rate", 5)
+        run(
+            "vllm_load",
+            "--model",
+            config_directory,
+            "--requests",
+            requests_file,
+            "--request-rate",
+            5,
+        )
     assert caught.group_contains(RuntimeError, match="out of memory")
     assert 1 <= len(slept) < len(draw_requests(CONFIG))
 
@@ -269,13 +325,24 @@ def test_a_row_of_two_streams(script):
     first = load.Run(9.0, [0.0, 1.0], [[5.0, 9.0], [2.0]], [[2, 5], [1]])
     later = load.Run(3.0, [0.0, 1.0], [[1.0, 3.0], [2.5]], [[3, 5], [1]])
     row = load.summarize(2.0, 3, 80.0, requests, [first, later])
-    assert (row.start_seconds, row.first_seconds, row.seconds, row.tokens_per_s) == (80.0, 9.0, 3.0, 2.0)
-    assert row.ttft_ms == pytest.approx([1250, 1495]) and row.itl_ms == [2000, 2000] and row.tpot_ms == 500
+    assert (row.start_seconds, row.first_seconds, row.seconds, row.tokens_per_s) == (
+        80.0,
+        9.0,
+        3.0,
+        2.0,
+    )
+    assert (
+        row.ttft_ms == pytest.approx([1250, 1495])
+        and row.itl_ms == [2000, 2000]
+        and row.tpot_ms == 500
+    )
 
 
 def test_decoding(run, vllm, config_directory):
     given = ["--model", config_directory, "--batch-size", 2, "--batch-size", 3, "--vocab-size", 99]
-    code, text = run("vllm_decode", *given, "--prompt-length", 4, "--max-tokens", 20, "--repeats", 2)
+    code, text = run(
+        "vllm_decode", *given, "--prompt-length", 4, "--max-tokens", 20, "--repeats", 2
+    )
     found = last_line(text)
     assert code == 0 and [row["batch_size"] for row in found["rows"]] == [2, 3]
     for row in found["rows"]:  # each step brings two tokens per request
@@ -294,7 +361,8 @@ def test_a_window_ends_before_a_request_may(script):
 
 
 def test_a_training_step_moves_the_heads_alone(script, monkeypatch):
-    """On a CPU, with mtpkit's layers in place of Transformer Engine's, inside megatron-core's own heads."""
+    """On a CPU, with mtpkit's layers in place of Transformer Engine's, inside megatron-core's own
+    heads."""
     train = script("megatron_train")
     shape = NEMOTRON_H_TINY.replace(mtp_pattern="*-")
 
@@ -304,7 +372,11 @@ def test_a_training_step_moves_the_heads_alone(script, monkeypatch):
         spec = stack_spec(backend, shape)
         norm = backend.norm
         head = MultiTokenPredictionLayerSubmodules(
-            enorm=norm, hnorm=norm, eh_proj=backend.column_linear, mtp_model_layer=None, layer_norm=norm
+            enorm=norm,
+            hnorm=norm,
+            eh_proj=backend.column_linear,
+            mtp_model_layer=None,
+            layer_norm=norm,
         )
         layer = ModuleSpec(MultiTokenPredictionLayer, submodules=head)
         spec.submodules.mtp_block_spec.submodules.layer_specs = [layer]
@@ -338,7 +410,9 @@ def test_a_training_step_moves_the_heads_alone(script, monkeypatch):
         after = dict(trainer.model.named_parameters())
     moved = {name for name, parameter in after.items() if not torch.equal(parameter, before[name])}
     assert moved == {name for name in after if name.startswith("module.mtp.")} and len(moved) > 5
-    assert (row.sequence_length, row.tokens) == (16, 32) and row.tokens_per_s == pytest.approx(32 / row.seconds)
+    assert (row.sequence_length, row.tokens) == (16, 32) and row.tokens_per_s == pytest.approx(
+        32 / row.seconds
+    )
 
 
 def test_shapes_that_were_not_compared_are_refused(script):

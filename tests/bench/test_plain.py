@@ -22,14 +22,17 @@ def test_every_token_counts_and_no_other(prompt, length):
     check_greedy(model, prompt, tokens, range(length), torch.float32)
     for place in range(length):
         wrong = [*tokens[:place], (tokens[place] + 1) % VOCAB_SIZE]
-        with pytest.raises(MtpkitError, match=rf"1 of {place + 1} tokens .* number {place} of the output lies \d"):
+        with pytest.raises(
+            MtpkitError, match=rf"1 of {place + 1} tokens .* number {place} of the output lies \d"
+        ):
             check_greedy(model, prompt, wrong, range(len(wrong)), torch.float32)
         check_greedy(model, prompt, wrong, range(place), torch.float32)
 
 
 def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):
     """Logits of which the chosen one lies a tenth of a deviation below the best."""
-    model, logits = tiny_model(), torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    model = tiny_model()
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits[0, 7] = logits.max() + 1
     logits[0, 5] = logits[0, 7] - 0.1 * logits.std()
     monkeypatch.setattr("mtpkit.bench.plain.compute_logits", lambda model, hidden: logits)
@@ -59,7 +62,8 @@ def decoded_with_experts():
 
 
 def test_rounding_sends_tokens_to_other_experts():
-    """A mixture in bf16 is held to what rounding does to it; tokens that are simply wrong lie much further below."""
+    """A mixture in bf16 is held to what rounding does to it; tokens that are simply wrong lie much
+    further below."""
     model = build_model(EXPERTS, torch.bfloat16, "cpu", seed=1)
     exact, prompt, tokens = decoded_with_experts()
     assert tokens != decode(model, prompt, 40)
@@ -68,7 +72,10 @@ def test_rounding_sends_tokens_to_other_experts():
     check_greedy(exact, prompt, tokens, range(40), torch.float32)
     wrong = [(token + 1) % 512 for token in tokens]
     for places in (range(40), [0]):
-        with pytest.raises(MtpkitError, match=rf"{len(places)} of {len(places)} tokens .* of which rounding explains"):
+        with pytest.raises(
+            MtpkitError,
+            match=rf"{len(places)} of {len(places)} tokens .* of which rounding explains",
+        ):
             check_greedy(model, prompt, wrong, places, torch.bfloat16)
     some = [tokens[i] if i % 4 else wrong[i] for i in range(40)]
     with pytest.raises(MtpkitError, match="of which rounding explains"):
@@ -76,11 +83,15 @@ def test_rounding_sends_tokens_to_other_experts():
 
 
 def two_ranks(rank, prompt, tokens):
-    split = dict(tensor_parallel=2, sequence_parallel=False, expert_parallel=2, expert_tensor_parallel=1)
+    split = dict(
+        tensor_parallel=2, sequence_parallel=False, expert_parallel=2, expert_tensor_parallel=1
+    )
     model = build_model(EXPERTS, torch.bfloat16, "cpu", seed=1, **split)
     check_greedy(model, prompt, tokens, range(40), torch.bfloat16)
     with pytest.raises(MtpkitError, match="of which rounding explains"):
-        check_greedy(model, prompt, [(token + 1) % 512 for token in tokens], range(40), torch.bfloat16)
+        check_greedy(
+            model, prompt, [(token + 1) % 512 for token in tokens], range(40), torch.bfloat16
+        )
 
 
 def test_rounding_is_measured_on_two_ranks():

@@ -24,12 +24,17 @@ def contents(path, limit=None):
 
 
 def test_jsonl_holds_texts_and_token_ids(write):
-    path = write('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [3, 4], "prompt": "ignored"}\n{"prompt": "c"}\n')
+    path = write(
+        '{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [3, 4], "prompt": "ignored"}\n{"prompt":'
+        ' "c"}\n'
+    )
     assert contents(path) == ["a\nb", [3, 4], "c"]
 
 
 def test_places_of_checkpoints_are_read(write):
-    path = write('{"prompt": "a", "checkpoint_at": 1}\n{"prompt_token_ids": [3], "checkpoint_at": null}\n')
+    path = write(
+        '{"prompt": "a", "checkpoint_at": 1}\n{"prompt_token_ids": [3], "checkpoint_at": null}\n'
+    )
     assert [prompt.get("checkpoint_at") for prompt in read_prompts(path)] == [1, None]
 
 
@@ -44,11 +49,19 @@ def test_a_byte_order_mark_is_no_text(write, name):
 
 def test_a_limit_spreads_over_the_file(write):
     path = write("a\n\nb\nc\nd\ne\n", "prompts.txt")
-    assert [contents(path, limit) for limit in (1, 2, 5, 9)] == [["a"], ["a", "c"], [*"abcde"], [*"abcde"]]
+    assert [contents(path, limit) for limit in (1, 2, 5, 9)] == [
+        ["a"],
+        ["a", "c"],
+        [*"abcde"],
+        [*"abcde"],
+    ]
 
 
 def test_other_files_hold_one_text_a_line(write):
-    assert contents(write('  if x:\n\n{"prompt": "a"}\n', "prompts.txt")) == ["  if x:", '{"prompt": "a"}']
+    assert contents(write('  if x:\n\n{"prompt": "a"}\n', "prompts.txt")) == [
+        "  if x:",
+        '{"prompt": "a"}',
+    ]
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\x0c", "\x85", "\x1c"])
@@ -65,7 +78,10 @@ def test_a_line_ends_with_a_line_feed_alone(write, end):
         ("", "prompts.jsonl holds no prompts; write one a line"),
         ("\n \n", "prompts.jsonl holds no prompts"),
         ('{"prompt": "a"}\n{"prompt"\n', "prompts.jsonl:2 cannot be read as JSON"),
-        ('{"prompt": "a"}\n' + "[" * 100_000, "prompts.jsonl:2 cannot be read as JSON: it is nested too deeply"),
+        (
+            '{"prompt": "a"}\n' + "[" * 100_000,
+            "prompts.jsonl:2 cannot be read as JSON: it is nested too deeply",
+        ),
         ('{"prompt": ' + "1" * 5000 + "}", "prompts.jsonl:1 cannot be read as JSON"),
         (
             '{"prompt": "a", "checkpont_at": 1}\n',
@@ -83,7 +99,9 @@ def test_a_bad_file_is_named_with_its_line(write, content, message):
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(UserError, match=r"nothing.txt cannot be read: No such file or directory; name a .jsonl"):
+    with pytest.raises(
+        UserError, match=r"nothing.txt cannot be read: No such file or directory; name a .jsonl"
+    ):
         read_prompts(tmp_path / "nothing.txt")
     with pytest.raises(UserError, match="it is a directory, not a file"):
         read_prompts(tmp_path)

@@ -1,4 +1,5 @@
-"""The roofline against published limits, against models that are really built, and against sums by hand."""
+"""The roofline against published limits, against models that are really built, and against sums by
+hand."""
 
 import pytest
 import torch
@@ -30,16 +31,20 @@ def works(cost: Cost, phase: str) -> dict[str, Work]:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "limit"), [(1, 723), (4, 2828), (16, 10371), (32, 18676), (64, 25711), (128, 27175)]
+    ("batch_size", "limit"),
+    [(1, 723), (4, 2828), (16, 10371), (32, 18676), (64, 25711), (128, 27175)],
 )
 def test_the_limits_beside_the_figures_of_the_field(batch_size, limit):
-    cost = Roofline(NEMOTRON_H_8B, ring_entries=8).decode(batch_size, RATES)  # as those figures were computed with
+    # as those figures were computed with
+    cost = Roofline(NEMOTRON_H_8B, ring_entries=8).decode(batch_size, RATES)
     assert cost.limit_tokens_per_s(*H200) == pytest.approx(limit, rel=0.02)
 
 
 def test_the_sizes_that_the_field_knows():
     roofline = Roofline(NEMOTRON_H_8B)
-    plain = works(Roofline(NEMOTRON_H_8B, state_rollback="snapshot").decode(1, context_len=1), "verify")
+    plain = works(
+        Roofline(NEMOTRON_H_8B, state_rollback="snapshot").decode(1, context_len=1), "verify"
+    )
     assert plain["state"].bytes / 2 == pytest.approx(100.7e6, rel=1e-3)  # read once, written once
     assert plain["attention"].bytes == 16384
     cost = roofline.decode(1, RATES)
@@ -50,7 +55,12 @@ def test_the_sizes_that_the_field_knows():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"activation": "swiglu"}, {"tie_word_embeddings": True}, {"mtp_use_repeated_layer": False}],
+    [
+        {},
+        {"activation": "swiglu"},
+        {"tie_word_embeddings": True},
+        {"mtp_use_repeated_layer": False},
+    ],
     ids=["plain", "swiglu", "tied", "distinct"],
 )
 def test_weights_are_those_of_the_model_that_is_built(changes):
@@ -59,7 +69,8 @@ def test_weights_are_those_of_the_model_that_is_built(changes):
     matrices = {n: p.numel() for n, p in names.items() if p.dim() == 2}
     heads = sum(size for name, size in matrices.items() if name.startswith("mtp."))
     output = config.vocab_size * config.hidden_size
-    tables = output * (1 if config.tie_word_embeddings else 2)  # the embedding is looked up, not read
+    # the embedding is looked up, not read
+    tables = output * (1 if config.tie_word_embeddings else 2)
     cost = Roofline(config, torch.float32).decode(1, RATES)
     base = sum(matrices.values()) - heads - tables + output
     assert works(cost, "verify")["matrices"].bytes == 4 * base
@@ -81,7 +92,8 @@ def test_experts_are_those_of_the_model_that_is_built(latent):
     parameters = build_model(config).named_parameters()
     built = sum(p.numel() for name, p in parameters if p.dim() > 1 and ".mlp." in name)
     matrices = KINDS["E"].matrices(config)
-    always, expert = matrices.always, matrices.expert
+    always = matrices.always
+    expert = matrices.expert
     assert built == always + 4 * expert
     # One token reads what it uses; many read everything.
     one, many = (works(Roofline(config).decode(size), "verify")["matrices"] for size in (1, 1000))
@@ -98,7 +110,8 @@ def test_state_is_read_once_and_written_as_the_rollback_does():
         cost = Roofline(config, state_rollback=rollback, ring_entries=16).decode(3, RATES)
         assert works(cost, "verify")["state"].bytes == pytest.approx(3 * state * moved)
         assert works(cost, "draft 1")["state"].bytes == pytest.approx(3 * state * moved)
-        assert works(cost, "draft 2")["state"].bytes == pytest.approx(3 * state)  # a copy, which is forgotten
+        # a copy, which is forgotten
+        assert works(cost, "draft 2")["state"].bytes == pytest.approx(3 * state)
     half = Roofline(config, state_dtype=torch.bfloat16, ring_entries=16).decode(3, RATES)
     whole = Roofline(config, ring_entries=16).decode(3, RATES)
     assert 2 * works(half, "verify")["state"].bytes == works(whole, "verify")["state"].bytes
@@ -111,14 +124,19 @@ def test_each_distinct_head_has_a_state_whose_ring_holds_the_positions_it_feeds_
     for rollback, moved in (("replay", 1 + expected_length(RATES) / held), ("snapshot", 1 + width)):
         cost = Roofline(config, state_rollback=rollback).decode(3, RATES)
         for depth in range(1, 1 + len(RATES)):
-            assert works(cost, f"draft {depth}")["state"].bytes == pytest.approx(3 * 4 * 4 * 8 * 8 * moved)
+            assert works(cost, f"draft {depth}")["state"].bytes == pytest.approx(
+                3 * 4 * 4 * 8 * 8 * moved
+            )
 
 
 @pytest.mark.parametrize("k", [0, 3, 4, 8, 20])
 def test_the_ring_is_the_engines(k):
     config = EngineConfig(max_model_len=64, num_speculative_tokens=k)
     held = ring_capacity(ReplaySpec((1,), {}).ring(state_sizes(config)).length)
-    assert Roofline(toy_config()).entries(k) == held and Roofline(toy_config(), ring_entries=8).entries(k) == 8
+    assert (
+        Roofline(toy_config()).entries(k) == held
+        and Roofline(toy_config(), ring_entries=8).entries(k) == 8
+    )
     state = works(Roofline(toy_config(pattern="M")).decode(1, [1.0] * k), "verify")["state"].bytes
     assert state == pytest.approx(4 * 4 * 8 * 8 * (1 + (1 + k) / held))
 
@@ -135,7 +153,11 @@ def test_a_pruned_vocabulary_makes_drafts_alone_cheaper():
     whole = Roofline(NEMOTRON_H_8B).decode(1, RATES)
     pruned = Roofline(NEMOTRON_H_8B, draft_vocab_size=32768).decode(1, RATES)
     saved = 2 * (131072 - 32768) * 4096
-    assert [w.bytes - p.bytes for w, p in zip(whole.works, pruned.works, strict=True) if w.name == "matrices"] == [
+    assert [
+        w.bytes - p.bytes
+        for w, p in zip(whole.works, pruned.works, strict=True)
+        if w.name == "matrices"
+    ] == [
         0,
         saved,
         saved,
@@ -145,7 +167,10 @@ def test_a_pruned_vocabulary_makes_drafts_alone_cheaper():
 
 def test_work_takes_the_longer_of_its_two_times_and_works_follow_each_other():
     work = Work("matrices", bytes=100, flops=1000)
-    assert work.seconds(bandwidth=10, matrix_rate=1000) == 10 and work.seconds(bandwidth=1000, matrix_rate=10) == 100
+    assert (
+        work.seconds(bandwidth=10, matrix_rate=1000) == 10
+        and work.seconds(bandwidth=1000, matrix_rate=10) == 100
+    )
     cost = Roofline(toy_config()).decode(2, [0.5])
     assert cost.seconds(*H200) == pytest.approx(sum(work.seconds(*H200) for work in cost.works))
     assert cost.tokens == pytest.approx(2 * 1.5)
@@ -178,11 +203,13 @@ def test_prefill_counts_each_token_once_and_the_weights_once_a_step():
 def test_a_prefill_pass_that_ends_no_prompt_reads_no_output_layer():
     config = toy_config(pattern="-", mtp_pattern="-")
     output = config.vocab_size * config.hidden_size
-    layer, eh_proj = KINDS["-"].matrices(config).used, 2 * config.hidden_size**2
+    layer = KINDS["-"].matrices(config).used
+    eh_proj = 2 * config.hidden_size**2
     cost = Roofline(config, draft_vocab_size=8).prefill(2, 64, k=1, max_num_batched_tokens=16)
     assert works(cost, "base")["matrices"].bytes == 2 * (8 * layer + 2 * output)
     draft = works(cost, "draft 1")["matrices"].bytes
-    assert draft == 2 * (8 * eh_proj + 2 * (layer + 8 * config.hidden_size))  # the head's MLP is for drafts alone
+    # the head's MLP is for drafts alone
+    assert draft == 2 * (8 * eh_proj + 2 * (layer + 8 * config.hidden_size))
 
 
 @pytest.mark.parametrize("repeated", [True, False])
@@ -200,7 +227,8 @@ def test_after_the_last_cache_of_a_repeated_head_go_the_rows_that_draft(repeated
 
 
 def test_latent_attention_reads_a_row_a_token_and_scores_it_for_all_heads():
-    """DeepSeek-V3: 671 billion weights, of which a token uses 37; rows of 576 numbers in 61 layers."""
+    """DeepSeek-V3: 671 billion weights, of which a token uses 37; rows of 576 numbers in 61
+    layers."""
     layers = [KINDS[letter].matrices(DEEPSEEK_V3) for letter in DEEPSEEK_V3.pattern]
     vocabulary = 2 * DEEPSEEK_V3.vocab_size * DEEPSEEK_V3.hidden_size
     assert sum(layer.held for layer in layers) + vocabulary == pytest.approx(671.0e9, rel=1e-3)
@@ -209,11 +237,14 @@ def test_latent_attention_reads_a_row_a_token_and_scores_it_for_all_heads():
     assert attention.bytes == 2 * 1000 * 61 * 576 * 2
     assert attention.flops == 2 * 1000 * 61 * 128 * 2 * (576 + 512)
     prompts = works(Roofline(DEEPSEEK_V3).prefill(2, 1000), "base")["attention"]
-    assert prompts.flops == 2 * 1000 * 500 * 61 * 128 * 2 * (192 + 128)  # with each head's own keys and values
+    # with each head's own keys and values
+    assert prompts.flops == 2 * 1000 * 500 * 61 * 128 * 2 * (192 + 128)
 
 
 def test_tables_hold_every_step_and_its_works():
-    steps, pieces = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1, 128), (0, 3), ring_entries=8), "8b")
+    steps, pieces = tabulate_limits(
+        NEMOTRON_H_8B, RooflineConfig((1, 128), (0, 3), ring_entries=8), "8b"
+    )
     assert [(row.batch_size, row.k) for row in steps.rows] == [(1, 0), (1, 3), (128, 0), (128, 3)]
     assert steps.rows[1].limit_tokens_per_s == pytest.approx(723, rel=0.02)
     own = [row for row in pieces.rows if (row.batch_size, row.k) == (128, 3)]
@@ -226,15 +257,24 @@ def test_tables_hold_every_step_and_its_works():
     assert [row.bound for row in own][:2] == ["matrix rate", "bandwidth"]
     assert sum(row.seconds for row in own) == pytest.approx(steps.rows[3].seconds)
     assert next(steps.tables()[0].columns[3].cells) == f"{steps.rows[0].bytes / 1e9:.2f}"
-    assert len(steps.tables()[0].columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [8, 8]
+    assert len(steps.tables()[0].columns) == 7 and steps.to_dict()["settings"]["ring_entries"] == [
+        8,
+        8,
+    ]
     engines, _ = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1,), (3, 4)))
     assert engines.settings["ring_entries"] == [16, 32]
 
 
 def test_drafts_need_heads_that_make_them():
-    without, distinct = toy_config(mtp_pattern="", mtp_num_depths=0), toy_config(mtp_use_repeated_layer=False)
-    assert Roofline(without).decode(2).tokens == 2 and Roofline(distinct).decode(2, RATES).tokens > 2
-    for config, says in ((without, "is 4, but the model has no MTP heads"), (distinct, "has 3 distinct MTP heads")):
+    without = toy_config(mtp_pattern="", mtp_num_depths=0)
+    distinct = toy_config(mtp_use_repeated_layer=False)
+    assert (
+        Roofline(without).decode(2).tokens == 2 and Roofline(distinct).decode(2, RATES).tokens > 2
+    )
+    for config, says in (
+        (without, "is 4, but the model has no MTP heads"),
+        (distinct, "has 3 distinct MTP heads"),
+    ):
         for cost in (lambda line: line.decode(2, [1.0] * 4), lambda line: line.prefill(2, 8, k=4)):
             with pytest.raises(UserError, match=says):
                 cost(Roofline(config))

@@ -1,4 +1,5 @@
-"""Serving by an engine whose steps take the time that a test says, read from a clock of the test's own."""
+"""Serving by an engine whose steps take the time that a test says, read from a clock of the test's
+own."""
 
 from types import SimpleNamespace
 
@@ -27,11 +28,15 @@ class FakeClock:
 
 
 class FakeEngine:
-    """Gives every running request `width` tokens per step; a step takes a second for each of them."""
+    """Gives every running request `width` tokens per step; a step takes a second for each of
+    them."""
 
     def __init__(self, clock, width=1):
-        self.clock, self.width = clock, width
-        self.running, self.added, self.steps = {}, [], 0
+        self.clock = clock
+        self.width = width
+        self.running = {}
+        self.added = []
+        self.steps = 0
 
     @property
     def has_unfinished(self):
@@ -56,7 +61,9 @@ class FakeEngine:
 
 
 def answer(name, tokens, error=None):
-    return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=tokens)], error=error)
+    return SimpleNamespace(
+        request_id=name, outputs=[SimpleNamespace(token_ids=tokens)], error=error
+    )
 
 
 def test_requests_are_added_when_due_and_the_engine_waits_when_idle():
@@ -64,9 +71,12 @@ def test_requests_are_added_when_due_and_the_engine_waits_when_idle():
     engine = FakeEngine(clock)
     streams = [Stream(0.0, [1], 2), Stream(0.5, [2], 1), Stream(1.5, [3], 1), Stream(9.0, [4], 2)]
     seconds = serve(engine, streams, clock)
-    # A step at 0 takes 1; then two run, which takes 2; the third came meanwhile and takes 1; then nothing until 9.
+    # A step at 0 takes 1; then two run, which takes 2; the third came meanwhile and takes 1; then
+    # nothing until 9.
     assert engine.added == [(0.0, [1]), (1.0, [2]), (3.0, [3]), (9.0, [4])]
-    assert all(added >= stream.arrival for (added, _), stream in zip(engine.added, streams, strict=True))
+    assert all(
+        added >= stream.arrival for (added, _), stream in zip(engine.added, streams, strict=True)
+    )
     assert clock.sleeps == [(4.0, 5.0)]
     assert [stream.times for stream in streams] == [[1.0, 3.0], [3.0], [4.0], [10.0, 11.0]]
     assert [stream.first_seconds for stream in streams] == [1.0, 2.5, 2.5, 1.0]
@@ -80,7 +90,9 @@ def test_all_that_is_due_is_added_before_a_step():
     engine = FakeEngine(clock)
     streams = [Stream(0.0, [n], 3) for n in range(5)]
     assert serve(engine, streams, clock) == 15.0
-    assert [time for time, _ in engine.added] == [0.0] * 5 and engine.steps == 3 and not clock.sleeps
+    assert (
+        [time for time, _ in engine.added] == [0.0] * 5 and engine.steps == 3 and not clock.sleeps
+    )
 
 
 def test_tokens_that_come_at_once_are_one_gap_but_several_tokens():
@@ -101,7 +113,9 @@ def test_percentiles_are_numpys():
     assert middle == pytest.approx(1e3 * np.percentile(np.array(gaps), 50))
     assert high == pytest.approx(1e3 * np.percentile(np.array(gaps), 99))
     values = [n * n % 1009 / 1e3 for n in range(500)]
-    assert percentiles_ms(values) == pytest.approx([1e3 * np.percentile(values, percent) for percent in (50, 99)])
+    assert percentiles_ms(values) == pytest.approx(
+        [1e3 * np.percentile(values, percent) for percent in (50, 99)]
+    )
     assert percentiles_ms([0.004]) == (4.0, 4.0) and percentiles_ms([]) == (None, None)
 
 
@@ -110,8 +124,12 @@ def test_outputs_of_another_length_and_failed_ones_are_refused(monkeypatch):
     engine = FakeEngine(clock)
     streams = [Stream(0.0, [1], 3), Stream(0.0, [2], 2)]
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: [one for one in step() if len(one.outputs[0].token_ids) < 3])
-    with pytest.raises(MtpkitError, match=r"1 of 2 outputs have another length .* 2 tokens where 3 were"):
+    monkeypatch.setattr(
+        engine, "step", lambda: [one for one in step() if len(one.outputs[0].token_ids) < 3]
+    )
+    with pytest.raises(
+        MtpkitError, match=r"1 of 2 outputs have another length .* 2 tokens where 3 were"
+    ):
         serve(engine, streams, clock)
     engine = FakeEngine(clock)
     step = engine.step

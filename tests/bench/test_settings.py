@@ -10,11 +10,48 @@ from mtpkit.config.checked import WrongValues, keys_of
 from mtpkit.engine import EngineOptions
 from mtpkit.engine.options import EngineConfig
 
-CLASSES = [one for one in vars(settings).values() if isinstance(one, type) and one.__module__ == settings.__name__]
+CLASSES = [
+    one
+    for one in vars(settings).values()
+    if isinstance(one, type) and one.__module__ == settings.__name__
+]
 NEEDED = {EngineOptions: {"model": "x"}, EngineConfig: {"max_model_len": 64}}
 VALUES = [
-    *(None, True, "", "x", "auto", "3", b"x", [], {}, [3, 0], "[3, 0]", [[1]], (0.5,), {5}, object()),
-    *(-(2**63) - 1, -(2**31), -5, -1, 0, 1, 2, 63, 64, 1000, 1001, 2**31 - 1, 2**31, 2**40, 2**63, 2**70),
+    *(
+        None,
+        True,
+        "",
+        "x",
+        "auto",
+        "3",
+        b"x",
+        [],
+        {},
+        [3, 0],
+        "[3, 0]",
+        [[1]],
+        (0.5,),
+        {5},
+        object(),
+    ),
+    *(
+        -(2**63) - 1,
+        -(2**31),
+        -5,
+        -1,
+        0,
+        1,
+        2,
+        63,
+        64,
+        1000,
+        1001,
+        2**31 - 1,
+        2**31,
+        2**40,
+        2**63,
+        2**70,
+    ),
     *(-0.5, 0.0, 1e-9, 0.5, 1.0, 1.5, 3.0, math.inf, -math.inf, math.nan),
 ]
 OWN = {("DecodeConfig", "draft_vocab")}
@@ -23,7 +60,12 @@ OWN = {("DecodeConfig", "draft_vocab")}
 
 def shared() -> list[Any]:
     """Each class with each field whose name an engine's argument has."""
-    pairs = [(cls, name) for cls in [*CLASSES, EngineConfig] for name in keys_of(cls) if name in keys_of(EngineOptions)]
+    pairs = [
+        (cls, name)
+        for cls in [*CLASSES, EngineConfig]
+        for name in keys_of(cls)
+        if name in keys_of(EngineOptions)
+    ]
     return [pytest.param(*pair, id=f"{pair[0].__name__}.{pair[1]}") for pair in pairs]
 
 
@@ -36,7 +78,9 @@ def refuses(cls: Any, name: str, value: object) -> bool:
 
 
 def test_all_classes_are_found():
-    assert {"SpeedupConfig", "PrefillConfig", "TrainBenchConfig"} <= {cls.__name__ for cls in CLASSES}
+    assert {"SpeedupConfig", "PrefillConfig", "TrainBenchConfig"} <= {
+        cls.__name__ for cls in CLASSES
+    }
     assert len(shared()) > 50
 
 

@@ -1,4 +1,5 @@
-"""Runs of the speedup report, their order and their evaluation; the model is real or a fake with its own clock."""
+"""Runs of the speedup report, their order and their evaluation; the model is real or a fake with
+its own clock."""
 
 from itertools import groupby
 from types import SimpleNamespace
@@ -21,26 +22,41 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def test_a_real_model_is_measured_at_every_batch_size_and_k():
-    model, prompts = tiny_model(), make_prompts((3, 9, 4, 6, 1))
+    model = tiny_model()
+    prompts = make_prompts((3, 9, 4, 6, 1))
     config = SpeedupConfig(ks=(3, 1), batch_sizes=(4, 1), repeats=2, sampling=GREEDY)
     report = measure_speedup(model, prompts, config)
-    assert [(row.batch_size, row.k) for row in report.rows] == [(1, 0), (1, 1), (1, 3), (4, 0), (4, 1), (4, 3)]
+    assert [(row.batch_size, row.k) for row in report.rows] == [
+        (1, 0),
+        (1, 1),
+        (1, 3),
+        (4, 0),
+        (4, 1),
+        (4, 3),
+    ]
     assert (report.dtype, report.model) == ("float32", "HybridModel")
     for row in report.rows:
-        assert row.identical == 1 and row.tokens_per_s > 0 and len(row.conditional_acceptance) == row.k
+        assert (
+            row.identical == 1 and row.tokens_per_s > 0 and len(row.conditional_acceptance) == row.k
+        )
         assert (row.speedup == 1) or row.k
     # A request's drafts do not depend on the batch.
-    alone, together = report.rows[2], report.rows[5]
+    alone = report.rows[2]
+    together = report.rows[5]
     assert alone.acceptance_length == together.acceptance_length > 1
     assert report.settings is not None and report.settings["prompts"] == 5
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0, max_tokens=2), SamplingParams(seed=1)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=0, max_tokens=2), SamplingParams(seed=1)]
+)
 def test_no_batch_size_is_first_met_while_timing(k, sampling, monkeypatch):
     """The place where a CUDA graph would be captured."""
-    met, late = {}, set()
-    launch, timed = Executor.launch, speedup._Contender.run
+    met = {}
+    late = set()
+    launch = Executor.launch
+    timed = speedup._Contender.run
 
     def noted(executor, plan):
         key = (len(plan.rows), plan.num_speculative_tokens)
@@ -71,17 +87,23 @@ def test_a_tree_is_measured_beside_k_0():
     plain, tree = report.rows
     assert (plain.k, tree.k, tree.identical) == (0, 2, 1.0) and plain.candidate_shares is None
     assert [len(shares) for shares in tree.candidate_shares] == [3, 3]
-    assert [sum(shares) for shares in tree.candidate_shares] == pytest.approx(tree.conditional_acceptance)
+    assert [sum(shares) for shares in tree.candidate_shares] == pytest.approx(
+        tree.conditional_acceptance
+    )
 
 
 def test_sampling_with_a_seed_gives_the_same_tokens_too():
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=5)
     config = SpeedupConfig(ks=(2,), batch_sizes=(2,), repeats=2, sampling=sampling)
-    assert all(row.identical == 1 for row in measure_speedup(tiny_model(), make_prompts((3, 9, 4)), config).rows)
+    assert all(
+        row.identical == 1
+        for row in measure_speedup(tiny_model(), make_prompts((3, 9, 4)), config).rows
+    )
 
 
 class FakeLLM:
-    """Takes `1 / (1 + k)` seconds a prompt, `slow` times that in its second repeat; `wrong[k]` prompts differ."""
+    """Takes `1 / (1 + k)` seconds a prompt, `slow` times that in its second repeat; `wrong[k]`
+    prompts differ."""
 
     calls: ClassVar[list[tuple[int, int, int]]] = []
     clock = 0.0
@@ -89,14 +111,26 @@ class FakeLLM:
     steps = 0
     wrong: ClassVar[dict[int, int]] = {}
 
-    def __init__(self, model, num_speculative_tokens=0, max_num_seqs=1, max_model_len=None, tokenizer=None, **_):
-        self.k, self.batch_size, self.seen = num_speculative_tokens, max_num_seqs, 0
-        self.model, self.tokenizer = (
-            SimpleNamespace(mtpkit_config=toy_config(), parameters=lambda: iter([torch.zeros(1)])),
-            tokenizer,
+    def __init__(
+        self,
+        model,
+        num_speculative_tokens=0,
+        max_num_seqs=1,
+        max_model_len=None,
+        tokenizer=None,
+        **_,
+    ):
+        self.k = num_speculative_tokens
+        self.batch_size = max_num_seqs
+        self.seen = 0
+        self.model = SimpleNamespace(
+            mtpkit_config=toy_config(), parameters=lambda: iter([torch.zeros(1)])
         )
+        self.tokenizer = tokenizer
         config = SimpleNamespace(max_model_len=100)
-        self.engine = SimpleNamespace(config=config, make_request=lambda prompt, params, place: None)
+        self.engine = SimpleNamespace(
+            config=config, make_request=lambda prompt, params, place: None
+        )
         assert max_model_len is None or max_model_len == 4 + 12  # the longest prompt and its output
 
     def generate(self, prompts, params, use_tqdm):
@@ -105,16 +139,23 @@ class FakeLLM:
         FakeLLM.clock += len(prompts) / (1 + self.k) * (self.slow if repeat else 1)
         self.seen += len(prompts) if params[0].max_tokens == 12 else 0
         wrong = [index < self.wrong.get(self.k, 0) for index in range(len(prompts))]
-        stats = AcceptanceStats(steps=self.steps // 12, accepted_per_depth=[self.steps // 24] * self.k)
+        stats = AcceptanceStats(
+            steps=self.steps // 12, accepted_per_depth=[self.steps // 24] * self.k
+        )
         return [
-            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[bad] * 12)], error=None, stats=stats) for bad in wrong
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=[bad] * 12)], error=None, stats=stats
+            )
+            for bad in wrong
         ]
 
     def reset_stats(self):
         pass
 
     def stats(self):
-        drafts = AcceptanceStats(self.steps, self.steps * self.k, [self.steps // 2] * self.k, [self.steps] * self.k)
+        drafts = AcceptanceStats(
+            self.steps, self.steps * self.k, [self.steps // 2] * self.k, [self.steps] * self.k
+        )
         return EngineStats(drafts, *[0] * 6)
 
 
@@ -131,8 +172,11 @@ PROMPTS = [[1, 2, 3, 4], [5], [6], [7], [8], [9]]
 
 
 def test_all_k_take_turns_after_a_warm_up(fake):
-    measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1, 2), repeats=1, sampling=GREEDY))
-    warm_up, measured = fake.calls[:-6], fake.calls[-6:]
+    measure_speedup(
+        "dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1, 2), repeats=1, sampling=GREEDY)
+    )
+    warm_up = fake.calls[:-6]
+    measured = fake.calls[-6:]
     assert [calls for calls, _ in groupby(warm_up)] == [
         *((1, 0, 1), (1, 1, 1)),
         *((2, 0, 2), (2, 0, 1), (2, 1, 2), (2, 1, 1)),
@@ -151,29 +195,46 @@ def test_the_median_repeat_counts(fake, monkeypatch):
 def test_a_prompt_whose_tokens_differ_is_counted(fake, monkeypatch):
     monkeypatch.setattr(fake, "wrong", {2: 1})
     config = SpeedupConfig(ks=(1, 2), batch_sizes=(8,), sampling=GREEDY)
-    assert [row.identical for row in measure_speedup("dir", PROMPTS, config).rows] == [1, 1, pytest.approx(5 / 6)]
+    assert [row.identical for row in measure_speedup("dir", PROMPTS, config).rows] == [
+        1,
+        1,
+        pytest.approx(5 / 6),
+    ]
 
 
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
-        (0, "6 prompts with 0 decode steps and 3.0 s are a small sample: at batch 1 and K = 1 the speedup is 2.00"),
+        (
+            0,
+            (
+                "6 prompts with 0 decode steps and 3.0 s are a small sample: at batch 1 and K = 1"
+                " the speedup is 2.00"
+            ),
+        ),
         (180, "6 prompts with 90 decode steps and 3.0 s are a small sample: "),
         (4000, ""),
     ],
 )
 def test_a_small_sample_is_said_to_be_small(fake, caplog, monkeypatch, steps, says):
     monkeypatch.setattr(fake, "steps", steps)
-    measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=2, sampling=GREEDY))
+    measure_speedup(
+        "dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=2, sampling=GREEDY)
+    )
     assert len(caplog.messages) == bool(says) and all(says in line for line in caplog.messages)
-    assert all(line.endswith("take more prompts or a larger --max-tokens") for line in caplog.messages)
+    assert all(
+        line.endswith("take more prompts or a larger --max-tokens") for line in caplog.messages
+    )
     caplog.clear()
-    measure_speedup("dir", PROMPTS, SpeedupConfig(ks=(0,), batch_sizes=(1,), repeats=2, sampling=GREEDY))
+    measure_speedup(
+        "dir", PROMPTS, SpeedupConfig(ks=(0,), batch_sizes=(1,), repeats=2, sampling=GREEDY)
+    )
     assert not caplog.messages
 
 
 def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypatch):
-    """Repeats that differ in time widen the speedup, prompts that differ in steps both; the warning says both."""
+    """Repeats that differ in time widen the speedup, prompts that differ in steps both; the warning
+    says both."""
     monkeypatch.setattr(fake, "steps", 4000)
     config = SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=3, sampling=GREEDY)
     plain, drafted = measure_speedup("dir", PROMPTS, config).rows
@@ -185,8 +246,10 @@ def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypa
     generate = fake.generate
 
     def uneven(llm, prompts, params, use_tqdm):
-        """The time of drafting in the second of three repeats is four times as long, as on a shared machine."""
-        before, repeat = fake.clock, llm.seen // 6
+        """The time of drafting in the second of three repeats is four times as long, as on a shared
+        machine."""
+        before = fake.clock
+        repeat = llm.seen // 6
         outputs = generate(llm, prompts, params, use_tqdm)
         fake.clock += 3 * (fake.clock - before) * (llm.k > 0 and repeat == 1)
         return outputs
@@ -195,7 +258,9 @@ def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypa
     _, drafted = measure_speedup("dir", PROMPTS, config).rows
     low, high = drafted.speedup_interval
     assert drafted.speedup == pytest.approx(2) and high == pytest.approx(2)
-    assert low == pytest.approx(0.274, abs=5e-4), "0.5 is the lowest; few prompts widen the interval"
+    assert low == pytest.approx(0.274, abs=5e-4), (
+        "0.5 is the lowest; few prompts widen the interval"
+    )
     (message,) = caplog.messages
     assert "the speedup is 2.00 (0.27-2.00), the acceptance length 1.50 (1.50-1.50); " in message
 
@@ -224,13 +289,21 @@ def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog, monkeypatch):
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
-    wrong = r"num_speculative_tokens is \(2, -1\), must .*; batch_size is \(0,\), must .*; repeats is 0, must"
+    wrong = (
+        r"num_speculative_tokens is \(2, -1\), must .*; batch_size is \(0,\), must .*; repeats is"
+        r" 0, must"
+    )
     with pytest.raises(UserError, match=wrong):
         SpeedupConfig(ks=(2, -1), batch_sizes=(0,), repeats=0)
-    with pytest.raises(UserError, match=r"batch_size is \(\), must be a list of one or more whole numbers"):
+    with pytest.raises(
+        UserError, match=r"batch_size is \(\), must be a list of one or more whole numbers"
+    ):
         SpeedupConfig(batch_sizes=())
 
 
 def test_text_prompts_need_a_tokenizer():
-    with pytest.raises(UserError, match=r"prompts\[1\] is a text, which needs a tokenizer: put one beside the model"):
+    with pytest.raises(
+        UserError,
+        match=r"prompts\[1\] is a text, which needs a tokenizer: put one beside the model",
+    ):
         measure_speedup(tiny_model(), [[1], "text"], SpeedupConfig(sampling=GREEDY))

@@ -36,15 +36,32 @@ def test_the_object_has_the_documented_keys_in_order():
 
 
 def test_intervals_stand_beside_their_values():
-    found = report(row(1, 0), replace(row(1, 2), speedup_interval=(1.32, 4.1), acceptance_length_interval=(1.8, 2.25)))
+    found = report(
+        row(1, 0),
+        replace(row(1, 2), speedup_interval=(1.32, 4.1), acceptance_length_interval=(1.8, 2.25)),
+    )
     assert "speedup_interval" not in found.to_dict()["rows"][0]
     values = json.loads(json.dumps(found.to_dict()))["rows"][1]
-    assert (values["speedup_interval"], values["acceptance_length_interval"]) == ([1.32, 4.1], [1.8, 2.25])
+    assert (values["speedup_interval"], values["acceptance_length_interval"]) == (
+        [1.32, 4.1],
+        [1.8, 2.25],
+    )
     console = Console(width=120, file=io.StringIO())
     for table in found.tables():
         console.print(table)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["1", "2", "90.0", "3.00x", "(1.32-4.10)", "2.00", "(1.80-2.25)", "50%", "50%", "100%"] in lines
+    assert [
+        "1",
+        "2",
+        "90.0",
+        "3.00x",
+        "(1.32-4.10)",
+        "2.00",
+        "(1.80-2.25)",
+        "50%",
+        "50%",
+        "100%",
+    ] in lines
 
 
 def test_trees_say_which_candidates_the_base_chose():
@@ -55,7 +72,14 @@ def test_trees_say_which_candidates_the_base_chose():
     for table in found.tables():
         console.print(table)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["1", "2", "1", "62%", "12%", "25%"] in lines and ["1", "2", "2", "50%", "0%", "50%"] in lines
+    assert ["1", "2", "1", "62%", "12%", "25%"] in lines and [
+        "1",
+        "2",
+        "2",
+        "50%",
+        "0%",
+        "50%",
+    ] in lines
 
 
 def test_tables_show_every_row():
@@ -70,7 +94,9 @@ def test_tables_show_every_row():
 
 
 @pytest.mark.parametrize(
-    "rows", [[row(1, 0)], [row(b, k) for b in (1, 2, 4, 8, 16, 32, 64) for k in (0, 1)]], ids=["K = 0", "7 batches"]
+    "rows",
+    [[row(1, 0)], [row(b, k) for b in (1, 2, 4, 8, 16, 32, 64) for k in (0, 1)]],
+    ids=["K = 0", "7 batches"],
 )
 def test_saving_replaces_all_files_and_leaves_no_others(tmp_path, rows):
     out = tmp_path / "new" / "out"
@@ -81,7 +107,10 @@ def test_saving_replaces_all_files_and_leaves_no_others(tmp_path, rows):
     saved = json.loads((out / "report.json").read_text())
     assert len(saved["rows"]) == len(rows) and saved["settings"] == {"prompts": 3}
     text = (out / "report.md").read_text()
-    assert text.startswith("untrained heads\n\n| batch | K |") and text.count("\n|") == len(rows) + 2 + 4
+    assert (
+        text.startswith("untrained heads\n\n| batch | K |")
+        and text.count("\n|") == len(rows) + 2 + 4
+    )
 
 
 def test_a_failure_leaves_nothing_half_written(tmp_path):

@@ -1,4 +1,5 @@
-"""The stall benchmark: which gaps count, on a clock that every step moves on by what it computes."""
+"""The stall benchmark: which gaps count, on a clock that every step moves on by what it
+computes."""
 
 from dataclasses import replace
 
@@ -12,11 +13,14 @@ from mtpkit.bench.stall import measure_stall
 from mtpkit.errors import UserError
 
 CONFIG = LoadConfig(ks=(0, 2), max_num_batched_tokens=32, acceptance=(0.5,), trace=False)
-STALL = StallConfig(decoding_requests=2, arriving_prompts=2, arriving_length=64, lone_lengths=(8, 50))
+STALL = StallConfig(
+    decoding_requests=2, arriving_prompts=2, arriving_length=64, lone_lengths=(8, 50)
+)
 
 
 class StepClock:
-    """A step takes a second, and a tenth more for each prompt token that it computes; all else takes no time."""
+    """A step takes a second, and a tenth more for each prompt token that it computes; all else
+    takes no time."""
 
     def __init__(self):
         self.time = 0.0
@@ -40,7 +44,8 @@ def clock(monkeypatch, short):
 
     def timed(*args, **settings):
         llm = make(*args, **settings)
-        step, scheduler = llm.engine.step, llm.engine.scheduler
+        step = llm.engine.step
+        scheduler = llm.engine.scheduler
         plan = scheduler.plan
 
         def planned():
@@ -53,7 +58,8 @@ def clock(monkeypatch, short):
             clock.time += 1
             return step(*args)
 
-        llm.engine.step, scheduler.plan = stepped, planned
+        llm.engine.step = stepped
+        scheduler.plan = planned
         return llm
 
     make = stall.LLM
@@ -68,7 +74,9 @@ def test_gaps_with_and_without_prompts(clock):
     assert [row.k for row in result.rows] == [0, 2] and [len(part.rows) for part in kept] == [1, 2]
     for row in result.rows:
         assert row.quiet_p50_ms == row.quiet_p99_ms == pytest.approx(1000)
-        assert row.stalled_p99_ms > 3000 and row.stall == pytest.approx(row.stalled_p99_ms / row.quiet_p99_ms)
+        assert row.stalled_p99_ms > 3000 and row.stall == pytest.approx(
+            row.stalled_p99_ms / row.quiet_p99_ms
+        )
         # Chunks of 32 tokens: a step of 8 tokens; two steps of 32 and 18.
         assert row.lone_ms == pytest.approx([1800, 7000])
     assert "2 requests decode while 2 prompts of 64 tokens arrive" in result.title
@@ -77,7 +85,8 @@ def test_gaps_with_and_without_prompts(clock):
 
 def test_nothing_runs_when_a_lone_prompt_arrives(clock, monkeypatch):
     """A step launched ahead may outlast the request that it was for: it is waited for."""
-    events, add = [], stall._Bench._add
+    events = []
+    add = stall._Bench._add
 
     def added(bench, length, tokens):
         if tokens == stall._LONE_TOKENS:
@@ -86,8 +95,11 @@ def test_nothing_runs_when_a_lone_prompt_arrives(clock, monkeypatch):
 
     monkeypatch.setattr(stall, "synchronize", lambda device: events.append(("idle", clock.time)))
     monkeypatch.setattr(stall._Bench, "_add", added)
-    measure_stall(open_model("nemotron-h-tiny", torch.device("cpu")), CONFIG, STALL, "tiny", clock=clock)
-    waits, arrivals = events[::2], events[1::2]
+    measure_stall(
+        open_model("nemotron-h-tiny", torch.device("cpu")), CONFIG, STALL, "tiny", clock=clock
+    )
+    waits = events[::2]
+    arrivals = events[1::2]
     assert len(waits) == 2 * (1 + 5) * 2  # two K, a warm-up and five repeats of two lengths
     assert [("arrives", time) for what, time in waits if what == "idle"] == arrivals
 
@@ -96,7 +108,10 @@ def test_requests_that_end_too_early_are_told(short, monkeypatch):
     monkeypatch.setattr(stall, "_STEPS_OF_PROMPT", -2)
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
     config = replace(CONFIG, ks=(0,))
-    with pytest.raises(UserError, match=r"K = 0: requests decoded \d+ tokens before .* lower arriving_prompts \(2\)"):
+    with pytest.raises(
+        UserError,
+        match=r"K = 0: requests decoded \d+ tokens before .* lower arriving_prompts \(2\)",
+    ):
         measure_stall(model, config, STALL)
 
 
@@ -108,12 +123,16 @@ def test_the_engine_is_left_without_requests(short):
     engine = bench.llm.engine
     dropped = [stream for stream in bench.streams.values() if stream.max_tokens == bench.room]
     assert len(dropped) == 2 and all(len(stream.tokens) < bench.room for stream in dropped)
-    assert not engine.has_unfinished and engine.scheduler.blocks.num_free == engine.scheduler.blocks.size
+    assert (
+        not engine.has_unfinished
+        and engine.scheduler.blocks.num_free == engine.scheduler.blocks.size
+    )
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
     with pytest.raises(
-        UserError, match=r"decoding_requests is 0, .*; lone_length is \(\), must be a list of one or more"
+        UserError,
+        match=r"decoding_requests is 0, .*; lone_length is \(\), must be a list of one or more",
     ):
         StallConfig(decoding_requests=0, lone_lengths=())
     with pytest.raises(UserError, match=r"tokens in all, .* lower arriving_length"):

@@ -19,7 +19,17 @@ from mtpkit.bench.tables import EMPTY, WideTable, print_tables
 from mtpkit.bench.train import TrainRow
 from mtpkit.bench.turns import TurnsRow
 
-KINDS = [DecodeRow, KernelShare, KernelRow, LoadRow, PrefillRow, SpeedupRow, StallRow, TrainRow, TurnsRow]
+KINDS = [
+    DecodeRow,
+    KernelShare,
+    KernelRow,
+    LoadRow,
+    PrefillRow,
+    SpeedupRow,
+    StallRow,
+    TrainRow,
+    TurnsRow,
+]
 
 
 def table_of(keys: int, headings: list[str], rows: list[list[str]]) -> WideTable:
@@ -44,7 +54,11 @@ def test_tables_of_benchmarks_name_the_case_in_each_part(kind):
 
 @given(
     keys=st.integers(1, 3),
-    columns=st.lists(st.tuples(st.text("abc ", min_size=1, max_size=30), st.integers(1, 12)), min_size=1, max_size=20),
+    columns=st.lists(
+        st.tuples(st.text("abc ", min_size=1, max_size=30), st.integers(1, 12)),
+        min_size=1,
+        max_size=20,
+    ),
     count=st.integers(1, 3),
     width=st.integers(60, 120),
 )
@@ -64,7 +78,9 @@ def test_parts_fit_and_show_every_cell_beside_its_key(keys, columns, count, widt
 
 
 def test_columns_without_a_value_are_left_out():
-    lines = printed(table_of(1, ["K", "speed", "idle"], [["0", "1.5", EMPTY], ["3", EMPTY, EMPTY]]), 80)
+    lines = printed(
+        table_of(1, ["K", "speed", "idle"], [["0", "1.5", EMPTY], ["3", EMPTY, EMPTY]]), 80
+    )
     cells = [line.split() for line in lines]
     assert ["K", "speed"] in cells and ["3", EMPTY] in cells
 
@@ -78,7 +94,9 @@ def test_a_long_text_is_folded_and_not_cut():
 
 
 def test_the_terminal_decides_the_width_and_files_get_80_columns(capsys, monkeypatch):
-    table = table_of(1, ["K", *(f"column{index}" for index in range(20))], [["3", *("1.25" for _ in range(20))]])
+    table = table_of(
+        1, ["K", *(f"column{index}" for index in range(20))], [["3", *("1.25" for _ in range(20))]]
+    )
     monkeypatch.setenv("COLUMNS", "200")
     print_tables([table])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -1,4 +1,5 @@
-"""The benchmark of conversations: what the prefix cache must save, in counts, and what it refuses."""
+"""The benchmark of conversations: what the prefix cache must save, in counts, and what it
+refuses."""
 
 import pytest
 import torch
@@ -21,8 +22,15 @@ def model():
 
 def test_shareable_tokens_are_hit_with_and_without_drafts(model):
     result = measure_turns(model, CONFIG, TURNS)
-    assert [(row.k, row.cached) for row in result.rows] == [(0, False), (0, True), (3, False), (3, True)]
-    turns, new, out = TURNS.turns, TURNS.turn_length, TURNS.output_len
+    assert [(row.k, row.cached) for row in result.rows] == [
+        (0, False),
+        (0, True),
+        (3, False),
+        (3, True),
+    ]
+    turns = TURNS.turns
+    new = TURNS.turn_length
+    out = TURNS.output_len
     tokens = 3 * sum(new + turn * (new + out) for turn in range(turns))
     for row in result.rows:
         assert row.prompt_tokens == tokens and row.ttft_p50_ms <= row.ttft_p99_ms
@@ -59,9 +67,14 @@ def test_outputs_that_the_cache_changes_are_refused(model, monkeypatch):
     restore = CheckpointStore.restore
 
     def stale(self, restores):
-        restore(self, [Restore(one.checkpoint ^ 1, one.slot, one.length, one.blocks) for one in restores])
+        restore(
+            self,
+            [Restore(one.checkpoint ^ 1, one.slot, one.length, one.blocks) for one in restores],
+        )
 
     monkeypatch.setattr(CheckpointStore, "restore", stale)
     config = LoadConfig(ks=(0,), block_size=8, trace=False)
     with pytest.raises(MtpkitError, match="of the conversations differ with the prefix cache"):
-        measure_turns(model, config, TurnsConfig(turns=3, shared=0.8, turn_length=9, conversations=2))
+        measure_turns(
+            model, config, TurnsConfig(turns=3, shared=0.8, turn_length=9, conversations=2)
+        )

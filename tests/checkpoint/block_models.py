@@ -1,5 +1,5 @@
-"""Tiny random models of families whose layers are a mixer and an MLP or experts, as transformers itself writes them,
-with heads added under the published names."""
+"""Tiny random models of families whose layers are a mixer and an MLP or experts, as transformers
+itself writes them, with heads added under the published names."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,9 @@ def random_weights(model: torch.nn.Module, seed: int) -> None:
                 tensor.add_(scale * torch.randn(tensor.shape, generator=generator))
 
 
-def save_with_experts(model: torch.nn.Module, directory: Path, seed: int, dtype: torch.dtype) -> None:
+def save_with_experts(
+    model: torch.nn.Module, directory: Path, seed: int, dtype: torch.dtype
+) -> None:
     """Save with random weights in `dtype`, but the biases of routers in fp32, as published."""
     random_weights(model, seed)
     model.to(dtype)
@@ -30,7 +32,9 @@ def save_with_experts(model: torch.nn.Module, directory: Path, seed: int, dtype:
     model.save_pretrained(directory)
 
 
-def write_glm(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+def write_glm(
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> None:
     """A `Glm4MoeForCausalLM` without heads; experts one by one, as published."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
@@ -57,7 +61,9 @@ def write_glm(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32
     save_with_experts(model, directory, seed, dtype)
 
 
-def write_deepseek(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+def write_deepseek(
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> None:
     """A `DeepseekV3ForCausalLM` without heads; experts one by one, as published."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -89,7 +95,9 @@ def write_deepseek(directory: Path, seed: int = 0, dtype: torch.dtype = torch.fl
     edit_config(directory, scoring_func="sigmoid", topk_method="noaux_tc")
 
 
-def write_mimo(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+def write_mimo(
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> None:
     """A `Qwen2ForCausalLM` that calls itself MiMo, without heads."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -117,36 +125,57 @@ def edit_config(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(config | changes))
 
 
-def _layer(directory: Path, writer, number: int, seed: int, **changes: Any) -> dict[str, torch.Tensor]:
+def _layer(
+    directory: Path, writer, number: int, seed: int, **changes: Any
+) -> dict[str, torch.Tensor]:
     """Tensors of one layer of a throw-away model of the same sizes."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     known = {
-        k: v for k, v in config.items() if k not in ("architectures", "model_type", "transformers_version", "dtype")
+        k: v
+        for k, v in config.items()
+        if k not in ("architectures", "model_type", "transformers_version", "dtype")
     }
     donor = directory / "donor"
     writer(donor, seed, tensors["lm_head.weight"].dtype, **known | changes)
     prefix = f"model.layers.{number}."
-    found = {n.removeprefix(prefix): t for n, t in load_file(donor / "model.safetensors").items() if prefix in n}
+    found = {
+        n.removeprefix(prefix): t
+        for n, t in load_file(donor / "model.safetensors").items()
+        if prefix in n
+    }
     for file in donor.iterdir():
         file.unlink()
     donor.rmdir()
     return found
 
 
-def _join(tensors: dict, hidden: int, names: tuple[str, ...], matrix: str, generator) -> dict[str, torch.Tensor]:
+def _join(
+    tensors: dict, hidden: int, names: tuple[str, ...], matrix: str, generator
+) -> dict[str, torch.Tensor]:
     dtype = tensors["lm_head.weight"].dtype
-    made = {f"{name}.weight": (1 + 0.3 * torch.randn(hidden, generator=generator)).to(dtype) for name in names}
-    return made | {f"{matrix}.weight": (0.2 * torch.randn(hidden, 2 * hidden, generator=generator)).to(dtype)}
+    made = {
+        f"{name}.weight": (1 + 0.3 * torch.randn(hidden, generator=generator)).to(dtype)
+        for name in names
+    }
+    return made | {
+        f"{matrix}.weight": (0.2 * torch.randn(hidden, 2 * hidden, generator=generator)).to(dtype)
+    }
 
 
 def add_glm_heads(
-    directory: Path, physical: int = 1, copies: bool = True, writer: Callable[..., None] = write_glm, **own: Any
+    directory: Path,
+    physical: int = 1,
+    copies: bool = True,
+    writer: Callable[..., None] = write_glm,
+    **own: Any,
 ) -> None:
     """One or more layers after the last. `own`: keys for the config, such as `mtpkit`."""
     tensors = load_file(directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    first, hidden, generator = config["num_hidden_layers"], config["hidden_size"], torch.Generator().manual_seed(9)
+    first = config["num_hidden_layers"]
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(9)
     for depth in range(physical):
         made = _layer(directory, writer, 0, 5 + depth, num_hidden_layers=1, first_k_dense_replace=0)
         made |= _join(tensors, hidden, ("enorm", "hnorm", "shared_head.norm"), "eh_proj", generator)
@@ -161,10 +190,13 @@ def add_glm_heads(
 def add_mimo_heads(directory: Path, physical: int = 1, **own: Any) -> None:
     """Layers under names of their own. `own`: keys for the config, such as `mtpkit`."""
     tensors = load_file(directory / "model.safetensors")
-    config, generator = json.loads((directory / "config.json").read_text()), torch.Generator().manual_seed(9)
+    config = json.loads((directory / "config.json").read_text())
+    generator = torch.Generator().manual_seed(9)
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
     for depth in range(physical):
-        made = _layer(directory, write_mimo, 0, 5 + depth, num_hidden_layers=1, layer_types=["full_attention"])
+        made = _layer(
+            directory, write_mimo, 0, 5 + depth, num_hidden_layers=1, layer_types=["full_attention"]
+        )
         made |= _join(tensors, config["hidden_size"], norms, "input_proj", generator)
         tensors |= {f"model.mtp_layers.{depth}.{name}": tensor for name, tensor in made.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,5 @@
-"""Tiny Nemotron-H checkpoints as transformers itself writes them, with heads added under the published names."""
+"""Tiny Nemotron-H checkpoints as transformers itself writes them, with heads added under the
+published names."""
 
 import json
 from dataclasses import replace
@@ -36,11 +37,17 @@ BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"
 
 
 def write_base(
-    directory: Path, pattern: str = "M*-E", seed: int = 0, dtype: torch.dtype = torch.float32, **changes
+    directory: Path,
+    pattern: str = "M*-E",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes,
 ) -> None:
-    """A random model saved by transformers; no parameter keeps a value that another could be mistaken for.
+    """A random model saved by transformers; no parameter keeps a value that another could be
+    mistaken for.
 
-    Its step size dt has no lower bound: transformers clamps at `time_step_min`, where Megatron-LM and vLLM do not.
+    Its step size dt has no lower bound: transformers clamps at `time_step_min`, where Megatron-LM
+    and vLLM do not.
     """
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
@@ -52,12 +59,16 @@ def write_base(
             scale = 0.3 if tensor.dim() == 1 else 0.1
             tensor.add_(scale * torch.randn(tensor.shape))
             assert tensor.unique().numel() > 1 or tensor.numel() == 1, name
-    model.config.time_step_min = 0.0  # only now: initial values are drawn between it and `time_step_max`
+    # only now: initial values are drawn between it and `time_step_max`
+    model.config.time_step_min = 0.0
     model.to(dtype).save_pretrained(directory)
 
 
-def add_heads(directory: Path, pattern: str = "*E", physical: int = 1, depths: int = 3, repeated: bool = True) -> None:
-    """Add `mtp.*` tensors and their config keys. Sublayers are those of a throw-away base of the same sizes."""
+def add_heads(
+    directory: Path, pattern: str = "*E", physical: int = 1, depths: int = 3, repeated: bool = True
+) -> None:
+    """Add `mtp.*` tensors and their config keys. Sublayers are those of a throw-away base of the
+    same sizes."""
     donor = directory / "donor"
     tensors = load_file(directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
@@ -65,10 +76,17 @@ def add_heads(directory: Path, pattern: str = "*E", physical: int = 1, depths: i
     changes = {key: config[key] for key in (*SIZES, *routing) if key in config}
     write_base(donor, pattern * physical, seed=1, dtype=tensors["lm_head.weight"].dtype, **changes)
     heads = load_file(donor / "model.safetensors")
-    tensors |= {n.replace("backbone.", "mtp."): t for n, t in heads.items() if n.startswith("backbone.layers.")}
-    hidden, length, dtype = config["hidden_size"], len(pattern), tensors["lm_head.weight"].dtype
+    tensors |= {
+        n.replace("backbone.", "mtp."): t
+        for n, t in heads.items()
+        if n.startswith("backbone.layers.")
+    }
+    hidden = config["hidden_size"]
+    length = len(pattern)
+    dtype = tensors["lm_head.weight"].dtype
     for depth in range(physical):
-        first, last = f"mtp.layers.{depth * length}", f"mtp.layers.{depth * length + length - 1}"
+        first = f"mtp.layers.{depth * length}"
+        last = f"mtp.layers.{depth * length + length - 1}"
         tensors[f"{first}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden).to(dtype)
         for name in (f"{first}.enorm", f"{first}.hnorm", f"{last}.final_layernorm"):
             tensors[f"{name}.weight"] = (1 + 0.3 * torch.randn(hidden)).to(dtype)
@@ -95,13 +113,16 @@ def edit_config(directory: Path, **changes) -> None:
 
 
 def differing_after_round_trip(directory: Path) -> list[str]:
-    """Names of the tensors of a published directory that are not the same bits after both conversions, of which there
-    must be some tensors at all."""
+    """Names of the tensors of a published directory that are not the same bits after both
+    conversions, of which there must be some tensors at all."""
     config = load_config(directory)
     family = get_family(config.family)
-    reader, table = HFReader(directory, family.published_name, family.carried), family.table(config)
+    reader = HFReader(directory, family.published_name, family.carried)
+    table = family.table(config)
     stored = replace(table.stored_in(reader.tensors), rounded=table.rounded_in(reader))
-    back = table.to_hf(table.to_megatron(CheckedTensors(reader, directory), directory), directory, stored)
+    back = table.to_hf(
+        table.to_megatron(CheckedTensors(reader, directory), directory), directory, stored
+    )
     assert back.tensors.keys() == reader.tensors.keys() and len(back.tensors) > 5
     return [name for name in back.tensors if not bits_equal(back.read(name), reader.read(name))]
 
@@ -111,7 +132,9 @@ class Unchecked:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.values = tensors
-        self.tensors = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.tensors = {
+            name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+        }
 
     def read(self, name: str) -> torch.Tensor:
         return self.values[name]
@@ -121,7 +144,8 @@ class Unchecked:
 
 
 def write_megatron_copy(source: Path, directory: Path, change) -> None:
-    """The Megatron twin of a model directory, with its tensors, under Megatron's names, changed by `change(dict)`."""
+    """The Megatron twin of a model directory, with its tensors, under Megatron's names, changed by
+    `change(dict)`."""
     weights = open_weights(source)
     tensors = {name: weights.read(name).clone() for name in weights.tensors}
     change(tensors)

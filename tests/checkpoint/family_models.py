@@ -13,7 +13,12 @@ from tests.checkpoint.block_models import (
     write_mimo,
 )
 
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=8)
+EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=8,
+)
 
 
 class Make(Protocol):
@@ -33,7 +38,10 @@ FAMILIES: dict[str, tuple[Make, Add]] = {
     "glm4_moe": (write_glm, add_glm_heads),
     "mimo": (write_mimo, add_mimo_heads),
     "nemotron_h": (builders.write_base, builders.add_heads),
-    "qwen3_next": (partial(qwen_models.write, "qwen3_next", **EXPERTS), partial(qwen_models.add_heads, "qwen3_next")),
+    "qwen3_next": (
+        partial(qwen_models.write, "qwen3_next", **EXPERTS),
+        partial(qwen_models.add_heads, "qwen3_next"),
+    ),
     "qwen3_5": (partial(qwen_models.write, "qwen3_5"), partial(qwen_models.add_heads, "qwen3_5")),
     "qwen3_5_moe": (
         partial(qwen_models.write, "qwen3_5_moe", **EXPERTS),

@@ -1,4 +1,5 @@
-"""Models of megatron-core's `GPTModel`, which has attention and MLP in one layer, and checkpoints as it saves them."""
+"""Models of megatron-core's `GPTModel`, which has attention and MLP in one layer, and checkpoints
+as it saves them."""
 
 import contextlib
 import zlib
@@ -12,14 +13,18 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from mtpkit.platform import CpuInsteadOfCuda, ensure_distributed, save_checkpoints_in_threads
 
-VOCAB, LENGTH = 64, 32
+VOCAB = 64
+LENGTH = 32
 PLAIN = dict(
     num_layers=3,
     hidden_size=32,
@@ -60,13 +65,18 @@ CASES = {
 
 
 class CausalAttention(nn.Module):
-    """The attention between linear_qkv and linear_proj, which megatron-core itself computes on a GPU alone."""
+    """The attention between linear_qkv and linear_proj, which megatron-core itself computes on a
+    GPU alone."""
 
-    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """[s, b, heads, d] to [s, b, heads * d of values]."""
         q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
         k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
@@ -77,7 +87,8 @@ class CausalAttention(nn.Module):
 def gpt_model(settings: dict[str, Any], tensor: int = 1, pipeline: int = 1) -> GPTModel:
     """With random weights, the same ones however it is split; this rank's part of it."""
     ensure_distributed(tensor, pipeline)
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    first = parallel_state.is_pipeline_first_stage()
+    last = parallel_state.is_pipeline_last_stage()
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     config = kind(
         **{key: value for key, value in settings.items() if key != "rotary_percent"},
@@ -99,7 +110,9 @@ def gpt_model(settings: dict[str, Any], tensor: int = 1, pipeline: int = 1) -> G
         masked_softmax_fusion=False,
     )
     with CpuInsteadOfCuda():
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = CausalAttention
         heads = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
@@ -121,20 +134,26 @@ def gpt_model(settings: dict[str, Any], tensor: int = 1, pipeline: int = 1) -> G
 
 @torch.no_grad()
 def fill(model: GPTModel) -> None:
-    """Give every tensor random values that depend on its key on disk alone, of which this rank takes its part."""
+    """Give every tensor random values that depend on its key on disk alone, of which this rank
+    takes its part."""
     for shard in nested_values(load_preprocess(model.sharded_state_dict())[0]):
         if isinstance(shard, ShardedTensor):
             generator = torch.Generator().manual_seed(zlib.crc32(shard.key.encode()))
             whole = torch.randn(shard.global_shape, generator=generator)
             whole = 1 + 0.3 * whole if "norm" in shard.key else 0.2 * whole
-            layers, rest = shard.global_offset[: shard.prepend_axis_num], shard.global_offset[shard.prepend_axis_num :]
-            own = tuple(slice(start, start + size) for start, size in zip(rest, shard.local_shape, strict=True))
+            layers = shard.global_offset[: shard.prepend_axis_num]
+            rest = shard.global_offset[shard.prepend_axis_num :]
+            own = tuple(
+                slice(start, start + size)
+                for start, size in zip(rest, shard.local_shape, strict=True)
+            )
             shard.data.copy_(whole[(*layers, *own)])
 
 
 @torch.no_grad()
 def gpt_states(model: GPTModel, ids: Tensor) -> list[Tensor]:
-    """[s, b, h] hidden states after the final norm, then those of each depth, for token ids [b, s]."""
+    """[s, b, h] hidden states after the final norm, then those of each depth, for token ids [b,
+    s]."""
     found = []
 
     def keep(module: nn.Module, arguments: object, output: Tensor) -> None:
@@ -153,7 +172,11 @@ def save_gpt(model: GPTModel, settings: dict[str, Any], path: Path) -> None:
     """Save a model as Megatron-LM does, with its arguments beside the weights."""
     save_checkpoints_in_threads()
     args = Namespace(
-        **{key: value for key, value in settings.items() if key not in ("num_moe_experts", "qk_head_dim")},
+        **{
+            key: value
+            for key, value in settings.items()
+            if key not in ("num_moe_experts", "qk_head_dim")
+        },
         num_experts=settings.get("num_moe_experts"),
         qk_head_dim=settings.get("qk_head_dim"),
         padded_vocab_size=VOCAB,

@@ -1,5 +1,6 @@
-"""MTP depths of Nemotron 3 in fp64, straight from the tensors of a directory, written from what is published: attention
-without positions, experts with squared ReLU in a latent width, routers that choose by biased scores."""
+"""MTP depths of Nemotron 3 in fp64, straight from the tensors of a directory, written from what is
+published: attention without positions, experts with squared ReLU in a latent width, routers that
+choose by biased scores."""
 
 import json
 import math
@@ -14,7 +15,9 @@ class Heads:
     """Depths of the heads in a directory; hidden states and token ids are [s, ...] of one row."""
 
     def __init__(self, directory: Path) -> None:
-        self.weights = {name: t.double() for name, t in load_file(directory / "model.safetensors").items()}
+        self.weights = {
+            name: t.double() for name, t in load_file(directory / "model.safetensors").items()
+        }
         self.config = json.loads((directory / "config.json").read_text())
         self.pattern = self.config["mtp_hybrid_override_pattern"]
 
@@ -27,7 +30,8 @@ class Heads:
 
     def depth(self, k: int, previous: Tensor, tokens: Tensor) -> Tensor:
         """g^k at each position from g^(k-1) there and the token k places on."""
-        layers, length = {"*": self.attention, "E": self.experts, "-": self.network}, len(self.pattern)
+        layers = {"*": self.attention, "E": self.experts, "-": self.network}
+        length = len(self.pattern)
         first = (k - 1) % self.config["num_nextn_predict_layers"] * length
         embedding = self.weights["backbone.embeddings.weight"][tokens]
         x = self.linear(f"{first}.eh_proj", self.joined(first, embedding, previous))
@@ -36,17 +40,24 @@ class Heads:
         return self.norm(f"{first + length - 1}.final_layernorm", x)
 
     def joined(self, first: int, embedding: Tensor, previous: Tensor) -> Tensor:
-        return torch.cat([self.norm(f"{first}.enorm", embedding), self.norm(f"{first}.hnorm", previous)], -1)
+        return torch.cat(
+            [self.norm(f"{first}.enorm", embedding), self.norm(f"{first}.hnorm", previous)], -1
+        )
 
     def attention(self, name: str, x: Tensor) -> Tensor:
-        heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        heads = self.config["num_attention_heads"]
+        groups = self.config["num_key_value_heads"]
         width = self.config["head_dim"]
-        q, k, v = (self.linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, width)) for part in "qkv")
+        q, k, v = (
+            self.linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, width)) for part in "qkv"
+        )
         future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         outputs = []
         for head in range(heads):
             group = head // (heads // groups)
-            scores = (q[:, head] @ k[:, group].t() / math.sqrt(width)).masked_fill(future, -math.inf)
+            scores = (q[:, head] @ k[:, group].t() / math.sqrt(width)).masked_fill(
+                future, -math.inf
+            )
             outputs.append(scores.softmax(-1) @ v[:, group])
         return self.linear(f"{name}.o_proj", torch.cat(outputs, -1))
 
@@ -55,17 +66,24 @@ class Heads:
 
     def experts(self, name: str, x: Tensor) -> Tensor:
         latent = f"mtp.layers.{name}.fc1_latent_proj.weight" in self.weights
-        inner, rows = self.linear(f"{name}.fc1_latent_proj", x) if latent else x, []
+        inner = self.linear(f"{name}.fc1_latent_proj", x) if latent else x
+        rows = []
         for token, weights in zip(inner, self.routed(name, x), strict=True):
             parts = [w * self.network(f"{name}.experts.{e}", token) for e, w in weights.items()]
             rows.append(torch.stack(parts).sum(0))
-        out = self.linear(f"{name}.fc2_latent_proj", torch.stack(rows)) if latent else torch.stack(rows)
+        out = (
+            self.linear(f"{name}.fc2_latent_proj", torch.stack(rows))
+            if latent
+            else torch.stack(rows)
+        )
         return out + self.network(f"{name}.shared_experts", x)
 
     def routed(self, name: str, x: Tensor) -> list[dict[int, Tensor]]:
-        """Expert -> weight for each token: biased scores choose the groups, by their best two, and the experts."""
+        """Expert -> weight for each token: biased scores choose the groups, by their best two, and
+        the experts."""
         bias = self.weights[f"mtp.layers.{name}.gate.e_score_correction_bias"]
-        groups, kept = self.config.get("n_group", 1), self.config.get("topk_group", 1)
+        groups = self.config.get("n_group", 1)
+        kept = self.config.get("topk_group", 1)
         found = []
         for scores in self.linear(f"{name}.gate", x).sigmoid():
             choice = scores + bias

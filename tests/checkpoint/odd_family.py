@@ -1,4 +1,5 @@
-"""A family with what published ones have besides plain tensors: packed experts, copies, tensors of another model."""
+"""A family with what published ones have besides plain tensors: packed experts, copies, tensors of
+another model."""
 
 import contextlib
 import json
@@ -24,7 +25,9 @@ def moe(config: ModelConfig) -> Iterator[Entry | Ways]:
     plain = [entry for entry in NEMOTRON_H.layers["moe"](config) if isinstance(entry, Entry)]
     for number, name in ((1, "up_proj"), (2, "down_proj")):
         singles = [entry for entry in plain if entry.megatron[0].startswith(EXPERTS.format(number))]
-        yield expert_ways(config.moe.num_experts, f"mixer.experts.{name}", EXPERTS.format(number), singles)
+        yield expert_ways(
+            config.moe.num_experts, f"mixer.experts.{name}", EXPERTS.format(number), singles
+        )
     yield from (entry for entry in plain if ".experts.experts." not in entry.megatron[0])
 
 
@@ -63,7 +66,9 @@ def pack(tensors: dict[str, Tensor], prefix: str) -> None:
         tensors[f"{prefix}mixer.experts.{name}"] = torch.stack(singles)
 
 
-def write_odd(directory: Path, packed: tuple[str, ...] = (), copies: bool = True) -> dict[str, Tensor]:
+def write_odd(
+    directory: Path, packed: tuple[str, ...] = (), copies: bool = True
+) -> dict[str, Tensor]:
     """Write a checkpoint of the family, `*E` with a head `*E`; return its tensors."""
     write_base(directory, "*E")
     add_heads(directory)

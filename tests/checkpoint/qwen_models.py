@@ -1,4 +1,5 @@
-"""Tiny random Qwen models as transformers itself makes them, under the published names, with heads added."""
+"""Tiny random Qwen models as transformers itself makes them, under the published names, with heads
+added."""
 
 import json
 import re
@@ -48,23 +49,31 @@ def published(name: str, family: str) -> str:
     return name if alone else re.sub(r"^model\.", "model.language_model.", name)
 
 
-def write(family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any):
+def write(
+    family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+):
     """A directory without heads; returns the model."""
     model = make(family, seed, **changes)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     tensors = {published(name, family): tensor.to(dtype) for name, tensor in tensors.items()}
-    config = json.loads((directory / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = json.loads((directory / "config.json").read_text()) | {
+        "dtype": str(dtype).removeprefix("torch.")
+    }
     if family == "qwen3_next":
         config |= {"num_nextn_predict_layers": 0}
     elif not family.endswith("_text"):
         tensors |= {name: tensor.to(dtype) for name, tensor in VISION.items()}
-        top = {"architectures": [f"{model.config.__class__.__name__[:-10]}ForConditionalGeneration"]}
+        top = {
+            "architectures": [f"{model.config.__class__.__name__[:-10]}ForConditionalGeneration"]
+        }
         top |= {"model_type": family, "vision_config": {"depth": 1}, "dtype": config["dtype"]}
         if "tie_word_embeddings" in config:
             top["tie_word_embeddings"] = config["tie_word_embeddings"]
-        config = top | {"text_config": {key: v for key, v in config.items() if key != "architectures"}}
+        config = top | {
+            "text_config": {key: v for key, v in config.items() if key != "architectures"}
+        }
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return model
@@ -85,7 +94,8 @@ def edit_text(directory: Path, **changes: Any) -> None:
 
 def add_heads(family: str, directory: Path, **own: Any) -> None:
     """The one physical head. `own`: keys for the top of the config, such as `mtpkit`."""
-    tensors, config = load_file(directory / "model.safetensors"), text_config(directory)
+    tensors = load_file(directory / "model.safetensors")
+    config = text_config(directory)
     own_keys = {
         "architectures",
         "model_type",
@@ -94,15 +104,26 @@ def add_heads(family: str, directory: Path, **own: Any) -> None:
         "layer_types",
         "full_attention_interval",
     }
-    known = {key: value for key, value in config.items() if key not in own_keys and "mtp" not in key}
+    known = {
+        key: value for key, value in config.items() if key not in own_keys and "mtp" not in key
+    }
     donor = make(family, 5, **known | {"num_hidden_layers": 1, "layer_types": ["full_attention"]})
-    prefix, hidden, generator = "model.layers.0.", config["hidden_size"], torch.Generator().manual_seed(9)
+    prefix = "model.layers.0."
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(9)
     dtype = next(t.dtype for name, t in tensors.items() if "embed_tokens" in name)
-    made = {f"mtp.layers.0.{n.removeprefix(prefix)}": t for n, t in donor.state_dict().items() if n.startswith(prefix)}
+    made = {
+        f"mtp.layers.0.{n.removeprefix(prefix)}": t
+        for n, t in donor.state_dict().items()
+        if n.startswith(prefix)
+    }
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         made[f"mtp.{name}.weight"] = 0.3 * torch.randn(hidden, generator=generator)
     made["mtp.fc.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
     tensors |= {name: tensor.detach().to(dtype).contiguous() for name, tensor in made.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    edit_text(directory, **{"num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers": 1})
+    edit_text(
+        directory,
+        **{"num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers": 1},
+    )
     edit_config(directory, **own)

@@ -1,5 +1,6 @@
-"""An MTP depth of Qwen3-Next and Qwen3.5 in fp64, straight from the tensors of a directory, written from what is
-published about them: names, norms of 1 + w, gates per head, half-style rotary embedding of the first channels."""
+"""An MTP depth of Qwen3-Next and Qwen3.5 in fp64, straight from the tensors of a directory, written
+from what is published about them: names, norms of 1 + w, gates per head, half-style rotary
+embedding of the first channels."""
 
 import math
 from pathlib import Path
@@ -16,7 +17,9 @@ class Head:
     """Depths of the head in a directory; hidden states and token ids are [s, ...] of one row."""
 
     def __init__(self, directory: Path) -> None:
-        self.weights = {name: t.double() for name, t in load_file(directory / "model.safetensors").items()}
+        self.weights = {
+            name: t.double() for name, t in load_file(directory / "model.safetensors").items()
+        }
         self.config = text_config(directory)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -29,23 +32,31 @@ class Head:
     def depth(self, previous: Tensor, tokens: Tensor) -> Tensor:
         """g^k at each position from g^(k-1) there and the token k places on."""
         (table,) = (t for name, t in self.weights.items() if name.endswith("embed_tokens.weight"))
-        both = [self.norm("pre_fc_norm_embedding", table[tokens]), self.norm("pre_fc_norm_hidden", previous)]
+        both = [
+            self.norm("pre_fc_norm_embedding", table[tokens]),
+            self.norm("pre_fc_norm_hidden", previous),
+        ]
         x = self.linear("fc", torch.cat(both, -1))
         x = x + self.attention(self.norm("layers.0.input_layernorm", x))
         x = x + self.feed_forward(self.norm("layers.0.post_attention_layernorm", x))
         return self.norm("norm", x)
 
     def attention(self, x: Tensor) -> Tensor:
-        heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        width, own = self.config["head_dim"], "layers.0.self_attn."
+        heads = self.config["num_attention_heads"]
+        groups = self.config["num_key_value_heads"]
+        width = self.config["head_dim"]
+        own = "layers.0.self_attn."
         q, gate = self.linear(f"{own}q_proj", x).unflatten(-1, (heads, 2, width)).unbind(-2)
         k, v = (self.linear(f"{own}{name}_proj", x).unflatten(-1, (groups, width)) for name in "kv")
-        q, k = self.rotated(self.norm(f"{own}q_norm", q)), self.rotated(self.norm(f"{own}k_norm", k))
+        q = self.rotated(self.norm(f"{own}q_norm", q))
+        k = self.rotated(self.norm(f"{own}k_norm", k))
         future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         outputs = []
         for head in range(heads):
             group = head // (heads // groups)
-            scores = (q[:, head] @ k[:, group].t() / math.sqrt(width)).masked_fill(future, -math.inf)
+            scores = (q[:, head] @ k[:, group].t() / math.sqrt(width)).masked_fill(
+                future, -math.inf
+            )
             outputs.append(scores.softmax(-1) @ v[:, group] * torch.sigmoid(gate[:, head]))
         return self.linear(f"{own}o_proj", torch.cat(outputs, -1))
 
@@ -56,7 +67,10 @@ class Head:
         rates = rope["rope_theta"] ** -(torch.arange(0, count, 2).double() / count)
         angles = torch.arange(len(x)).double()[:, None, None] * rates
         first, second = x[..., :count].chunk(2, -1)
-        turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        turned = (
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        )
         return torch.cat([*turned, x[..., count:]], -1)
 
     def network(self, name: str, x: Tensor) -> Tensor:
@@ -73,10 +87,15 @@ class Head:
             best = best / best.sum(-1, keepdim=True)
         rows = []
         for token, weights, experts in zip(x, best, chosen.tolist(), strict=True):
-            parts = [w * self.expert(f"{own}.experts", e, token) for w, e in zip(weights, experts, strict=True)]
+            parts = [
+                w * self.expert(f"{own}.experts", e, token)
+                for w, e in zip(weights, experts, strict=True)
+            ]
             rows.append(torch.stack(parts).sum(0))
         shared = self.network(f"{own}.shared_expert", x)
-        return torch.stack(rows) + torch.sigmoid(self.linear(f"{own}.shared_expert_gate", x)) * shared
+        return (
+            torch.stack(rows) + torch.sigmoid(self.linear(f"{own}.shared_expert_gate", x)) * shared
+        )
 
     def expert(self, name: str, number: int, x: Tensor) -> Tensor:
         packed = self.weights.get(f"mtp.{name}.gate_up_proj")

@@ -1,4 +1,5 @@
-"""GLM-4-MoE and MiMo: config and weights in both directions, and the logits of transformers' models."""
+"""GLM-4-MoE and MiMo: config and weights in both directions, and the logits of transformers'
+models."""
 
 import json
 import re
@@ -40,17 +41,36 @@ YARN = dict(
 SCALED = YARN | dict(mscale=0.7, mscale_all_dim=0.4)
 GLM = {
     "usual": dict(),
-    "odd": dict(num_attention_heads=5, num_key_value_heads=5, head_dim=12, n_routed_experts=5, num_experts_per_tok=3),
-    "air": dict(use_qk_norm=False, first_k_dense_replace=2, n_shared_experts=2, routed_scaling_factor=1.0),
-    "all_experts": dict(first_k_dense_replace=0, attention_bias=False, num_attention_heads=6, num_key_value_heads=3),
-    "groups": dict(n_routed_experts=12, n_group=4, topk_group=2, num_experts_per_tok=4, moe_intermediate_size=7),
-    "groups_of_any": dict(n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=5, norm_topk_prob=False),
+    "odd": dict(
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        head_dim=12,
+        n_routed_experts=5,
+        num_experts_per_tok=3,
+    ),
+    "air": dict(
+        use_qk_norm=False, first_k_dense_replace=2, n_shared_experts=2, routed_scaling_factor=1.0
+    ),
+    "all_experts": dict(
+        first_k_dense_replace=0, attention_bias=False, num_attention_heads=6, num_key_value_heads=3
+    ),
+    "groups": dict(
+        n_routed_experts=12, n_group=4, topk_group=2, num_experts_per_tok=4, moe_intermediate_size=7
+    ),
+    "groups_of_any": dict(
+        n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=5, norm_topk_prob=False
+    ),
     "most_groups": dict(n_routed_experts=12, n_group=4, topk_group=3, num_experts_per_tok=3),
     "one_of_two_groups": dict(n_routed_experts=12, n_group=2, topk_group=1, num_experts_per_tok=3),
     "one_expert": dict(num_experts_per_tok=1, norm_topk_prob=True, routed_scaling_factor=0.7),
     "one_expert_as_scored": dict(num_experts_per_tok=1, norm_topk_prob=False),
-    "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25), head_dim=16),
-    "dense": dict(first_k_dense_replace=3, rope_theta=1e6, partial_rotary_factor=1.0, rms_norm_eps=1e-3),
+    "rotary": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25),
+        head_dim=16,
+    ),
+    "dense": dict(
+        first_k_dense_replace=3, rope_theta=1e6, partial_rotary_factor=1.0, rms_norm_eps=1e-3
+    ),
     "yarn": dict(rope_parameters=YARN | dict(partial_rotary_factor=0.5), head_dim=16),
     "yarn_scales": dict(rope_parameters=SCALED | dict(partial_rotary_factor=0.25), head_dim=32),
 }
@@ -74,7 +94,9 @@ def transformers_logits(directory):
     from transformers import Glm4MoeForCausalLM, Qwen2ForCausalLM
 
     own = json.loads((directory / "config.json").read_text())["model_type"] == "glm4_moe"
-    kind, more = (Glm4MoeForCausalLM, {"experts_implementation": "eager"}) if own else (Qwen2ForCausalLM, {})
+    kind, more = (
+        (Glm4MoeForCausalLM, {"experts_implementation": "eager"}) if own else (Qwen2ForCausalLM, {})
+    )
     model = kind.from_pretrained(directory, dtype=torch.float32, **more).eval()
     return model(IDS).logits
 
@@ -82,7 +104,9 @@ def transformers_logits(directory):
 @torch.no_grad()
 def own_logits(directory):
     model = load_model(directory)
-    return compute_logits(model, normed_states(model, base_forward(model, IDS, SequenceInput()))).transpose(0, 1)
+    return compute_logits(
+        model, normed_states(model, base_forward(model, IDS, SequenceInput()))
+    ).transpose(0, 1)
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
@@ -96,36 +120,56 @@ def test_logits_are_those_of_transformers(tmp_path, family, case):
 
 @torch.no_grad()
 def test_heads_of_mimo_read_the_base_before_its_final_norm(tmp_path):
-    """As transformers' base has it there, and a depth its own after; a checkpoint may say otherwise."""
+    """As transformers' base has it there, and a depth its own after; a checkpoint may say
+    otherwise."""
     from transformers import Qwen2ForCausalLM
 
-    hf, streams = tmp_path / "hf", []
+    hf = tmp_path / "hf"
+    streams = []
     write_mimo(hf)
     add_mimo_heads(hf)
     theirs = Qwen2ForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
-    theirs.model.norm.register_forward_hook(lambda _, args, output: streams.extend((args[0], output)))
+    theirs.model.norm.register_forward_hook(
+        lambda _, args, output: streams.extend((args[0], output))
+    )
     theirs(IDS)
     for own, want in (({}, streams[0]), ({"mtp_reads_of_base": "after_final_norm"}, streams[1])):
         edit_config(hf, mtpkit=own)
-        assert not load_config(hf).mtp.zero_first_embedding and load_config(hf).mtp.hands_on_normed(1)
+        assert not load_config(hf).mtp.zero_first_embedding and load_config(hf).mtp.hands_on_normed(
+            1
+        )
         hidden = base_forward(load_model(hf), IDS, SequenceInput()).transpose(0, 1)
         assert relative(hidden, want.double()) < 1e-5 and relative(*streams) > 1e-2
         import_checkpoint(hf, tmp_path / "megatron", force=True)
         export_checkpoint(tmp_path / "megatron", tmp_path / "back", force=True)
         written = json.loads((tmp_path / "back" / "config.json").read_text())
-        assert written.get("mtpkit", {}) == own and load_config(tmp_path / "back") == load_config(hf)
+        assert written.get("mtpkit", {}) == own and load_config(tmp_path / "back") == load_config(
+            hf
+        )
 
 
 @pytest.mark.parametrize("own", [{}, {"attention_factor": 1.0}], ids=str)
 def test_every_style_of_yarn_is_one_config(tmp_path, own):
-    """Read from the older key, the newer one or both; an export has the keys of the original, and one without an
-    original has both."""
+    """Read from the older key, the newer one or both; an export has the keys of the original, and
+    one without an original has both."""
     write_mimo(tmp_path)
-    older = {"type": "yarn", **{key: value for key, value in YARN.items() if key != "rope_type"}, **own}
-    top, newer = {"rope_theta": older.pop("rope_theta")}, YARN | own
-    family, found = get_family("mimo"), []
-    for given in ({"rope_scaling": older} | top, {"rope_parameters": newer}, {"rope_scaling": older, **top}):
-        edit_config(tmp_path, **{"rope_theta": None, "rope_scaling": None, "rope_parameters": None} | given)
+    older = {
+        "type": "yarn",
+        **{key: value for key, value in YARN.items() if key != "rope_type"},
+        **own,
+    }
+    top = {"rope_theta": older.pop("rope_theta")}
+    newer = YARN | own
+    family = get_family("mimo")
+    found = []
+    for given in (
+        {"rope_scaling": older} | top,
+        {"rope_parameters": newer},
+        {"rope_scaling": older, **top},
+    ):
+        edit_config(
+            tmp_path, **{"rope_theta": None, "rope_scaling": None, "rope_parameters": None} | given
+        )
         found.append(load_config(tmp_path))
         original = json.loads((tmp_path / "config.json").read_text())
         written = family.config_to_hf(found[-1], original)
@@ -142,13 +186,14 @@ def test_every_style_of_yarn_is_one_config(tmp_path, own):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_with_yarn_is_that_of_sequences(tmp_path, family):
-    """Chunks of prompts and decode steps rotate as whole sequences do. Attention is strong, so that other tokens come
-    out where the factor is left out."""
+    """Chunks of prompts and decode steps rotate as whole sequences do. Attention is strong, so that
+    other tokens come out where the factor is left out."""
     write, add_heads, cases = FAMILIES[family]
     rope = cases["yarn"]["rope_parameters"] | {"attention_factor": 6.0}
     write(tmp_path, **cases["yarn"] | {"rope_parameters": rope})
     add_heads(tmp_path)
-    model, prompts = load_model(tmp_path), make_prompts((1, 9, 21))
+    model = load_model(tmp_path)
+    prompts = make_prompts((1, 9, 21))
     for layer in (module for module in model.modules() if hasattr(module, "rotary_factor")):
         layer.linear_qkv.weight.data.mul_(4)
         layer.linear_proj.weight.data.mul_(4)
@@ -169,18 +214,33 @@ SERVED = {"mtp_reads_of_depth": "before_final_norm", "mtp_zero_first_embedding":
         ("mimo", {}, "vllm", []),
         ("mimo", {}, "sglang", ["mtp_reads_of_base"]),
         ("mimo", {"mtp_reads_of_base": "after_final_norm"}, "vllm", ["mtp_reads_of_base"]),
-        ("mimo", {"mtp_reads_of_base": "after_final_norm", "mtp_zero_first_embedding": True}, "sglang", []),
+        (
+            "mimo",
+            {"mtp_reads_of_base": "after_final_norm", "mtp_zero_first_embedding": True},
+            "sglang",
+            [],
+        ),
         ("glm", {}, None, []),
         ("glm", {"mtp_num_depths": 1}, "vllm", ["mtp_zero_first_embedding"]),
         ("glm", {"mtp_num_depths": 1}, "sglang", []),
         ("glm", {"mtp_num_depths": 3}, "vllm", ["mtp_reads_of_depth", "mtp_zero_first_embedding"]),
         ("glm", {"mtp_num_depths": 3}, "sglang", []),
         ("glm", {"mtp_num_depths": 3, **SERVED}, "vllm", []),
-        ("glm", {"mtp_num_depths": 3, **SERVED}, "sglang", ["mtp_reads_of_depth", "mtp_zero_first_embedding"]),
+        (
+            "glm",
+            {"mtp_num_depths": 3, **SERVED},
+            "sglang",
+            ["mtp_reads_of_depth", "mtp_zero_first_embedding"],
+        ),
         ("deepseek", {}, None, []),
         ("deepseek", {"mtp_num_depths": 2}, "vllm", ["mtp_zero_first_embedding"]),
         ("deepseek", {"mtp_num_depths": 2, "mtp_zero_first_embedding": True}, "vllm", []),
-        ("deepseek", {"mtp_num_depths": 2, "mtp_zero_first_embedding": True}, "sglang", ["mtp_zero_first_embedding"]),
+        (
+            "deepseek",
+            {"mtp_num_depths": 2, "mtp_zero_first_embedding": True},
+            "sglang",
+            ["mtp_zero_first_embedding"],
+        ),
         ("mimo", {"mtp_num_depths": 2}, "vllm", ["mtp_zero_first_embedding"]),
         ("mimo", {"mtp_num_depths": 2, "mtp_zero_first_embedding": True}, "vllm", []),
         ("glm", BEFORE, "vllm", ["mtp_reads_of_base"]),
@@ -196,12 +256,17 @@ def test_lint_names_heads_that_servers_feed_something_else(tmp_path, family, own
     write(tmp_path)
     add_heads(tmp_path)
     edit_config(tmp_path, mtpkit=own)
-    found = [finding for finding in lint(tmp_path, server) if "but are fed otherwise" in finding.text]
+    found = [
+        finding for finding in lint(tmp_path, server) if "but are fed otherwise" in finding.text
+    ]
     assert [re.search(r"mtp_\w+", finding.text)[0] for finding in found] == named
     assert not any(finding.fatal for finding in found)
 
 
-CODE = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+CODE = {
+    "AutoConfig": "configuration_mimo.MiMoConfig",
+    "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+}
 
 
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
@@ -215,14 +280,18 @@ def test_servers_read_the_config_of_mimo_by_its_own_code(tmp_path, server):
     (lacks,) = fatal()
     assert lacks.startswith("config.json lacks auto_map.AutoConfig: ")
     edit_config(tmp_path, auto_map=CODE)
-    assert fatal() == ["auto_map names code that is not there: configuration_mimo.py, modeling_mimo.py"]
+    assert fatal() == [
+        "auto_map names code that is not there: configuration_mimo.py, modeling_mimo.py"
+    ]
     for name in ("configuration_mimo.py", "modeling_mimo.py"):
         (tmp_path / name).touch()
     assert fatal() == []
 
 
 def read_all(directory):
-    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    return {
+        name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -237,13 +306,15 @@ def read_all(directory):
 )
 def test_round_trip_is_bitwise_equal(tmp_path, family, case, physical, dtype):
     write, add_heads, cases = FAMILIES[family]
-    hf, back = tmp_path / "hf", tmp_path / "back"
+    hf = tmp_path / "hf"
+    back = tmp_path / "back"
     write(hf, dtype=dtype, **cases[case])
     if physical:
         add_heads(hf, physical)
     import_checkpoint(hf, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", back)
-    before, after = read_all(hf), read_all(back)
+    before = read_all(hf)
+    after = read_all(back)
     assert before.keys() == after.keys()
     assert [name for name in before if not bits_equal(before[name], after[name])] == []
     config = load_config(hf)
@@ -251,7 +322,9 @@ def test_round_trip_is_bitwise_equal(tmp_path, family, case, physical, dtype):
     heads = "*E" if family == "glm" else "*-"
     assert config.mtp.num_layers == physical and config.mtp.pattern == (heads if physical else "")
     first, second = (json.loads((d / "config.json").read_text()) for d in (hf, back))
-    assert {key: first[key] for key in first if first[key] != second.get(key)}.keys() <= {"transformers_version"}
+    assert {key: first[key] for key in first if first[key] != second.get(key)}.keys() <= {
+        "transformers_version"
+    }
 
 
 def test_copies_of_the_base_are_dropped_and_written_again(tmp_path):
@@ -269,12 +342,28 @@ def test_copies_of_the_base_are_dropped_and_written_again(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
-        ("glm", dict(rope_parameters={"type": "yarn", "factor": 4.0}), ["lacks original_max_position_embeddings"]),
-        ("glm", dict(rope_parameters={"rope_type": "llama3", "factor": 4.0}), ["rope_type", "llama3", "yarn"]),
+        (
+            "glm",
+            dict(rope_parameters={"type": "yarn", "factor": 4.0}),
+            ["lacks original_max_position_embeddings"],
+        ),
+        (
+            "glm",
+            dict(rope_parameters={"rope_type": "llama3", "factor": 4.0}),
+            ["rope_type", "llama3", "yarn"],
+        ),
         ("mimo", dict(rope_parameters=YARN | {"truncate": False}), ["truncate"]),
         ("mimo", dict(rope_parameters=YARN | {"factor": "x"}), ["factor", "'x'"]),
-        ("glm", dict(rope_scaling=YARN), ["rope_scaling and rope_parameters", "rope_type 'yarn' and 'default'"]),
-        ("mimo", dict(rope_parameters=YARN, rope_scaling=YARN | {"factor": 8.0}), ["factor 8.0 and 4.0"]),
+        (
+            "glm",
+            dict(rope_scaling=YARN),
+            ["rope_scaling and rope_parameters", "rope_type 'yarn' and 'default'"],
+        ),
+        (
+            "mimo",
+            dict(rope_parameters=YARN, rope_scaling=YARN | {"factor": 8.0}),
+            ["factor 8.0 and 4.0"],
+        ),
         ("glm", dict(scoring_func="softmax"), ["scoring_func", "sigmoid"]),
         ("glm", dict(tie_word_embeddings=True), ["tie_word_embeddings"]),
         ("glm", dict(num_hidden_layers=10**30), ["num_hidden_layers", "1024"]),

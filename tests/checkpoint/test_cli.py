@@ -24,7 +24,9 @@ def convert(*args: object) -> int:
 
 def test_there_and_back(hf_dir, tmp_path, capsys):
     assert convert("import", hf_dir, tmp_path / "megatron") == 0
-    assert convert("export", tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.001") == 0
+    assert (
+        convert("export", tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.001") == 0
+    )
     assert convert("verify", hf_dir, tmp_path / "back", "--logits") == 0
     out = capsys.readouterr().out
     assert "tensors are equal bit for bit" in out
@@ -32,14 +34,18 @@ def test_there_and_back(hf_dir, tmp_path, capsys):
 
 
 def test_an_import_warns_of_a_tokenizer_without_its_vocabulary(hf_dir, tmp_path, capsys):
-    source, megatron = tmp_path / "source", tmp_path / "megatron"
+    source = tmp_path / "source"
+    megatron = tmp_path / "megatron"
     shutil.copytree(hf_dir, source)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).unlink(missing_ok=True)
     assert convert("import", source, megatron) == 0 and not capsys.readouterr().err
     (source / "tokenizer_config.json").write_text("{}")
     assert convert("import", source, megatron, "--force") == 0
-    warning = f"mtpkit: warning: the tokenizer is incomplete: {megatron} has no tokenizer.json; copy it there"
+    warning = (
+        f"mtpkit: warning: the tokenizer is incomplete: {megatron} has no tokenizer.json; copy it"
+        " there"
+    )
     assert capsys.readouterr().err.splitlines() == [warning]
 
 
@@ -60,7 +66,10 @@ def test_verify_names_what_differs(hf_dir, tmp_path, capsys):
 def test_verify_of_two_published_directories_speaks_their_names(tmp_path, capsys):
     write_base(tmp_path / "base", "M*-")
     add_heads(tmp_path / "base", "*")
-    changes = {"heads": "mtp.layers.0.mixer.q_proj.weight", "both": "backbone.layers.1.mixer.k_proj.weight"}
+    changes = {
+        "heads": "mtp.layers.0.mixer.q_proj.weight",
+        "both": "backbone.layers.1.mixer.k_proj.weight",
+    }
     for source, (name, tensor) in zip(("base", "heads"), changes.items(), strict=True):
         shutil.copytree(tmp_path / source, tmp_path / name)
         edit(tmp_path / name, lambda tensors, tensor=tensor: tensors[tensor].add_(1))
@@ -85,7 +94,9 @@ def test_verify_of_two_published_directories_speaks_their_names(tmp_path, capsys
         import_checkpoint(tmp_path / name, tmp_path / f"{name}-megatron")
     for second in ("heads", "heads-megatron"):  # as soon as one is Megatron's, its names
         _, differ, parts = said("base-megatron", second, 1)
-        assert differ.startswith("1 differ: mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.weight")
+        assert differ.startswith(
+            "1 differ: mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.weight"
+        )
         assert parts == "base equal, heads differ"
 
 
@@ -109,7 +120,8 @@ def test_verify_leaves_out_copies_that_one_directory_lacks(tmp_path, capsys):
     ],
 )
 def test_logits_of_heads_for_other_numbers_of_depths(tmp_path, capsys, first, second, depths):
-    """Repeated heads, as published (None: of unknown depths) and trained, distinct heads and none."""
+    """Repeated heads, as published (None: of unknown depths) and trained, distinct heads and
+    none."""
     for name, options in (("first", first), ("second", second)):
         write_base(tmp_path / name, "M*")
         if options != {}:
@@ -117,10 +129,15 @@ def test_logits_of_heads_for_other_numbers_of_depths(tmp_path, capsys, first, se
         if options is None:
             edit_config(tmp_path / name, mtpkit=None)
     same_heads = first is None or second is None
-    assert convert("verify", tmp_path / "first", tmp_path / "second", "--logits") == (0 if same_heads else 1)
+    assert convert("verify", tmp_path / "first", tmp_path / "second", "--logits") == (
+        0 if same_heads else 1
+    )
     out = capsys.readouterr().out
     assert "logits of base: largest relative difference 0, 100.0% of tokens the same" in out
-    assert re.findall(r"logits of ([a-z0-9 ]+):", out) == ["base", *(f"depth {n + 1}" for n in range(depths))]
+    assert re.findall(r"logits of ([a-z0-9 ]+):", out) == [
+        "base",
+        *(f"depth {n + 1}" for n in range(depths)),
+    ]
 
 
 def test_user_errors_are_one_line_and_exit_2(tmp_path, capsys):

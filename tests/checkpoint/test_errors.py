@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpkit.checkpoint import detect_layout, end_token_ids, load_checkpoint, load_config, load_model, save_checkpoint
+from mtpkit.checkpoint import (
+    detect_layout,
+    end_token_ids,
+    load_checkpoint,
+    load_config,
+    load_model,
+    save_checkpoint,
+)
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.families.table import MappedTensors
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
@@ -42,10 +49,18 @@ def drop(*names):
             drop("backbone.norm_f.weight", "mtp.layers.1.norm.weight"),
             ["2 missing", "backbone.norm_f.weight", "mtp.layers.1.n"],
         ),
-        (lambda t: t.update({"mtp.layers.7.norm.weight": torch.ones(3)}), ["1 unexpected", "mtp.layers.7.norm.weight"]),
-        (lambda t: t.update({"lm_head.weight": torch.ones(3, 3)}), ["lm_head.weight [3, 3] instead of [96, 32]"]),
         (
-            lambda t: t.update({"backbone.layers.1.mixer.k_proj.weight": torch.ones(16, 32).half()}),
+            lambda t: t.update({"mtp.layers.7.norm.weight": torch.ones(3)}),
+            ["1 unexpected", "mtp.layers.7.norm.weight"],
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(3, 3)}),
+            ["lm_head.weight [3, 3] instead of [96, 32]"],
+        ),
+        (
+            lambda t: t.update(
+                {"backbone.layers.1.mixer.k_proj.weight": torch.ones(16, 32).half()}
+            ),
             ["k_proj", "one dtype"],
         ),
         (lambda t: t.update({"model.norm_f.weight": torch.ones(32)}), ["norm_f.weight", "twice"]),
@@ -65,7 +80,11 @@ def test_tensors_that_do_not_fit(hf_dir, tmp_path, change, words):
 def test_truncated_safetensors(hf_dir, tmp_path, keep):
     file = hf_dir / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    fails(lambda: import_checkpoint(hf_dir, tmp_path / "out"), "model.safetensors", "damaged or cut off")
+    fails(
+        lambda: import_checkpoint(hf_dir, tmp_path / "out"),
+        "model.safetensors",
+        "damaged or cut off",
+    )
     fails(lambda: load_model(hf_dir), "model.safetensors")
 
 
@@ -88,7 +107,10 @@ def test_missing_and_misplaced_shards(tmp_path):
         ({"mtp_hybrid_override_pattern": "*+"}, ["mtp_hybrid_override_pattern", "'+'"]),
         ({"layers_block_type": ["moe", "sliding"]}, ["layers_block_type", "sliding"]),
         ({"layers_block_type": None}, ["missing key hybrid_override_pattern"]),
-        ({"hidden_size": None, "n_groups": None}, ["missing key hidden_size", "missing key n_groups"]),
+        (
+            {"hidden_size": None, "n_groups": None},
+            ["missing key hidden_size", "missing key n_groups"],
+        ),
         (
             {"mlp_bias": True, "use_bias": True, "mlp_hidden_act": "silu"},
             ["mlp_bias True", "use_bias True", "mlp_hidden_act 'silu'"],
@@ -96,7 +118,10 @@ def test_missing_and_misplaced_shards(tmp_path):
         ({"norm_topk_prob": "no"}, ["norm_topk_prob"]),
         ({"n_group": 2, "topk_group": 3}, ["topk_group 3", "n_group 2"]),
         ({"n_shared_experts": 0}, ["n_shared_experts 0"]),
-        ({"moe_shared_expert_intermediate_size": None}, ["missing key moe_shared_expert_intermediate_size"]),
+        (
+            {"moe_shared_expert_intermediate_size": None},
+            ["missing key moe_shared_expert_intermediate_size"],
+        ),
         ({"n_group": 3, "topk_group": 2}, ["n_group"]),
         ({"scoring_func": "softmax"}, ["scoring_func"]),
         ({"num_nextn_predict_layers": 3}, ["num_nextn_predict_layers 3"]),
@@ -115,7 +140,10 @@ def test_directories_that_are_no_models(tmp_path, hf_dir):
     fails(lambda: detect_layout(tmp_path / "nowhere"), "nowhere")
     (tmp_path / "empty").mkdir()
     fails(
-        lambda: detect_layout(tmp_path / "empty"), "config.json", "metadata.json", "latest_checkpointed_iteration.txt"
+        lambda: detect_layout(tmp_path / "empty"),
+        "config.json",
+        "metadata.json",
+        "latest_checkpointed_iteration.txt",
     )
     fails(lambda: export_checkpoint(hf_dir, tmp_path / "out"), "Hugging Face", "import")
     fails(lambda: import_checkpoint(GOLDEN / "tp1/moe", tmp_path / "out"), "Megatron", "export")
@@ -128,7 +156,11 @@ def test_damaged_megatron_checkpoints(tmp_path):
     data = tmp_path / "megatron/checkpoint/__0_0.distcp"
     content = data.read_bytes()
     data.write_bytes(content[: len(content) // 2])
-    fails(lambda: export_checkpoint(tmp_path / "megatron", tmp_path / "out"), "__0_0.distcp", "damaged or cut off")
+    fails(
+        lambda: export_checkpoint(tmp_path / "megatron", tmp_path / "out"),
+        "__0_0.distcp",
+        "damaged or cut off",
+    )
     data.unlink()
     fails(lambda: load_model(tmp_path / "megatron"), "__0_0.distcp", "missing")
     (tmp_path / "megatron/checkpoint/.metadata").write_bytes(b"\x80nonsense")
@@ -147,7 +179,10 @@ def test_destinations_are_not_overwritten(hf_dir, tmp_path):
     assert not (out / "stale").exists() and compare_weights(hf_dir, out).identical
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("")
-    fails(lambda: import_checkpoint(hf_dir, tmp_path / "letters", force=True), "holds files other than a checkpoint")
+    fails(
+        lambda: import_checkpoint(hf_dir, tmp_path / "letters", force=True),
+        "holds files other than a checkpoint",
+    )
     fails(lambda: import_checkpoint(hf_dir, hf_dir, force=True), "same")
     fails(lambda: import_checkpoint(hf_dir, hf_dir / "inside"), "holds the other")
     fails(lambda: import_checkpoint(hf_dir, tmp_path, force=True), "holds the other")
@@ -160,7 +195,8 @@ def full_disk(*_, **__):
 @pytest.fixture
 def disk_fills_up(monkeypatch):
     """Writing works for one tensor."""
-    left, original = [1], MappedTensors.read
+    left = [1]
+    original = MappedTensors.read
 
     def read(self, name):
         left[0] -= 1
@@ -171,8 +207,18 @@ def disk_fills_up(monkeypatch):
 
 @pytest.mark.usefixtures("disk_fills_up")
 def test_full_disk_while_converting(hf_dir, tmp_path):
-    fails(lambda: import_checkpoint(hf_dir, tmp_path / "out"), "out", "No space left", error=StorageError)
-    fails(lambda: export_checkpoint(GOLDEN / "tp1/moe", tmp_path / "out"), "out", "No space left", error=StorageError)
+    fails(
+        lambda: import_checkpoint(hf_dir, tmp_path / "out"),
+        "out",
+        "No space left",
+        error=StorageError,
+    )
+    fails(
+        lambda: export_checkpoint(GOLDEN / "tp1/moe", tmp_path / "out"),
+        "out",
+        "No space left",
+        error=StorageError,
+    )
     assert left_over(tmp_path) == []
 
 
@@ -180,7 +226,11 @@ def test_full_disk_leaves_the_replaced_checkpoint(hf_dir, tmp_path, monkeypatch)
     import_checkpoint(hf_dir, tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr("mtpkit.checkpoint.layouts.torch_dist_write._write_file", full_disk)
-        fails(lambda: import_checkpoint(hf_dir, tmp_path / "out", force=True), "No space left", error=StorageError)
+        fails(
+            lambda: import_checkpoint(hf_dir, tmp_path / "out", force=True),
+            "No space left",
+            error=StorageError,
+        )
     assert left_over(tmp_path) == ["out"]
     assert compare_weights(hf_dir, tmp_path / "out").identical
 
@@ -193,7 +243,9 @@ def test_full_disk_while_saving_a_run(hf_dir, tmp_path, monkeypatch):
         save_checkpoint(tmp_path / "run", iteration, state, {}, model.mtpkit_config, hf_dir)
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async._write_item", full_disk)
+        patch.setattr(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async._write_item", full_disk
+        )
         fails(lambda: save(1), "iter_0000001", "cannot write", error=StorageError)
         assert left_over(tmp_path) == []
     save(1)
@@ -209,7 +261,9 @@ def test_full_disk_while_saving_a_run(hf_dir, tmp_path, monkeypatch):
 def test_exports_that_have_no_place_in_the_family(tmp_path):
     shutil.copytree(GOLDEN / "tp1/distinct_heads", tmp_path / "megatron")
     later = dict(attention_output_gate=True, layernorm_zero_centered_gamma=True)
-    config = load_config(tmp_path / "megatron").replace(position_embedding_type="rope", qk_layernorm=True, **later)
+    config = load_config(tmp_path / "megatron").replace(
+        position_embedding_type="rope", qk_layernorm=True, **later
+    )
     (tmp_path / "megatron" / "mtpkit.json").write_text(json.dumps(config.to_dict()))
     fails(
         lambda: export_checkpoint(tmp_path / "megatron", tmp_path / "out"),
@@ -235,7 +289,9 @@ def test_exports_that_have_no_place_in_the_family(tmp_path):
         ("megatron/release", "common.pt", lambda path: MegatronReader(path).read_common_state()),
     ],
 )
-def test_a_link_to_nothing_and_a_pipe_are_not_passed_over(hf_dir, tmp_path, place, file, read, kind):
+def test_a_link_to_nothing_and_a_pipe_are_not_passed_over(
+    hf_dir, tmp_path, place, file, read, kind
+):
     """Also where the file need not be there at all."""
     import_checkpoint(hf_dir, tmp_path / "megatron")
     path = tmp_path / place / file

@@ -1,4 +1,5 @@
-"""Faults in the files of every family: each is named, exit code 2, nothing left; and heads put into every family."""
+"""Faults in the files of every family: each is named, exit code 2, nothing left; and heads put into
+every family."""
 
 import json
 import shutil
@@ -43,14 +44,23 @@ def _mimo(directory: Path) -> None:
 
 def _qwen(family: str) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
-        dense = {"qwen3_5": {}, "qwen3_5_text": {}, "qwen3_next": dict(mlp_only_layers=[0, 1, 2, 3])}
+        dense = {
+            "qwen3_5": {},
+            "qwen3_5_text": {},
+            "qwen3_next": dict(mlp_only_layers=[0, 1, 2, 3]),
+        }
         qwen.write(family, directory, **dense.get(family, EXPERTS))
         qwen.add_heads(family, directory)
 
     return write
 
 
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20)
+EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+)
 WRITERS = {"nemotron_h": _nemotron, "deepseek_v3": _deepseek, "glm4_moe": _glm, "mimo": _mimo}
 INDEX = "model.safetensors.index.json"
 
@@ -85,7 +95,11 @@ def test_every_wrong_tensor_is_named(hf, tmp_path, capsys):
     table = get_family(config.family).table(config)
     shapes = table.hf_shapes(table.stored_in(read_all(hf)))
     base = sorted(name for name in shapes.keys() - own if name.endswith("proj.weight"))
-    renamed, missing, odd, short, extra = own[0], base[0], own[-1], base[-1], "mtp.unheard.weight"
+    renamed = own[0]
+    missing = base[0]
+    odd = own[-1]
+    short = base[-1]
+    extra = "mtp.unheard.weight"
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         tensors[renamed + "s"] = tensors.pop(renamed)
@@ -148,7 +162,9 @@ def test_heads_go_into_every_family(clean, hf, tmp_path):
     edit(trained, lambda tensors: [tensors[name].mul_(1.25) for name in own])
     assert convert("import", trained, tmp_path / "run") == 0
     done = stitch(hf, tmp_path / "run", tmp_path / "out", link=True)
-    before, want, after = read_all(hf), read_all(trained), read_all(tmp_path / "out")
+    before = read_all(hf)
+    want = read_all(trained)
+    after = read_all(tmp_path / "out")
     assert after.keys() == before.keys()
     for name, tensor in after.items():
         if name not in own:

@@ -1,4 +1,5 @@
-"""What a run leaves of its base: exported, the tensors and dtypes of the directory that it came from."""
+"""What a run leaves of its base: exported, the tensors and dtypes of the directory that it came
+from."""
 
 import re
 
@@ -17,7 +18,9 @@ from tests.checkpoint.family_models import FAMILIES, write_family
 from tests.checkpoint.test_blocks import read_all
 from tests.ranks import run_ranks
 
-WIDE = re.compile(r"(A_log|\.D|linear_attn\.norm\.weight|e_score_correction_bias|layers\.1\.\w*norm\w*\.weight)$")
+WIDE = re.compile(
+    r"(A_log|\.D|linear_attn\.norm\.weight|e_score_correction_bias|layers\.1\.\w*norm\w*\.weight)$"
+)
 """Names of tensors that are in fp32, some of them in every family."""
 
 
@@ -47,7 +50,8 @@ def trained(directory, dtype, **sizes):
 
 def differing(before, after):
     """Names of tensors that have other bits or another dtype."""
-    first, second = read_all(before), read_all(after)
+    first = read_all(before)
+    second = read_all(after)
     assert first.keys() == second.keys() and len({tensor.dtype for tensor in first.values()}) == 2
     return {name for name in first if not bits_equal(first[name], second[name])}
 
@@ -60,17 +64,23 @@ def head_names(directory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_gives_its_base_back(family, tmp_path):
-    """Whatever dtype it ran in, whichever layout it came from, and with the base in memory or not."""
-    hf, megatron = write_mixed(family, tmp_path / "hf"), tmp_path / "megatron"
+    """Whatever dtype it ran in, whichever layout it came from, and with the base in memory or
+    not."""
+    hf = write_mixed(family, tmp_path / "hf")
+    megatron = tmp_path / "megatron"
     import_checkpoint(hf, megatron)
     heads = head_names(hf)
     for source, dtype in ((hf, torch.bfloat16), (megatron, torch.bfloat16), (hf, torch.float32)):
-        model, run, back = trained(source, dtype), tmp_path / f"run_{dtype}_{source.name}", tmp_path / "back"
+        model = trained(source, dtype)
+        run = tmp_path / f"run_{dtype}_{source.name}"
+        back = tmp_path / "back"
         save_model(model, run, companions=source)
         export_checkpoint(run, back, force=True)
         changed = differing(hf, back)
         assert changed and changed <= heads
-    state = {name: part for name, part in model.sharded_state_dict().items() if name.startswith("mtp.")}
+    state = {
+        name: part for name, part in model.sharded_state_dict().items() if name.startswith("mtp.")
+    }
     save_checkpoint(tmp_path / "heads", 3, state, {}, model.mtpkit_config, hf, base=hf)
     export_checkpoint(tmp_path / "heads", back, force=True)
     assert differing(hf, back) == changed
@@ -90,14 +100,18 @@ def test_what_a_run_changed_of_its_base_is_kept(tmp_path):
     save_model(model, tmp_path / "run", companions=hf)
     export_checkpoint(tmp_path / "run", tmp_path / "back")
     base = differing(hf, tmp_path / "back") - head_names(hf)
-    parts = {f"model.language_model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "a", "b")}
+    parts = {
+        f"model.language_model.layers.0.linear_attn.in_proj_{part}.weight"
+        for part in ("qkv", "z", "a", "b")
+    }
     assert HF_NORM in base and f"{HF_NORM.rpartition('norm')[0]}in_proj_a.weight" in base
     assert base <= {HF_NORM, *parts}
     assert torch.equal(read_all(tmp_path / "back")[HF_NORM], (model.get_parameter(NORM) + 1).cpu())
 
 
 def test_files_beside_another_model_give_it_no_tensors(tmp_path):
-    hf, other = write_mixed("qwen3_5", tmp_path / "hf"), tmp_path / "other"
+    hf = write_mixed("qwen3_5", tmp_path / "hf")
+    other = tmp_path / "other"
     write_family("qwen3_5", other, dtype=torch.bfloat16, num_hidden_layers=8)
     save_model(load_model(hf, torch.bfloat16), tmp_path / "run", companions=other)
     weights = open_weights(tmp_path / "run")
@@ -114,7 +128,11 @@ def save_rank(rank, hf, run):
         save_model(model, run / f"same_{next(iter(sizes))}", companions=hf)
         if rank == 1:
             with torch.no_grad():
-                *_, last = [p for n, p in model.named_parameters() if "decoder.layers.1." in n and "local_experts" in n]
+                *_, last = [
+                    p
+                    for n, p in model.named_parameters()
+                    if "decoder.layers.1." in n and "local_experts" in n
+                ]
                 last[-1].add_(1)
         save_model(model, run / f"changed_{next(iter(sizes))}", companions=hf)
 

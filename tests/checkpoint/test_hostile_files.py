@@ -1,4 +1,5 @@
-"""Weights, indexes and links that are damaged, foreign or meant to harm: one line, nothing run, nothing left."""
+"""Weights, indexes and links that are damaged, foreign or meant to harm: one line, nothing run,
+nothing left."""
 
 import io
 import json
@@ -18,7 +19,14 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from mtpkit.checkpoint import load_checkpoint, load_config, load_model, save_checkpoint, save_hf_model, save_model
+from mtpkit.checkpoint import (
+    load_checkpoint,
+    load_config,
+    load_model,
+    save_checkpoint,
+    save_hf_model,
+    save_model,
+)
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import open_weights
 from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE
@@ -35,13 +43,17 @@ def refused(action, *words: str) -> None:
     with pytest.raises(UserError) as caught:
         action()
     text = str(caught.value)
-    assert "\n" not in text and len(text) < 700 and not [word for word in words if word not in text], text
+    assert (
+        "\n" not in text and len(text) < 700 and not [word for word in words if word not in text]
+    ), text
 
 
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("content", [None, [], ["a"], 3, "x", {"lm_head.weight": 3}, {"a": None}, {"a": ["b"]}, {}])
+@pytest.mark.parametrize(
+    "content", [None, [], ["a"], 3, "x", {"lm_head.weight": 3}, {"a": None}, {"a": ["b"]}, {}]
+)
 def test_weight_maps_of_every_type(hf_dir, tmp_path, content):
     (hf_dir / INDEX).write_text(json.dumps({"weight_map": content}))
     for action in (lambda: load_model(hf_dir), lambda: import_checkpoint(hf_dir, tmp_path / "out")):
@@ -50,7 +62,9 @@ def test_weight_maps_of_every_type(hf_dir, tmp_path, content):
     refused(lambda: load_model(hf_dir), INDEX, "weight_map")
 
 
-@pytest.mark.parametrize("file", ["../w.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\0b", "C:\\w"])
+@pytest.mark.parametrize(
+    "file", ["../w.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\0b", "C:\\w"]
+)
 def test_weight_maps_that_leave_the_directory(hf_dir, file):
     shutil.copyfile(hf_dir / "model.safetensors", hf_dir.parent / "w.safetensors")
     names = open_weights(hf_dir).tensors
@@ -61,13 +75,18 @@ def test_weight_maps_that_leave_the_directory(hf_dir, file):
 def test_files_that_are_none(hf_dir):
     names = open_weights(hf_dir).tensors
     (hf_dir / "folder").mkdir()
-    for file, says in (("folder", "missing"), ("none.safetensors", "missing"), ("x" * 5000, "must name files of")):
+    for file, says in (
+        ("folder", "missing"),
+        ("none.safetensors", "missing"),
+        ("x" * 5000, "must name files of"),
+    ):
         (hf_dir / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
         refused(lambda: load_model(hf_dir), says)
 
 
 def safetensors_header(path: Path, change) -> None:
-    """Write a file anew whose header, a dictionary, is what `change` makes of it; a text is taken as it is."""
+    """Write a file anew whose header, a dictionary, is what `change` makes of it; a text is taken
+    as it is."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = change(json.loads(content[8 : 8 + length]))
@@ -158,14 +177,18 @@ def chunk(**changes):
 
 def storage(**changes):
     def change(index: Metadata) -> Metadata:
-        index.storage_data = {key: replace(place, **changes) for key, place in index.storage_data.items()}
+        index.storage_data = {
+            key: replace(place, **changes) for key, place in index.storage_data.items()
+        }
         return index
 
     return change
 
 
 def dropped(index: Metadata) -> Metadata:
-    index.storage_data.pop(next(k for k in index.storage_data if k.fqn == "embedding.word_embeddings.weight"))
+    index.storage_data.pop(
+        next(k for k in index.storage_data if k.fqn == "embedding.word_embeddings.weight")
+    )
     return index
 
 
@@ -173,7 +196,8 @@ def endless(index: Metadata) -> Metadata:
     """As many experts as there are numbers, without a byte."""
     key = next(key for key in index.state_dict_metadata if ".experts.experts." in key)
     entry = index.state_dict_metadata[key]
-    entry.size, entry.chunks = torch.Size([2**62, 0, 3]), []
+    entry.size = torch.Size([2**62, 0, 3])
+    entry.chunks = []
     return index
 
 
@@ -219,7 +243,9 @@ def test_indexes_that_do_not_fit(megatron, tmp_path, number):
         lambda: export_checkpoint(megatron, tmp_path / "out"),
         lambda: compare_weights(megatron, megatron),
         lambda: load_checkpoint(megatron, {"model": model.sharded_state_dict()}),
-        lambda: save_checkpoint(tmp_path / "run", 1, {"model": {}}, {}, model.mtpkit_config, base=megatron),
+        lambda: save_checkpoint(
+            tmp_path / "run", 1, {"model": {}}, {}, model.mtpkit_config, base=megatron
+        ),
     ):
         refused(action, str(megatron), ".metadata")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
@@ -250,7 +276,10 @@ def test_pieces_that_overlap_leave_no_hole(tmp_path):
 def test_files_that_are_cut_off(megatron, tmp_path, part, share):
     path = megatron / "checkpoint" / part
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    for action in (lambda: load_model(megatron), lambda: export_checkpoint(megatron, tmp_path / "out")):
+    for action in (
+        lambda: load_model(megatron),
+        lambda: export_checkpoint(megatron, tmp_path / "out"),
+    ):
         refused(action, part)
     assert not (tmp_path / "out").exists()
 
@@ -259,7 +288,10 @@ def test_files_that_are_cut_off(megatron, tmp_path, part, share):
 def test_files_of_other_bytes(megatron, tmp_path, part):
     path = megatron / "checkpoint" / part
     path.write_bytes(b"x" * path.stat().st_size)
-    for action in (lambda: load_model(megatron), lambda: export_checkpoint(megatron, tmp_path / "out")):
+    for action in (
+        lambda: load_model(megatron),
+        lambda: export_checkpoint(megatron, tmp_path / "out"),
+    ):
         refused(action, part)
 
 
@@ -274,14 +306,16 @@ OTHER_WRITERS = {
 
 @pytest.mark.parametrize("own", [None, *OTHER_WRITERS])
 def test_indexes_of_other_versions(hf_dir, tmp_path, own):
-    """They may hold all ranks' plans: megatron-core puts them there, and only newer versions of torch drop them."""
+    """They may hold all ranks' plans: megatron-core puts them there, and only newer versions of
+    torch drop them."""
     import_checkpoint(hf_dir, tmp_path / "megatron")
     path = tmp_path / "megatron" / "release" / ".metadata"
     index = FileSystemReader(path.parent).read_metadata()
     plan = create_default_local_save_plan({"w": torch.ones(2), "o": io.BytesIO(b"o")}, True)
     index.all_local_plans = [plan, replace(plan, storage_data=_StoragePrefix("__1_"))]
     index.storage_meta = replace(index.storage_meta, checkpoint_id=PosixPath("/of/the/writer"))
-    content = re.sub(rb"cpathlib(\._local)?\n", b"cpathlib\n", pickle.dumps(index, protocol=2))  # names as plain text
+    # names as plain text
+    content = re.sub(rb"cpathlib(\._local)?\n", b"cpathlib\n", pickle.dumps(index, protocol=2))
     if own is not None:
         assert b"c" + own + b"\n" in content
         content = content.replace(b"c" + own + b"\n", b"c" + OTHER_WRITERS[own] + b"\n")
@@ -306,7 +340,9 @@ def test_an_index_runs_nothing(megatron, tmp_path):
     for action in (
         lambda: load_model(megatron),
         lambda: load_checkpoint(megatron, {"model": model.sharded_state_dict()}),
-        lambda: save_checkpoint(tmp_path / "run", 1, {"model": {}}, {}, model.mtpkit_config, base=megatron),
+        lambda: save_checkpoint(
+            tmp_path / "run", 1, {"model": {}}, {}, model.mtpkit_config, base=megatron
+        ),
     ):
         refused(action, ".metadata", "mkdir")
     assert not (tmp_path / "harm").exists()
@@ -319,21 +355,38 @@ def put_common_state(directory: Path, value: object) -> None:
     path = directory / index.storage_data[at].relative_path
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    index.storage_data[at] = replace(index.storage_data[at], offset=path.stat().st_size, length=len(buffer.getvalue()))
+    index.storage_data[at] = replace(
+        index.storage_data[at], offset=path.stat().st_size, length=len(buffer.getvalue())
+    )
     path.write_bytes(path.read_bytes() + buffer.getvalue())
     (directory / ".metadata").write_bytes(pickle.dumps(index))
 
 
 def test_a_common_state_runs_nothing(tmp_path):
     model = build_model(toy_config())
-    save_checkpoint(tmp_path / "run", 3, {"model": model.sharded_state_dict()}, {"iteration": 3}, model.mtpkit_config)
-    assert load_checkpoint(tmp_path / "run", {"model": model.sharded_state_dict()})["iteration"] == 3
+    save_checkpoint(
+        tmp_path / "run",
+        3,
+        {"model": model.sharded_state_dict()},
+        {"iteration": 3},
+        model.mtpkit_config,
+    )
+    assert (
+        load_checkpoint(tmp_path / "run", {"model": model.sharded_state_dict()})["iteration"] == 3
+    )
     put_common_state(tmp_path / "run" / "iter_0000003", [Harm(tmp_path / "harm")])
-    refused(lambda: load_checkpoint(tmp_path / "run", {"model": model.sharded_state_dict()}), "iter_0000003")
+    refused(
+        lambda: load_checkpoint(tmp_path / "run", {"model": model.sharded_state_dict()}),
+        "iter_0000003",
+    )
     (tmp_path / "run" / "mtpkit.json").unlink()
     refused(lambda: load_config(tmp_path / "run"), ".distcp")
     torch.save(Harm(tmp_path / "harm"), tmp_path / "run" / "iter_0000003" / "common.pt")
-    refused(lambda: load_config(tmp_path / "run"), "common.pt", "something else than tensors and plain values")
+    refused(
+        lambda: load_config(tmp_path / "run"),
+        "common.pt",
+        "something else than tensors and plain values",
+    )
     assert not (tmp_path / "harm").exists()
 
 
@@ -353,7 +406,9 @@ def test_the_description_of_a_checkpoint_to_resume(tmp_path, content):
     model = build_model(toy_config())
     save_model(model, tmp_path / "run")
     (tmp_path / "run" / "release" / "metadata.json").write_text(content)
-    refused(lambda: load_checkpoint(tmp_path / "run", {"model": model.sharded_state_dict()}), "release")
+    refused(
+        lambda: load_checkpoint(tmp_path / "run", {"model": model.sharded_state_dict()}), "release"
+    )
 
 
 @pytest.fixture(params=["loop", "loop/inside", "nowhere"])
@@ -375,7 +430,10 @@ def test_links_to_nowhere(hf_dir, link):
         lambda: check_writable(link, file=True),
     ):
         refused(action, "is a symbolic link that leads nowhere")
-    for action in (lambda: load_model(link), lambda: import_checkpoint(link, hf_dir.parent / "out")):
+    for action in (
+        lambda: load_model(link),
+        lambda: import_checkpoint(link, hf_dir.parent / "out"),
+    ):
         refused(action, str(link), "no such model directory")
     assert sorted(path.name for path in hf_dir.parent.iterdir()) == ["hf", "loop", "nowhere"]
 

@@ -1,4 +1,5 @@
-"""How each server reads the list of modules that are not quantised, by method: which key, and which names in it."""
+"""How each server reads the list of modules that are not quantised, by method: which key, and which
+names in it."""
 
 import json
 import shutil
@@ -30,12 +31,20 @@ def by_server(config, modules, facts=USUAL, letters=0):
     ignored = IgnoreList.of(config, facts, letters)
     answers = {}
     for server in SERVERS:
-        (answers[server],) = {ignored.leaves_out(server, one) for one in ignored.modules(server, modules).values()}
+        (answers[server],) = {
+            ignored.leaves_out(server, one) for one in ignored.modules(server, modules).values()
+        }
     return {server for server, answer in answers.items() if answer}
 
 
-BOTH, VLLM, SGLANG, NEITHER = {"vllm", "sglang"}, {"vllm"}, {"sglang"}, set()
-AWQ, GPTQ, COMPRESSED, FP8_KEY = "modules_to_not_convert", "dynamic", "ignore", "modules_to_not_convert"
+BOTH = {"vllm", "sglang"}
+VLLM = {"vllm"}
+SGLANG = {"sglang"}
+NEITHER = set()
+AWQ = "modules_to_not_convert"
+GPTQ = "dynamic"
+COMPRESSED = "ignore"
+FP8_KEY = "modules_to_not_convert"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +80,8 @@ AWQ, GPTQ, COMPRESSED, FP8_KEY = "modules_to_not_convert", "dynamic", "ignore", 
     ],
 )
 def test_names_that_servers_look_for(method, key, entries, modules, found):
-    """Those of a file's modules, of the matrix that is built from them, or of a stack of experts."""
+    """Those of a file's modules, of the matrix that is built from them, or of a stack of
+    experts."""
     assert by_server({"quant_method": method, key: entries}, modules) == found
 
 
@@ -82,10 +92,30 @@ def test_names_that_servers_look_for(method, key, entries, modules, found):
         ({"quant_method": "fp8", "ignored_layers": [OUT], "modules_to_not_convert": []}, BOTH),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": [OUT]}, VLLM),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [OUT]}, BOTH),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "modules_to_not_convert": [OUT]}, SGLANG),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "exclude_modules": [OUT]}, NEITHER),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "exclude_modules": [OUT]}}, BOTH),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "ignore": [OUT]}}, NEITHER),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "modules_to_not_convert": [OUT]},
+            SGLANG,
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "NVFP4",
+                "ignore": [],
+                "exclude_modules": [OUT],
+            },
+            NEITHER,
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quantization": {"quant_algo": "FP8", "exclude_modules": [OUT]},
+            },
+            BOTH,
+        ),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "ignore": [OUT]}},
+            NEITHER,
+        ),
     ],
 )
 def test_keys_that_servers_read(config, found):
@@ -101,34 +131,58 @@ def test_mixed_precision_lists_what_is_quantised(nested):
     layers = {OUT: {"quant_algo": "FP8"}, f"{STACK}.0.up_proj": {"quant_algo": "NVFP4"}}
     settings = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     config = {"quant_method": "modelopt"} | ({"quantization": settings} if nested else settings)
-    assert [by_server(config, modules) for modules in (PARTS, [OUT], EXPERTS)] == [BOTH, NEITHER, NEITHER]
+    assert [by_server(config, modules) for modules in (PARTS, [OUT], EXPERTS)] == [
+        BOTH,
+        NEITHER,
+        NEITHER,
+    ]
 
 
 def test_deepseek_in_sglang_is_the_layer_61_of_the_list():
-    """Whatever the number of layers: entries with this number are renamed, unless the method is AWQ's or GPTQ's."""
+    """Whatever the number of layers: entries with this number are renamed, unless the method is
+    AWQ's or GPTQ's."""
     facts = get_family("deepseek_v3").serving
     own = ["model.layers.61.self_attn.o_proj"]
     for entry in ("model.layers.61.self_attn.o_proj", "model.decoder.self_attn.o_proj"):
-        for method, key in (("fp8", FP8_KEY), ("compressed-tensors", "ignore"), ("modelopt", "ignore")):
+        for method, key in (
+            ("fp8", FP8_KEY),
+            ("compressed-tensors", "ignore"),
+            ("modelopt", "ignore"),
+        ):
             assert "sglang" in by_server({"quant_method": method, key: [entry]}, own, facts)
-        assert ("sglang" in by_server({"quant_method": "awq", AWQ: [entry]}, own, facts)) == ("decoder" in entry)
+        assert ("sglang" in by_server({"quant_method": "awq", AWQ: [entry]}, own, facts)) == (
+            "decoder" in entry
+        )
     pattern = "re:model\\.layers\\.61\\..*"
-    assert by_server({"quant_method": "compressed-tensors", "ignore": [pattern]}, own, facts) == VLLM
+    assert (
+        by_server({"quant_method": "compressed-tensors", "ignore": [pattern]}, own, facts) == VLLM
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "found"), [("glm4_moe", VLLM), ("mimo", VLLM), ("deepseek_v3", VLLM), ("qwen3_5", BOTH)]
+    ("family", "found"),
+    [("glm4_moe", VLLM), ("mimo", VLLM), ("deepseek_v3", VLLM), ("qwen3_5", BOTH)],
 )
 def test_models_that_do_not_say_what_their_matrices_consist_of(family, found):
     """SGLang then finds the matrix under compressed-tensors, not its modules."""
     facts = get_family(family).serving
-    start = {"glm4_moe": "model.layers.4.", "mimo": "model.mtp_layers.0.", "deepseek_v3": "model.layers.4."}
+    start = {
+        "glm4_moe": "model.layers.4.",
+        "mimo": "model.mtp_layers.0.",
+        "deepseek_v3": "model.layers.4.",
+    }
     modules = [f"{start.get(family, 'mtp.layers.0.')}mlp.{part}_proj" for part in ("gate", "up")]
     ignored = IgnoreList.of({"quant_method": "compressed-tensors"}, facts, 8)
     names = [own.name for server in SERVERS for own in ignored.modules(server, modules).values()]
-    assert by_server({"quant_method": "compressed-tensors", "ignore": names}, modules, facts, 8) == found
+    assert (
+        by_server({"quant_method": "compressed-tensors", "ignore": names}, modules, facts, 8)
+        == found
+    )
     (matrix,) = {own.matrix for own in ignored.modules("sglang", modules).values()}
-    assert by_server({"quant_method": "compressed-tensors", "ignore": [matrix]}, modules, facts, 8) >= SGLANG
+    assert (
+        by_server({"quant_method": "compressed-tensors", "ignore": [matrix]}, modules, facts, 8)
+        >= SGLANG
+    )
 
 
 def test_mimos_heads_are_layers_after_the_base_in_vllm():
@@ -152,12 +206,17 @@ def models(tmp_path_factory):
 def packed(weight):
     """NVFP4 as ModelOpt stores it, as far as names and dtypes go."""
     codes = weight[:, ::2].to(torch.uint8).contiguous()
-    return {"weight": codes, "weight_scale": weight[:, :1].to(FP8).contiguous(), "weight_scale_2": torch.ones(1)}
+    return {
+        "weight": codes,
+        "weight_scale": weight[:, :1].to(FP8).contiguous(),
+        "weight_scale_2": torch.ones(1),
+    }
 
 
 def store(tensors, names, pack=packed):
     for name in names:
-        start, weight = name.removesuffix("weight"), tensors.pop(name)
+        start = name.removesuffix("weight")
+        weight = tensors.pop(name)
         tensors |= {start + end: part for end, part in pack(weight).items()}
 
 
@@ -177,7 +236,9 @@ def quantised(directory, source, start, config, pack=packed):
 def complaints(directory):
     """What fails about quantisation, by server."""
     found = [one for one in lint(directory) if one.fatal and "quanti" in one.text]
-    return {server: "\n".join(one.text for one in found if server in one.servers) for server in SERVERS}
+    return {
+        server: "\n".join(one.text for one in found if server in one.servers) for server in SERVERS
+    }
 
 
 @pytest.mark.parametrize(
@@ -191,11 +252,19 @@ def complaints(directory):
     ],
 )
 def test_the_heads_input_projection_is_never_four_bit(models, tmp_path, family, algorithm, wants):
-    """Published lists do not name `mtp.fc`, and vLLM does without; under fp8 it does not. SGLang never quantises it."""
+    """Published lists do not name `mtp.fc`, and vLLM does without; under fp8 it does not. SGLang
+    never quantises it."""
     start = "model.layers." if family == "qwen3_next" else "model.language_model.layers."
-    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["mtp.layers*", "model.layers.0*"]}
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "ignore": ["mtp.layers*", "model.layers.0*"],
+    }
     hf = quantised(tmp_path / "hf", models[family], start, config)
-    says = "modules of the heads are not quantised, but not listed in quantization_config's ignore: add mtp.fc"
+    says = (
+        "modules of the heads are not quantised, but not listed in quantization_config's ignore:"
+        " add mtp.fc"
+    )
     assert complaints(hf) == {"vllm": says if wants else "", "sglang": ""}
     edit(hf, lambda tensors: store(tensors, ["mtp.fc.weight"]))
     plain = "quantised, but built without quantisation; store them in bf16: "
@@ -205,14 +274,24 @@ def test_the_heads_input_projection_is_never_four_bit(models, tmp_path, family, 
 
 
 def test_modelopt_wants_one_answer_for_the_modules_of_a_matrix(models, tmp_path):
-    """Although another entry leaves out the matrix: both servers compare the modules first, vLLM unless its name is
-    listed."""
-    config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["mtp*", "model.layers.0*"]}
+    """Although another entry leaves out the matrix: both servers compare the modules first, vLLM
+    unless its name is listed."""
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": ["mtp*", "model.layers.0*"],
+    }
     hf = quantised(tmp_path / "hf", models["qwen3_5"], "model.language_model.layers.", config)
     assert complaints(hf) == {"vllm": "", "sglang": ""}
-    edit_config(hf, quantization_config=config | {"ignore": [*config["ignore"], f"{ATTENTION}.q_proj"]})
+    edit_config(
+        hf, quantization_config=config | {"ignore": [*config["ignore"], f"{ATTENTION}.q_proj"]}
+    )
     found = [one.text for one in lint(hf) if one.fatal and len(one.servers) == 2]
-    assert [text for text in found if f"of {ATTENTION}.{{q_proj,k_proj,v_proj}}, which are one matrix" in text]
+    assert [
+        text
+        for text in found
+        if f"of {ATTENTION}.{{q_proj,k_proj,v_proj}}, which are one matrix" in text
+    ]
     listed = [*config["ignore"], f"{ATTENTION}.q_proj", f"{ATTENTION}.qkv_proj"]
     edit_config(hf, quantization_config=config | {"ignore": listed})
     assert [one.servers for one in lint(hf) if "which are one matrix" in one.text] == [("sglang",)]
@@ -232,27 +311,44 @@ def test_sglang_keeps_some_of_next_out_of_four_bits(models, tmp_path):
 
 def test_modelopt_quantises_the_heads_copy_of_the_output_layer(models, tmp_path):
     """In vLLM, which looks for it under a name without `shared_head`."""
-    config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.decoder*"]}
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": ["lm_head", "model.decoder*"],
+    }
     hf = quantised(tmp_path / "hf", models["deepseek_v3"], "model.layers.0", config)
     assert "model.layers.2.shared_head.head.weight" in load_file(hf / "model.safetensors")
-    heads = [name.removesuffix(".weight") for name in load_file(hf / "model.safetensors") if ".2." in name]
+    heads = [
+        name.removesuffix(".weight")
+        for name in load_file(hf / "model.safetensors")
+        if ".2." in name
+    ]
     config["ignore"] += [name for name in heads if "shared_head" not in name]
     edit_config(hf, quantization_config=config)
-    says = "modules of the heads are not quantised, but not listed in quantization_config's ignore: add "
+    says = (
+        "modules of the heads are not quantised, but not listed in quantization_config's ignore:"
+        " add "
+    )
     assert complaints(hf) == {"vllm": f"{says}model.layers.2.head", "sglang": ""}
-    edit_config(hf, quantization_config=config | {"ignore": [*config["ignore"], "model.layers.2.head"]})
+    edit_config(
+        hf, quantization_config=config | {"ignore": [*config["ignore"], "model.layers.2.head"]}
+    )
     assert complaints(hf) == {"vllm": "", "sglang": ""}
     stitch(hf, models["deepseek_v3"], tmp_path / "out")
     assert complaints(tmp_path / "out") == {"vllm": "", "sglang": ""}
 
 
 def awq(weight):
-    return {"qweight": weight.t().to(torch.int32).contiguous(), "scales": weight[:, :1].half().contiguous()}
+    return {
+        "qweight": weight.t().to(torch.int32).contiguous(),
+        "scales": weight[:, :1].half().contiguous(),
+    }
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_vllm_reads_dtypes_where_sglang_needs_a_list(models, tmp_path, method):
-    """AWQ's files are read only as long as there is no list, so that a new list names the base's matrices too."""
+    """AWQ's files are read only as long as there is no list, so that a new list names the base's
+    matrices too."""
     start = "model.language_model.layers."
     hf = quantised(tmp_path / "hf", models["qwen3_5"], start, {"quant_method": method}, awq)
     found = complaints(hf)

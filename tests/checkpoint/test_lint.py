@@ -53,11 +53,9 @@ def test_a_published_directory_has_no_findings(published, capsys):
     assert "vLLM 0.33 should load it and draft with its heads" in capsys.readouterr().out
 
 
-EXTRA, NORM, K_PROJ = (
-    "mtp.layers.9.norm.weight",
-    "mtp.layers.1.final_layernorm.weight",
-    "mtp.layers.0.mixer.k_proj.weight",
-)
+EXTRA = "mtp.layers.9.norm.weight"
+NORM = "mtp.layers.1.final_layernorm.weight"
+K_PROJ = "mtp.layers.0.mixer.k_proj.weight"
 
 
 def test_every_wrong_tensor_is_named(hf, capsys):
@@ -90,7 +88,10 @@ def test_every_wrong_tensor_is_named(hf, capsys):
         ({"architectures": ["NemotronForCausalLM"]}, "architectures ['NemotronForCausalLM']"),
         ({"architectures": None}, "write NemotronHForCausalLM"),
         ({"num_nextn_predict_layers": 0}, "no heads to draft with"),
-        ({"auto_map": {"AutoModel": "modeling_x.Model", "AutoConfig": "far/repo--x.C"}}, "not there: modeling_x.py"),
+        (
+            {"auto_map": {"AutoModel": "modeling_x.Model", "AutoConfig": "far/repo--x.C"}},
+            "not there: modeling_x.py",
+        ),
     ],
 )
 def test_wrong_settings_are_fatal(hf, changes, words):
@@ -99,24 +100,37 @@ def test_wrong_settings_are_fatal(hf, changes, words):
 
 
 def test_words_in_place_of_letters(tmp_path):
-    """As transformers 5 writes them. SGLang knows the older ones, and takes words even where there are letters."""
+    """As transformers 5 writes them. SGLang knows the older ones, and takes words even where there
+    are letters."""
     write_base(tmp_path / "hf", "M*")
     add_heads(tmp_path / "hf", "*E")
     says = "has words that the server refuses: write letters"
-    assert f"layers_block_type {says}, as hybrid_override_pattern" in texts(lint(tmp_path / "hf", "sglang"))
+    assert f"layers_block_type {says}, as hybrid_override_pattern" in texts(
+        lint(tmp_path / "hf", "sglang")
+    )
     assert says not in texts(lint(tmp_path / "hf", "vllm"))
     edit_config(tmp_path / "hf", hybrid_override_pattern="M*")
     assert says in texts(lint(tmp_path / "hf", "sglang"))
-    edit_config(tmp_path / "hf", hybrid_override_pattern=None, layers_block_type=["mamba", "attention"])
+    edit_config(
+        tmp_path / "hf", hybrid_override_pattern=None, layers_block_type=["mamba", "attention"]
+    )
     assert texts(lint(tmp_path / "hf")) == ""
-    edit_config(tmp_path / "hf", mtp_layers_block_type=["full_attention", "moe"], mtp_hybrid_override_pattern=None)
+    edit_config(
+        tmp_path / "hf",
+        mtp_layers_block_type=["full_attention", "moe"],
+        mtp_hybrid_override_pattern=None,
+    )
     assert texts(lint(tmp_path / "hf", "vllm")) == ""
-    assert f"mtp_layers_block_type {says}, as mtp_hybrid_override_pattern" in texts(lint(tmp_path / "hf", "sglang"))
+    assert f"mtp_layers_block_type {says}, as mtp_hybrid_override_pattern" in texts(
+        lint(tmp_path / "hf", "sglang")
+    )
     edit_config(tmp_path / "hf", mtp_layers_block_type=["attention", "moe"])
     assert texts(lint(tmp_path / "hf")) == ""
 
 
-@pytest.mark.parametrize(("family", "runs"), [("deepseek_v3", True), ("glm4_moe", True), ("mimo", False)])
+@pytest.mark.parametrize(
+    ("family", "runs"), [("deepseek_v3", True), ("glm4_moe", True), ("mimo", False)]
+)
 def test_servers_that_run_several_layers(tmp_path, family, runs):
     """vLLM runs those of DeepSeek and GLM one after another, as distinct heads."""
     write, add = FAMILIES[family]
@@ -124,41 +138,63 @@ def test_servers_that_run_several_layers(tmp_path, family, runs):
     add(tmp_path / "hf", physical=2)
     says = "2 MTP layers are stored: "
     assert (f"{says}vLLM runs only the first" in texts(lint(tmp_path / "hf", "vllm"))) != runs
-    assert says in texts(lint(tmp_path / "hf", "sglang")) and "SGLang takes no more than 1" in texts(
-        lint(tmp_path / "hf")
-    )
+    assert says in texts(
+        lint(tmp_path / "hf", "sglang")
+    ) and "SGLang takes no more than 1" in texts(lint(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_depths_are_no_layers(tmp_path, server):
     made(tmp_path / "hf", physical=2, depths=2, repeated=False)
-    assert "2 MTP layers are stored: vLLM runs only the first" in texts(lint(tmp_path / "hf", server))
+    assert "2 MTP layers are stored: vLLM runs only the first" in texts(
+        lint(tmp_path / "hf", server)
+    )
 
 
 @pytest.mark.parametrize(
     ("heads", "found"),
     [
-        ("*-", ["heads of layers '*-': servers build layers *, E only; train heads with a heads.pattern of these"] * 2),
-        ("M*", ["heads of layers 'M*': servers build layers *, E only; train heads with a heads.pattern of these"] * 2),
+        (
+            "*-",
+            [
+                "heads of layers '*-': servers build layers *, E only; train heads with a"
+                " heads.pattern of these"
+            ]
+            * 2,
+        ),
+        (
+            "M*",
+            [
+                "heads of layers 'M*': servers build layers *, E only; train heads with a"
+                " heads.pattern of these"
+            ]
+            * 2,
+        ),
         ("*", ["", ""]),
         ("E*", ["", ""]),
         ("E", ["", ""]),
     ],
 )
 def test_letters_of_the_heads(tmp_path, heads, found):
-    """Servers build them one by one, in any order; vLLM's older runner needs a cache to find the heads by."""
+    """Servers build them one by one, in any order; vLLM's older runner needs a cache to find the
+    heads by."""
     made(tmp_path / "hf", heads=heads)
     assert [texts(lint(tmp_path / "hf", server)) for server in ("vllm", "sglang")] == found
     warnings = [texts(lint(tmp_path / "hf", server), False) for server in ("vllm", "sglang")]
     assert [("V2 model runner only" in text) for text in warnings] == [heads == "E", False]
 
 
-@pytest.mark.parametrize(("ranks", "keys"), [(1, []), (2, []), (3, ["num_attention_heads 4", "mamba_num_heads 4"])])
+@pytest.mark.parametrize(
+    ("ranks", "keys"), [(1, []), (2, []), (3, ["num_attention_heads 4", "mamba_num_heads 4"])]
+)
 def test_sizes_that_ranks_divide(published, ranks, keys):
     found = texts(lint(published, ranks=ranks))
     assert [key for key in keys if key not in found] == [] and bool(found) == bool(keys)
     if keys:
-        assert "num_query_groups 2: tensor-parallel size 3 does not divide it, nor the other way round" in found
+        assert (
+            "num_query_groups 2: tensor-parallel size 3 does not divide it, nor the other way round"
+            in found
+        )
 
 
 def test_one_group_of_mamba_is_copied_to_all_ranks(tmp_path):
@@ -167,22 +203,39 @@ def test_one_group_of_mamba_is_copied_to_all_ranks(tmp_path):
     assert "mamba_num_groups" not in texts(lint(tmp_path / "hf", ranks=2))
     edit_config(tmp_path / "hf", quantization_config={"quant_method": "modelopt"})
     says = "mamba_num_groups 1: a quantised model cannot be split over tensor-parallel size 2"
-    assert [says in texts(lint(tmp_path / "hf", server, 2)) for server in ("vllm", "sglang")] == [False, True]
+    assert [says in texts(lint(tmp_path / "hf", server, 2)) for server in ("vllm", "sglang")] == [
+        False,
+        True,
+    ]
 
 
-@pytest.mark.parametrize(("family", "split"), [("mimo", []), ("qwen3_5", ["vllm"]), ("nemotron_h", ["vllm", "sglang"])])
+@pytest.mark.parametrize(
+    ("family", "split"), [("mimo", []), ("qwen3_5", ["vllm"]), ("nemotron_h", ["vllm", "sglang"])]
+)
 def test_servers_that_split_the_input_projection(tmp_path, family, split):
     write, add = FAMILIES[family]
     write(tmp_path / "hf")
     add(tmp_path / "hf")
-    found = {server: texts(lint(tmp_path / "hf", server, 5)).splitlines() for server in ("vllm", "sglang")}
-    assert [server for server, lines in found.items() if any(line.startswith("hidden") for line in lines)] == split
+    found = {
+        server: texts(lint(tmp_path / "hf", server, 5)).splitlines()
+        for server in ("vllm", "sglang")
+    }
+    assert [
+        server
+        for server, lines in found.items()
+        if any(line.startswith("hidden") for line in lines)
+    ] == split
 
 
 def test_dtypes_and_files_are_warnings(hf):
     (hf / "tokenizer.json").unlink()
     edit_config(hf, dtype="bfloat16", mamba_ssm_cache_dtype=None)
-    edit(hf, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items() if "correction" in n}))
+    edit(
+        hf,
+        lambda tensors: tensors.update(
+            {n: t.bfloat16() for n, t in tensors.items() if "correction" in n}
+        ),
+    )
     found = lint(hf)
     assert texts(found) == ""
     for words in (
@@ -207,19 +260,32 @@ def test_norms_with_another_offset(hf):
 
 
 def test_a_family_states_facts_and_brings_rules(tmp_path):
-    """A key with one value, tied embeddings, modules that are never quantised, and a rule in code."""
+    """A key with one value, tied embeddings, modules that are never quantised, and a rule in
+    code."""
     facts = dataclasses.replace(
         SERVING,
         count_key="heads.count",
         ties=("vllm",),
         needs=(Need("scoring", "the router chooses by softmax", "sigmoid"),),
-        rules=(lambda subject: [Finding(f"{len(subject.heads)} tensors of heads", servers=("sglang",))],),
+        rules=(
+            lambda subject: [
+                Finding(f"{len(subject.heads)} tensors of heads", servers=("sglang",))
+            ],
+        ),
     )
-    family = dataclasses.replace(NEMOTRON_H, model_type="odd", architecture="OddForCausalLM", serving=facts)
+    family = dataclasses.replace(
+        NEMOTRON_H, model_type="odd", architecture="OddForCausalLM", serving=facts
+    )
     with known(family):
         write_base(tmp_path / "hf", "*E")
         add_heads(tmp_path / "hf")
-        edit_config(tmp_path / "hf", model_type="odd", architectures=["OddForCausalLM"], heads={"count": 1}, scoring=3)
+        edit_config(
+            tmp_path / "hf",
+            model_type="odd",
+            architectures=["OddForCausalLM"],
+            heads={"count": 1},
+            scoring=3,
+        )
         found = texts(lint(tmp_path / "hf"))
         assert found.splitlines() == [
             "scoring 3 instead of 'sigmoid': the router chooses by softmax",

@@ -1,4 +1,5 @@
-"""Rules of the lint for Qwen3-Next and Qwen3.5, and of tied embeddings: each is silent on what is published."""
+"""Rules of the lint for Qwen3-Next and Qwen3.5, and of tied embeddings: each is silent on what is
+published."""
 
 import shutil
 
@@ -20,7 +21,9 @@ SIZES = dict(vocab_size=24, hidden_size=16, head_dim=8, intermediate_size=12)
 
 def finished(directory, family):
     """What published directories have besides."""
-    edit_text(directory, **INTERVAL, **({} if family == "qwen3_next" else {"mamba_ssm_dtype": "float32"}))
+    edit_text(
+        directory, **INTERVAL, **({} if family == "qwen3_next" else {"mamba_ssm_dtype": "float32"})
+    )
     (directory / "tokenizer.json").write_text("{}")
     return directory
 
@@ -32,7 +35,10 @@ def published(tmp_path_factory):
     for family in FAMILIES:
         found[family] = write_family(family, tmp_path_factory.mktemp(family), **SIZES)
         edit(
-            found[family], lambda tensors: [unpack(tensors, name) for name in [*tensors] if ".experts.gate_up" in name]
+            found[family],
+            lambda tensors: [
+                unpack(tensors, name) for name in [*tensors] if ".experts.gate_up" in name
+            ],
         )
         finished(found[family], family)
     return found
@@ -50,7 +56,8 @@ def copied(published, tmp_path):
 
 def unpack(tensors, name):
     start = name.removesuffix("gate_up_proj")
-    both, down = tensors.pop(name), tensors.pop(f"{start}down_proj")
+    both = tensors.pop(name)
+    down = tensors.pop(f"{start}down_proj")
     for expert, (fused, last) in enumerate(zip(both, down, strict=True)):
         gate, up = fused.chunk(2)
         for part, weight in (("gate", gate), ("up", up), ("down", last)):
@@ -60,7 +67,9 @@ def unpack(tensors, name):
 def pack(tensors, start, down=True):
     parts = {}
     for part in ("gate", "up", "down")[: 3 if down else 2]:
-        parts[part] = torch.stack([tensors.pop(f"{start}{expert}.{part}_proj.weight") for expert in range(4)])
+        parts[part] = torch.stack(
+            [tensors.pop(f"{start}{expert}.{part}_proj.weight") for expert in range(4)]
+        )
     tensors[f"{start}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
     if down:
         tensors[f"{start}down_proj"] = parts["down"]
@@ -69,7 +78,9 @@ def pack(tensors, start, down=True):
 def fatal(directory):
     """What fails, by server."""
     found = [finding for finding in lint(directory) if finding.fatal]
-    return {server: "\n".join(one.text for one in found if server in one.servers) for server in SERVERS}
+    return {
+        server: "\n".join(one.text for one in found if server in one.servers) for server in SERVERS
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,21 +96,24 @@ def test_one_server_reads_the_interval_alone(tmp_path, family):
     edit_text(tmp_path, full_attention_interval=None)
     found = fatal(tmp_path)
     assert (
-        "full_attention_interval is absent, which counts as 4: attention is in [1], not in layers []" in found["sglang"]
+        "full_attention_interval is absent, which counts as 4: attention is in [1], not in"
+        " layers []" in found["sglang"]
     )
     assert "full_attention_interval" not in found["vllm"]
     edit_text(tmp_path, full_attention_interval=2)
     assert "full_attention_interval" not in fatal(tmp_path)["sglang"]
 
 
-@pytest.mark.parametrize(("dense", "in_vllm"), [({"mlp_only_layers": [0, 2]}, True), ({"mlp_only_layers": [2]}, False)])
+@pytest.mark.parametrize(
+    ("dense", "in_vllm"), [({"mlp_only_layers": [0, 2]}, True), ({"mlp_only_layers": [2]}, False)]
+)
 def test_layers_without_experts(tmp_path, dense, in_vllm):
     """What a server builds where Qwen3-Next has an MLP, in the base and in the head."""
     write_family("qwen3_next", tmp_path, **SIZES, **dense)
     found = fatal(tmp_path)
     assert (
-        f"layers {dense['mlp_only_layers']} have no experts, but the server builds experts in every layer"
-        in found["sglang"]
+        f"layers {dense['mlp_only_layers']} have no experts, but the server builds experts in every"
+        " layer" in found["sglang"]
     )
     assert ("the server then builds the head without experts, too" in found["vllm"]) == in_vllm
 
@@ -113,7 +127,9 @@ def test_packed_experts_of_next(copied):
     assert found["sglang"] == f"2 tensors of packed experts, which are read one by one: {names}"
 
 
-@pytest.mark.parametrize("start", ["mtp.layers.0.mlp.experts.", "model.language_model.layers.1.mlp.experts."])
+@pytest.mark.parametrize(
+    "start", ["mtp.layers.0.mlp.experts.", "model.language_model.layers.1.mlp.experts."]
+)
 def test_experts_that_are_packed_in_part(copied, start):
     """Servers read both ways in one file."""
     directory = copied("qwen3_5_moe")
@@ -132,8 +148,12 @@ def unpack_gate(tensors, start):
 def test_the_vision_tower_is_built(copied):
     directory = copied("qwen3_5")
     edit(directory, lambda tensors: [tensors.pop(name) for name in [*tensors] if "visual" in name])
-    (ends, warns) = lint(directory)
-    assert ends.fatal and ends.servers == ("sglang",) and "stitch the heads into the original" in ends.text
+    ends, warns = lint(directory)
+    assert (
+        ends.fatal
+        and ends.servers == ("sglang",)
+        and "stitch the heads into the original" in ends.text
+    )
     assert not warns.fatal and warns.servers == ("vllm",) and "--language-model-only" in warns.text
     assert all("no tensors model.visual.*" in finding.text for finding in (ends, warns))
 
@@ -154,7 +174,10 @@ def test_servers_that_do_not_tie(tmp_path):
     """Of Qwen3-Next both want an output layer; of Qwen3.5 and of MiMo both tie."""
     directory = tied(tmp_path / "next", "qwen3_next")
     assert "lm_head.weight" not in load_file(directory / "model.safetensors")
-    assert all("embeddings are tied, but the server ignores that" in text for text in fatal(directory).values())
+    assert all(
+        "embeddings are tied, but the server ignores that" in text
+        for text in fatal(directory).values()
+    )
     write_family("mimo", tmp_path / "mimo", tie_word_embeddings=False)
     edit(tmp_path / "mimo", lambda tensors: tensors.pop("lm_head.weight"))
     edit_config(tmp_path / "mimo", tie_word_embeddings=True)

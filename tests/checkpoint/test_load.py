@@ -91,26 +91,42 @@ ODD = dict(
         {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False},
         ODD,
         ODD | {"moe_latent_size": 11, "moe_intermediate_size": 9, "norm_topk_prob": False},
-        {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5, "routed_scaling_factor": 0.7},
+        {
+            "n_routed_experts": 9,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 5,
+            "routed_scaling_factor": 0.7,
+        },
         {"n_routed_experts": 12, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 3},
         {"n_routed_experts": 16, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3},
         {"num_experts_per_tok": 1, "norm_topk_prob": True},
-        {"num_experts_per_tok": 1, "norm_topk_prob": False, "num_key_value_heads": 1, "n_groups": 1},
+        {
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "num_key_value_heads": 1,
+            "n_groups": 1,
+        },
     ],
 )
 def test_logits_equal_transformers(tmp_path, changes):
     from transformers import NemotronHForCausalLM
 
     write_base(tmp_path / "hf", "ME*-M", **changes)
-    edit_config(tmp_path / "hf", time_step_min=changes.get("time_step_limit", [0.0])[0])  # what transformers clamps at
+    # what transformers clamps at
+    edit_config(tmp_path / "hf", time_step_min=changes.get("time_step_limit", [0.0])[0])
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
     tokens = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        model = NemotronHForCausalLM.from_pretrained(tmp_path / "hf", experts_implementation="eager")
+        model = NemotronHForCausalLM.from_pretrained(
+            tmp_path / "hf", experts_implementation="eager"
+        )
         want = model(tokens).logits
         for layout in ("hf", "megatron"):
             model = load_model(tmp_path / layout)
-            have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
+            have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(
+                0, 1
+            )
             assert relative(have, want) < 1e-4, layout
     assert differing_after_round_trip(tmp_path / "hf") == []
 
@@ -126,7 +142,10 @@ def test_several_shared_experts_are_one_network(tmp_path):
     for name, family in (("kept", None), ("again", "nemotron_h")):
         export_checkpoint(tmp_path / "megatron", tmp_path / name, family=family)
         values = json.loads((tmp_path / name / "config.json").read_text())
-        assert (values["n_shared_experts"], values["moe_shared_expert_intermediate_size"]) == (2, 12)
+        assert (values["n_shared_experts"], values["moe_shared_expert_intermediate_size"]) == (
+            2,
+            12,
+        )
         assert load_file(tmp_path / name / "model.safetensors").keys() == want.keys()
     (tmp_path / "megatron" / "config.json").unlink()
     export_checkpoint(tmp_path / "megatron", tmp_path / "new")
@@ -184,7 +203,9 @@ def test_every_misfit_is_listed_before_anything_changes(hf_dir, tmp_path):
     assert "mtp.layers.0.mtp_model_layer.layers.2.self_attention.linear_proj.weight" in message
     have, want = (parameters(c) for c in (load_config(hf_dir), config))
     misfits = sum(name in have and have[name] != shape for name, shape in want.items())
-    assert f" {misfits} of another shape: decoder.final_norm.weight [32] instead of [64], " in message
+    assert (
+        f" {misfits} of another shape: decoder.final_norm.weight [32] instead of [64], " in message
+    )
     assert f" {len(want.keys() - have.keys())} missing: " in message
     assert torch.equal(before, model.output_layer.weight)
 
@@ -200,7 +221,9 @@ def test_save_model_is_an_import(hf_dir, tmp_path):
     save_model(load_model(hf_dir), tmp_path / "saved", companions=hf_dir)
     import_checkpoint(hf_dir, tmp_path / "imported")
     assert compare_weights(tmp_path / "saved", tmp_path / "imported").identical
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "nemotron_h"
+    assert (
+        json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "nemotron_h"
+    )
 
 
 def test_run_saves_iterations_and_resumes_the_latest(hf_dir, tmp_path):
@@ -209,7 +232,14 @@ def test_run_saves_iterations_and_resumes_the_latest(hf_dir, tmp_path):
         with torch.no_grad():
             model.mtp.layers[0].eh_proj.weight.add_(1)
         state = {"model": model.sharded_state_dict()}
-        save_checkpoint(tmp_path / "run", iteration, state, {"iteration": iteration}, model.mtpkit_config, hf_dir)
+        save_checkpoint(
+            tmp_path / "run",
+            iteration,
+            state,
+            {"iteration": iteration},
+            model.mtpkit_config,
+            hf_dir,
+        )
     assert latest_iteration(tmp_path / "run") == 10
     fresh = build_model(load_config(tmp_path / "run"), seed=7)
     loaded = load_checkpoint(tmp_path / "run", {"model": fresh.sharded_state_dict()})
@@ -221,16 +251,23 @@ def test_run_saves_iterations_and_resumes_the_latest(hf_dir, tmp_path):
 
 def test_resuming_lists_every_misfit(hf_dir, tmp_path):
     model = load_model(hf_dir)
-    save_checkpoint(tmp_path / "run", 1, {"model": model.sharded_state_dict()}, {}, model.mtpkit_config)
+    save_checkpoint(
+        tmp_path / "run", 1, {"model": model.sharded_state_dict()}, {}, model.mtpkit_config
+    )
     other = build_model(model.mtpkit_config.replace(mtp_pattern="*", hidden_size=64))
-    with pytest.raises(UserError, match=r"unexpected.*layers\.1\..*of another shape: decoder\.final_norm"):
+    with pytest.raises(
+        UserError, match=r"unexpected.*layers\.1\..*of another shape: decoder\.final_norm"
+    ):
         load_checkpoint(tmp_path / "run", {"model": other.sharded_state_dict()})
 
 
 def test_imported_checkpoint_loads_through_megatron_itself(hf_dir, tmp_path):
     import_checkpoint(hf_dir, tmp_path / "megatron")
-    model, fresh = load_model(hf_dir), build_model(load_config(hf_dir), seed=9)
-    fresh.load_state_dict(load_checkpoint(tmp_path / "megatron", {"model": fresh.sharded_state_dict()})["model"])
+    model = load_model(hf_dir)
+    fresh = build_model(load_config(hf_dir), seed=9)
+    fresh.load_state_dict(
+        load_checkpoint(tmp_path / "megatron", {"model": fresh.sharded_state_dict()})["model"]
+    )
     saved = dict(model.named_parameters())
     assert all(torch.equal(p, saved[name]) for name, p in fresh.named_parameters())
 
@@ -238,7 +275,8 @@ def test_imported_checkpoint_loads_through_megatron_itself(hf_dir, tmp_path):
 @pytest.mark.parametrize("case", ["moe", "distinct_heads", "gated_rope"])
 @pytest.mark.parametrize("style", ["transformer_layer", "mtp_model_layer"])
 def test_heads_with_the_names_of_gpt_models(tmp_path, case, style):
-    """GPTModel's heads are one transformer layer per depth; attention and MLP lie side by side in it."""
+    """GPTModel's heads are one transformer layer per depth; attention and MLP lie side by side in
+    it."""
 
     def rename(tensors):
         for name in [name for name in tensors if ".mtp_model_layer." in name]:
@@ -248,14 +286,19 @@ def test_heads_with_the_names_of_gpt_models(tmp_path, case, style):
     stored = MegatronReader(tmp_path / "megatron").keys
     assert f"mtp.layers.0.{style}.self_attention.linear_qkv.weight" in stored
     assert compare_weights(GOLDEN / "tp1" / case, tmp_path / "megatron").identical
-    have, want = (load_model(directory).state_dict() for directory in (tmp_path / "megatron", GOLDEN / "tp1" / case))
+    have, want = (
+        load_model(directory).state_dict()
+        for directory in (tmp_path / "megatron", GOLDEN / "tp1" / case)
+    )
     assert all(torch.equal(have[name], value) for name, value in want.items() if value is not None)
 
 
 @pytest.mark.parametrize("case", ["gated_rope", "moe"])
 def test_tensors_of_a_model_in_memory(case):
-    """Whole, also those that megatron-core saves in several parts: the first matrix of a gated MLP."""
-    have, want = ModelTensors(load_model(GOLDEN / "tp1" / case)), open_weights(GOLDEN / "tp1" / case)
+    """Whole, also those that megatron-core saves in several parts: the first matrix of a gated
+    MLP."""
+    have = ModelTensors(load_model(GOLDEN / "tp1" / case))
+    want = open_weights(GOLDEN / "tp1" / case)
     assert have.tensors == want.tensors
     assert all(bits_equal(have.read(name), want.read(name)) for name in want.tensors)
 
@@ -268,7 +311,8 @@ def test_swapped_queries_and_keys_would_show(hf_dir, tmp_path):
     want = NemotronHForCausalLM.from_pretrained(hf_dir)(tokens).logits.detach()
 
     def swap(tensors):
-        k, v = "backbone.layers.1.mixer.k_proj.weight", "backbone.layers.1.mixer.v_proj.weight"
+        k = "backbone.layers.1.mixer.k_proj.weight"
+        v = "backbone.layers.1.mixer.v_proj.weight"
         tensors[k], tensors[v] = tensors[v].clone(), tensors[k].clone()
 
     edit(hf_dir, swap)
@@ -282,18 +326,22 @@ def test_a_gate_after_the_norm_of_mamba_would_show(hf_dir, monkeypatch):
     """Mamba2 gates before it norms; gated delta nets the other way round."""
     from transformers import NemotronHForCausalLM
 
-    tokens, plain = torch.randint(96, (1, 17)), GatedRMSNorm.forward
+    tokens = torch.randint(96, (1, 17))
+    plain = GatedRMSNorm.forward
     want = NemotronHForCausalLM.from_pretrained(hf_dir)(tokens).logits.detach()
 
     def gate_last(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return plain(self, y, torch.full_like(z, 30.0)) * torch.nn.functional.silu(z)  # the norm undoes a factor
+        # the norm undoes a factor
+        return plain(self, y, torch.full_like(z, 30.0)) * torch.nn.functional.silu(z)
 
     errors = []
     for forward in (plain, gate_last):
         monkeypatch.setattr(GatedRMSNorm, "forward", forward)
         model = load_model(hf_dir)
         with torch.no_grad():
-            have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(0, 1)
+            have = compute_logits(model, base_forward(model, tokens, SequenceInput())).transpose(
+                0, 1
+            )
         errors.append(relative(have, want))
     assert errors[0] < 1e-4 and errors[1] > 1e-3
 
@@ -313,7 +361,12 @@ def test_saving_starts_no_process(hf_dir, tmp_path):
         dict(pattern="M*-E", mtp_pattern="*E"),
         dict(pattern="ME", mtp_pattern="ME", activation="swiglu", moe_latent_size=16),
         dict(pattern="*-", activation="swiglu", qk_layernorm=True, position_embedding_type="rope"),
-        dict(pattern="*-", attention_output_gate=True, layernorm_zero_centered_gamma=True, num_query_groups=4),
+        dict(
+            pattern="*-",
+            attention_output_gate=True,
+            layernorm_zero_centered_gamma=True,
+            num_query_groups=4,
+        ),
         dict(pattern="*-", add_qkv_bias=True),
         dict(
             pattern="E",
@@ -328,7 +381,9 @@ def test_saving_starts_no_process(hf_dir, tmp_path):
     ids=str,
 )
 def test_the_table_has_the_names_and_shapes_of_the_model(changes):
-    experts = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=24)
+    experts = dict(
+        num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=24
+    )
     config = toy_config(**experts | changes)
     targets = _targets(build_model(config, init="none"))
     built = {name: _global_shape(shards[0]) for name, shards in targets.items()}
@@ -343,15 +398,21 @@ def test_loading_draws_no_weights(hf_dir, monkeypatch):
 
     monkeypatch.setattr("mtpkit.model.build.init_weights", draw)
     model = load_model(hf_dir)
-    assert all(is_finite(p) for p in (*model.parameters(), *model.buffers()) if p.is_floating_point())
+    assert all(
+        is_finite(p) for p in (*model.parameters(), *model.buffers()) if p.is_floating_point()
+    )
     assert all(is_finite(p) for p in load_model(GOLDEN / "tp1/gated_rope").parameters())
 
 
 def test_a_parameter_without_a_tensor_is_an_error(hf_dir):
     model = build_model(load_config(hf_dir), init="none")
     whole = model.sharded_state_dict()
-    model.sharded_state_dict = lambda: {name: part for name, part in whole.items() if "final_norm" not in name}
-    with pytest.raises(MtpkitError, match=r"no tensor of a checkpoint fills decoder\.final_norm\.weight"):
+    model.sharded_state_dict = lambda: {
+        name: part for name, part in whole.items() if "final_norm" not in name
+    }
+    with pytest.raises(
+        MtpkitError, match=r"no tensor of a checkpoint fills decoder\.final_norm\.weight"
+    ):
         load_model_weights(model, hf_dir, strict=False)
 
 
@@ -368,7 +429,9 @@ def test_a_parameter_without_a_tensor_is_an_error(hf_dir):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_sizes_are_compared_with_the_files_before_a_model_is_built(hf_dir, tmp_path, monkeypatch, layout, changes):
+def test_sizes_are_compared_with_the_files_before_a_model_is_built(
+    hf_dir, tmp_path, monkeypatch, layout, changes
+):
     """Sizes are the largest that a config may have; each refusal is quick."""
     config = load_config(hf_dir).replace(**changes)
     directory = hf_dir
@@ -384,12 +447,16 @@ def test_sizes_are_compared_with_the_files_before_a_model_is_built(hf_dir, tmp_p
 
     monkeypatch.setattr("mtpkit.checkpoint.load.build_model", build)
     monkeypatch.setattr("mtpkit.training.heads.build_model", build)
-    settings = TrainConfig(model=str(directory), output=str(tmp_path / "run"), data=DataConfig(train=["x"]))
+    settings = TrainConfig(
+        model=str(directory), output=str(tmp_path / "run"), data=DataConfig(train=["x"])
+    )
     actions = [
         lambda: load_model(directory),
         lambda: LLM(directory, device="cpu"),
         lambda: build_with_heads(settings, config, torch.device("cpu")),
-        lambda: (import_checkpoint if layout == "hf" else export_checkpoint)(directory, tmp_path / "out"),
+        lambda: (import_checkpoint if layout == "hf" else export_checkpoint)(
+            directory, tmp_path / "out"
+        ),
     ]
     for action in actions:
         start = time.monotonic()

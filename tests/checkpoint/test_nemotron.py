@@ -1,4 +1,5 @@
-"""Published heads of Nemotron 3: their hidden states at every depth against a reference, and traps that it sees."""
+"""Published heads of Nemotron 3: their hidden states at every depth against a reference, and traps
+that it sees."""
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ IDS = torch.randint(96, (1, 11), generator=torch.Generator().manual_seed(4))
 HIDDEN = torch.randn(11, 32, generator=torch.Generator().manual_seed(5))
 CASES = {
     "super": ("*E", dict(moe_latent_size=11, n_routed_experts=7, num_experts_per_tok=3), 1),
-    "nano": ("*E", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=6, layer_norm_epsilon=1e-3), 1),
+    "nano": (
+        "*E",
+        dict(num_attention_heads=6, num_key_value_heads=3, head_dim=6, layer_norm_epsilon=1e-3),
+        1,
+    ),
     "groups": ("*E", dict(n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=5), 1),
     "raw": ("E*", dict(moe_latent_size=40, norm_topk_prob=False, routed_scaling_factor=0.7), 1),
     "dense": ("*-", dict(intermediate_size=35, num_key_value_heads=1), 1),
@@ -33,7 +38,8 @@ def write(directory, pattern, changes, physical=1):
 def error_of_depths(model, heads: Heads) -> float:
     """Worst relative error of g^1, g^2, .. from any hidden states of a base."""
     states = unroll_depths(model, HIDDEN[:, None], IDS, DEPTHS, attention="per_depth")
-    want, errors = HIDDEN.double(), []
+    want = HIDDEN.double()
+    errors = []
     for k, state in enumerate(states, 1):
         count = IDS.shape[1] - k
         want = heads.depth(k, want[:count], IDS[0, k:])
@@ -72,7 +78,8 @@ class FirstDepth(Heads):
 
 
 class NarrowShared(Heads):
-    """The shared expert's output goes through the latent width, as those of the routed experts do."""
+    """The shared expert's output goes through the latent width, as those of the routed experts
+    do."""
 
     def network(self, name: str, x: Tensor) -> Tensor:
         out = super().network(name, x)

@@ -18,7 +18,8 @@ from tests.checkpoint.odd_family import CARRIED, COPIES, known, write_odd
 from tests.checkpoint.test_cli import convert
 from tests.checkpoint.test_round_trip import read_all
 
-BASE, HEAD = "backbone.layers.1.", "mtp.layers.1."
+BASE = "backbone.layers.1."
+HEAD = "mtp.layers.1."
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,9 @@ def odd_family():
 def test_each_original_comes_back(tmp_path, packed, copies, capsys):
     before = write_odd(tmp_path / "hf", packed, copies)
     assert convert("import", tmp_path / "hf", tmp_path / "megatron") == 0
-    assert convert("export", tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.001") == 0
+    assert (
+        convert("export", tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.001") == 0
+    )
     listing = "carried 5 tensors outside the text model: audio.mask, audio.small, visual.bad"
     assert capsys.readouterr().out.count(listing) == 2
     after = read_all(tmp_path / "back")
@@ -48,7 +51,8 @@ def test_each_original_comes_back(tmp_path, packed, copies, capsys):
 def test_weights_are_the_same_whichever_way_they_are_stored(tmp_path):
     write_odd(tmp_path / "single")
     write_odd(tmp_path / "packed", (BASE, HEAD))
-    one, other = open_weights(tmp_path / "single"), open_weights(tmp_path / "packed")
+    one = open_weights(tmp_path / "single")
+    other = open_weights(tmp_path / "packed")
     assert one.tensors == other.tensors
     assert all(bits_equal(one.read(name), other.read(name)) for name in one.tensors)
 
@@ -77,7 +81,9 @@ def test_a_run_keeps_what_its_base_has(tmp_path, layout):
     model = load_model(tmp_path / "hf")
     for iteration in (1, 2):
         state = {"model": model.sharded_state_dict()}
-        save_checkpoint(tmp_path / "run", iteration, state, {}, model.mtpkit_config, tmp_path / layout)
+        save_checkpoint(
+            tmp_path / "run", iteration, state, {}, model.mtpkit_config, tmp_path / layout
+        )
     assert export_checkpoint(tmp_path / "run", tmp_path / "back") == sorted(CARRIED)
     assert read_all(tmp_path / "back").keys() == read_all(tmp_path / "hf").keys()
     link = (tmp_path / "run" / CARRIED_FILE).samefile(tmp_path / "megatron" / CARRIED_FILE)
@@ -87,14 +93,21 @@ def test_a_run_keeps_what_its_base_has(tmp_path, layout):
 def test_a_damaged_record_is_refused(tmp_path):
     write_odd(tmp_path / "hf", (BASE,))
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
-    for text in ('{"ways": 3}', '{"lacking": [1]}', '{"rounded": []}', '{"rounded": {"a": 3}}', "{"):
+    for text in (
+        '{"ways": 3}',
+        '{"lacking": [1]}',
+        '{"rounded": []}',
+        '{"rounded": {"a": 3}}',
+        "{",
+    ):
         (tmp_path / "megatron" / ORIGINAL).write_text(text)
         with pytest.raises(UserError, match=ORIGINAL):
             export_checkpoint(tmp_path / "megatron", tmp_path / "back")
 
 
 def test_an_unknown_way_is_refused(tmp_path):
-    """It would be written as by default; what the record says of tensors that a model lacks has no effect."""
+    """It would be written as by default; what the record says of tensors that a model lacks has no
+    effect."""
     write_odd(tmp_path / "hf", (BASE,))
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
     record = json.loads((tmp_path / "megatron" / ORIGINAL).read_text())
@@ -113,7 +126,9 @@ def test_an_unknown_way_is_refused(tmp_path):
 
 
 def test_heads_are_named_with_their_copies(tmp_path):
-    ways = Ways("b", {"one": (Entry(("b", "c"), ("mtp.b",), Join()),), "two": (Entry(("bc",), ("mtp.b",)),)})
+    ways = Ways(
+        "b", {"one": (Entry(("b", "c"), ("mtp.b",), Join()),), "two": (Entry(("bc",), ("mtp.b",)),)}
+    )
     table = Table([Entry(("a",), ("a",)), ways], {"a": (2, 3), "mtp.b": (4, 3)}, {"copy": "a"})
     assert table.mtp_names() == {"b", "c", "copy"}
     assert table.hf_shapes() == {"a": (2, 3), "b": (2, 3), "c": (2, 3), "copy": (2, 3)}
@@ -122,7 +137,10 @@ def test_heads_are_named_with_their_copies(tmp_path):
 
 
 def test_every_way_must_name_every_tensor():
-    ways = Ways("w", {"one": (Entry(("b",), ("b",)),), "packed": (Entry(("c",), ("c[0]", "c[1]"), Stack(2)),)})
+    ways = Ways(
+        "w",
+        {"one": (Entry(("b",), ("b",)),), "packed": (Entry(("c",), ("c[0]", "c[1]"), Stack(2)),)},
+    )
     with pytest.raises(MtpkitError, match=r"no Hugging Face name for c\[0\], c\[1\]"):
         Table([ways], {"b": (1,), "c[0]": (1,), "c[1]": (1,)})
 
@@ -130,7 +148,9 @@ def test_every_way_must_name_every_tensor():
 def test_copies_are_written_from_the_base(tmp_path):
     tensors = write_odd(tmp_path / "hf")
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
-    assert not {name for name in open_weights(tmp_path / "megatron").tensors if "embed.weight" in name}
+    assert not {
+        name for name in open_weights(tmp_path / "megatron").tensors if "embed.weight" in name
+    }
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
     after = read_all(tmp_path / "back")
     assert all(bits_equal(after[copy], tensors[name]) for copy, name in COPIES.items())
@@ -144,5 +164,6 @@ def test_verify_compares_carried_tensors_too(tmp_path, capsys):
     assert convert("verify", tmp_path / "hf", tmp_path / "megatron") == 1
     out = capsys.readouterr().out
     assert (
-        "1 differ: visual.steps (differs by up to 1)" in out and f"1 only in {tmp_path / 'megatron'}: audio.mask" in out
+        "1 differ: visual.steps (differs by up to 1)" in out
+        and f"1 only in {tmp_path / 'megatron'}: audio.mask" in out
     )

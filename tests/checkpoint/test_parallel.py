@@ -1,4 +1,5 @@
-"""Two processes: each takes its part of a checkpoint, and what they save together is the same checkpoint."""
+"""Two processes: each takes its part of a checkpoint, and what they save together is the same
+checkpoint."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The sizes of published models: as many tensors of heads as their files hold, and their keys as they are."""
+"""The sizes of published models: as many tensors of heads as their files hold, and their keys as
+they are."""
 
 import math
 
@@ -192,7 +193,11 @@ def test_published_models_have_as_many_tensors_as_are_expected(hf, prefix, heads
     family = get_family(hf["model_type"])
     config = family.config_from_hf(hf)
     assert sum(name.startswith(prefix) for name in family.table(config).hf_shapes()) == heads
-    linear = "self_attention.linear_kv_up_proj.weight" if hf is DEEPSEEK else "self_attention.linear_qkv.weight"
+    linear = (
+        "self_attention.linear_kv_up_proj.weight"
+        if hf is DEEPSEEK
+        else "self_attention.linear_qkv.weight"
+    )
     found = parameters(config)
     assert {found[name] for name in found if name.endswith(linear)} == {projection}
     written = family.config_to_hf(config, hf)
@@ -207,15 +212,36 @@ ROPE = dict(rope_type="linear", factor=2.0)
 REFUSED = [
     *(
         (AIR, change)
-        for change in (dict(rope_scaling=ROPE), dict(scoring_func="softmax"), dict(topk_method="greedy"))
+        for change in (
+            dict(rope_scaling=ROPE),
+            dict(scoring_func="softmax"),
+            dict(topk_method="greedy"),
+        )
     ),
-    *((AIR, change) for change in (dict(tie_word_embeddings=True), dict(n_shared_experts=0), dict(hidden_act="gelu"))),
-    *((MIMO_7B, change) for change in (dict(rope_scaling=ROPE), dict(attention_bias=False), dict(hidden_act="gelu"))),
+    *(
+        (AIR, change)
+        for change in (
+            dict(tie_word_embeddings=True),
+            dict(n_shared_experts=0),
+            dict(hidden_act="gelu"),
+        )
+    ),
+    *(
+        (MIMO_7B, change)
+        for change in (dict(rope_scaling=ROPE), dict(attention_bias=False), dict(hidden_act="gelu"))
+    ),
     (MIMO_7B, dict(use_sliding_window=True)),
-    *((NEXT_80B, change) for change in (dict(rope_scaling=ROPE), dict(attention_bias=True), dict(hidden_act="gelu"))),
+    *(
+        (NEXT_80B, change)
+        for change in (dict(rope_scaling=ROPE), dict(attention_bias=True), dict(hidden_act="gelu"))
+    ),
     *(
         (QWEN_4B, change)
-        for change in (dict(rope_parameters=ROPE), dict(attention_bias=True), dict(hidden_act="gelu"))
+        for change in (
+            dict(rope_parameters=ROPE),
+            dict(attention_bias=True),
+            dict(hidden_act="gelu"),
+        )
     ),
     (QWEN_4B, dict(output_gate_type="sigmoid")),
     (QWEN_35B, dict(attn_output_gate=False)),
@@ -227,7 +253,10 @@ REFUSED = [
     *((DEEPSEEK, {key: 2}) for key in ("num_key_value_heads", "moe_layer_freq")),
     *((DEEPSEEK, {key: "x"}) for key in ("scoring_func", "topk_method", "hidden_act")),
     (DEEPSEEK, dict(rope_interleave=False)),
-    *((SUPER, {key: True}) for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
+    *(
+        (SUPER, {key: True})
+        for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")
+    ),
     *((SUPER, {key: "gelu"}) for key in ("mlp_hidden_act", "mamba_hidden_act")),
     *((SUPER, change) for change in (dict(use_conv_bias=False), dict(sliding_window=128))),
     *((SUPER, change) for change in (dict(tie_word_embeddings=True), dict(n_shared_experts=0))),
@@ -236,22 +265,35 @@ REFUSED = [
 
 @pytest.mark.parametrize(
     ("hf", "key"),
-    [(AIR, "rope_scaling"), (MIMO_7B, "rope_scaling"), (NEXT_80B, "rope_scaling"), (QWEN_4B, "rope_parameters")],
+    [
+        (AIR, "rope_scaling"),
+        (MIMO_7B, "rope_scaling"),
+        (NEXT_80B, "rope_scaling"),
+        (QWEN_4B, "rope_parameters"),
+    ],
     ids=lambda value: value if isinstance(value, str) else value["model_type"],
 )
 def test_longer_contexts_are_those_of_yarn(hf, key):
     """With the key that model cards say to add."""
     inner = hf.get("text_config", hf)
     changed = inner | {key: YARN | (inner[key] | YARN if inner.get(key) else {})}
-    config = get_family(hf["model_type"]).config_from_hf({**hf, "text_config": changed} if inner is not hf else changed)
+    config = get_family(hf["model_type"]).config_from_hf(
+        {**hf, "text_config": changed} if inner is not hf else changed
+    )
     sizes = config.attention
     assert (sizes.yarn_factor, sizes.yarn_original_context) == (4, 32768)
     assert sizes.yarn_attention_factor == pytest.approx(1 + 0.1 * math.log(4))
 
 
-@pytest.mark.parametrize(("hf", "change"), REFUSED, ids=lambda value: value.get("model_type") or "-".join(value))
+@pytest.mark.parametrize(
+    ("hf", "change"), REFUSED, ids=lambda value: value.get("model_type") or "-".join(value)
+)
 def test_what_is_refused_is_named(hf, change):
     """See docs/families.md."""
-    changed = {**hf, "text_config": {**hf["text_config"], **change}} if "text_config" in hf else {**hf, **change}
+    changed = (
+        {**hf, "text_config": {**hf["text_config"], **change}}
+        if "text_config" in hf
+        else {**hf, **change}
+    )
     with pytest.raises(UserError, match="|".join(change)):
         get_family(hf["model_type"]).config_from_hf(changed)

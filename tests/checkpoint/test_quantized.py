@@ -1,4 +1,5 @@
-"""Weights in fp8 with a scale per block, some of them partial, against the definition element by element."""
+"""Weights in fp8 with a scale per block, some of them partial, against the definition element by
+element."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ BLOCK = 12
 
 def widened(weight, scale, rows=BLOCK, columns=BLOCK):
     """Each value times the scale of its block, in fp64."""
-    i, j = torch.meshgrid(torch.arange(weight.shape[-2]), torch.arange(weight.shape[-1]), indexing="ij")
+    i, j = torch.meshgrid(
+        torch.arange(weight.shape[-2]), torch.arange(weight.shape[-1]), indexing="ij"
+    )
     return weight.double() * scale.double()[..., i // rows, j // columns]
 
 
@@ -37,16 +40,22 @@ def test_partial_blocks(shape, dtype):
 
 @pytest.fixture
 def fp8_dir(tmp_path):
-    """A checkpoint whose matrices are fp8, but for the projection of the heads, the embedding and lm_head."""
+    """A checkpoint whose matrices are fp8, but for the projection of the heads, the embedding and
+    lm_head."""
     directory = tmp_path / "hf"
     write_base(directory, "*-E", dtype=torch.bfloat16)
     add_heads(directory, "*-")
-    tensors, block = load_file(directory / "model.safetensors"), BlockFp8(BLOCK, BLOCK)
-    for name in [n for n, t in tensors.items() if t.dim() == 2 and "proj.weight" in n and "eh_proj" not in n]:
+    tensors = load_file(directory / "model.safetensors")
+    block = BlockFp8(BLOCK, BLOCK)
+    for name in [
+        n for n, t in tensors.items() if t.dim() == 2 and "proj.weight" in n and "eh_proj" not in n
+    ]:
         tensors[name] = (tensors[name] * 4).to(FP8)
         tensors[name + SCALE] = torch.rand(block.scale_shape(tuple(tensors[name].shape))) + 0.1
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    edit_config(directory, quantization_config={"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]})
+    edit_config(
+        directory, quantization_config={"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    )
     return directory
 
 
@@ -54,7 +63,8 @@ def fp8_dir(tmp_path):
 def test_import_widens_and_export_says_so(fp8_dir, tmp_path, dtype):
     import_checkpoint(fp8_dir, tmp_path / "megatron", fp8_as=dtype)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
-    before, after = load_file(fp8_dir / "model.safetensors"), read_all(tmp_path / "back")
+    before = load_file(fp8_dir / "model.safetensors")
+    after = read_all(tmp_path / "back")
     scales = {name for name in before if name.endswith(SCALE)}
     assert len(scales) > 12 and after.keys() == before.keys() - scales
     for name, tensor in after.items():

@@ -1,4 +1,5 @@
-"""Qwen3-Next and Qwen3.5: config and weights in both directions, logits of transformers' models, heads, traps."""
+"""Qwen3-Next and Qwen3.5: config and weights in both directions, logits of transformers' models,
+heads, traps."""
 
 import functools
 import json
@@ -43,11 +44,22 @@ ODD = dict(
 SHAPES = {
     "usual": dict(),
     "odd": ODD,
-    "one_head": dict(num_attention_heads=3, num_key_value_heads=1, linear_num_key_heads=1, linear_num_value_heads=1),
+    "one_head": dict(
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+    ),
     "interval": dict(num_hidden_layers=5, full_attention_interval=2, linear_conv_kernel_dim=2),
-    "types": dict(num_hidden_layers=3, layer_types=["full_attention", "full_attention", "linear_attention"]),
-    "rotary": dict(rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.5)),
-    "tied": dict(tie_word_embeddings=True, rms_norm_eps=1e-3, num_hidden_layers=2, linear_num_value_heads=6),
+    "types": dict(
+        num_hidden_layers=3, layer_types=["full_attention", "full_attention", "linear_attention"]
+    ),
+    "rotary": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.5)
+    ),
+    "tied": dict(
+        tie_word_embeddings=True, rms_norm_eps=1e-3, num_hidden_layers=2, linear_num_value_heads=6
+    ),
 }
 EXPERTS = dict(
     num_experts=5,
@@ -59,7 +71,10 @@ EXPERTS = dict(
 DENSE = dict(mlp_only_layers=[0, 1, 2, 3, 4])
 VARIANTS = {
     "next": ("qwen3_next", EXPERTS),
-    "next_raw": ("qwen3_next", EXPERTS | dict(norm_topk_prob=False, mlp_only_layers=[1], num_experts_per_tok=1)),
+    "next_raw": (
+        "qwen3_next",
+        EXPERTS | dict(norm_topk_prob=False, mlp_only_layers=[1], num_experts_per_tok=1),
+    ),
     "next_dense": ("qwen3_next", DENSE),
     "next_sparse": ("qwen3_next", EXPERTS | dict(decoder_sparse_step=2)),
     "3.5": ("qwen3_5", dict()),
@@ -99,7 +114,9 @@ def test_text_models_alone_as_transformers_saves_them(tmp_path, variant):
     from transformers import AutoModelForCausalLM
 
     family, sizes = VARIANTS[variant]
-    text, whole, back = tmp_path / "text", tmp_path / "whole", tmp_path / "back"
+    text = tmp_path / "text"
+    whole = tmp_path / "whole"
+    back = tmp_path / "back"
     model = make(family, 0, **sizes, tie_word_embeddings=variant == "3.5")
     model.save_pretrained(text)
     config = load_config(text)
@@ -116,10 +133,13 @@ def test_text_models_alone_as_transformers_saves_them(tmp_path, variant):
     assert load_config(text).replace(family=family) == load_config(whole)
     import_checkpoint(text, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", back)
-    before, after = read_all(text), read_all(back)
+    before = read_all(text)
+    after = read_all(back)
     assert before.keys() == after.keys()
     assert [name for name in before if not bits_equal(before[name], after[name])] == []
-    first, second = (json.loads((directory / "config.json").read_text()) for directory in (text, back))
+    first, second = (
+        json.loads((directory / "config.json").read_text()) for directory in (text, back)
+    )
     assert first | second == second and load_config(back) == load_config(text)
     again = AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -127,11 +147,15 @@ def test_text_models_alone_as_transformers_saves_them(tmp_path, variant):
     assert lint(back) == []
 
     models = [load_model(directory) for directory in (back, whole)]
-    states = [[*unroll_depths(one, base_forward(one, IDS, SequenceInput()), IDS, 2)][1] for one in models]
+    states = [
+        [*unroll_depths(one, base_forward(one, IDS, SequenceInput()), IDS, 2)][1] for one in models
+    ]
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("own", [{}, {"attention_factor": 1.4}, {"mscale": 0.7, "mscale_all_dim": 0.4}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{}, {"attention_factor": 1.4}, {"mscale": 0.7, "mscale_all_dim": 0.4}], ids=str
+)
 @pytest.mark.parametrize("variant", ["next", "3.5", "3.5_moe"])
 def test_logits_with_yarn_are_those_of_transformers(tmp_path, variant, own):
     """On a quarter or half of a head's channels."""
@@ -154,13 +178,17 @@ ROUNDED = [0.1, -0.3, 1e-7, 321.0, -0.0, 3e7, -1.7]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_megatron_rounds_comes_back(tmp_path, dtype):
-    """Through an import and through a run; but a weight that was changed since is what it was changed to."""
-    hf, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    """Through an import and through a run; but a weight that was changed since is what it was
+    changed to."""
+    hf = tmp_path / "hf"
+    megatron = tmp_path / "megatron"
+    back = tmp_path / "back"
     write("qwen3_5", hf, dtype=dtype, num_hidden_layers=2, linear_value_head_dim=len(ROUNDED))
     edit(hf, lambda tensors: tensors[OUT_NORM].copy_(torch.tensor(ROUNDED)))
     import_checkpoint(hf, megatron)
     export_checkpoint(megatron, back)
-    before, after = read_all(hf), read_all(back)
+    before = read_all(hf)
+    after = read_all(back)
     assert [name for name in before if not bits_equal(before[name], after[name])] == []
     for run_dtype in (torch.float32, torch.bfloat16):
         save_model(load_model(megatron, run_dtype), tmp_path / "run", companions=megatron)
@@ -181,17 +209,24 @@ def test_what_megatron_rounds_comes_back(tmp_path, dtype):
 @pytest.mark.parametrize("variant", ["next", "3.5"])
 def test_small_weights_of_the_output_norm_are_not_rounded(tmp_path, variant):
     """A file in bf16 is computed as stored. In bf16, w - 1 is off by up to 40% at 0.005."""
-    hf, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
-    model, draw = write_variant(variant, hf, dtype=torch.bfloat16), torch.Generator().manual_seed(3)
+    hf = tmp_path / "hf"
+    megatron = tmp_path / "megatron"
+    back = tmp_path / "back"
+    model = write_variant(variant, hf, dtype=torch.bfloat16)
+    draw = torch.Generator().manual_seed(3)
 
     def shrink(tensors):
-        norms = [tensor for name, tensor in tensors.items() if name.endswith("linear_attn.norm.weight")]
+        norms = [
+            tensor for name, tensor in tensors.items() if name.endswith("linear_attn.norm.weight")
+        ]
         assert len(norms) == 3
         for norm in norms:
             norm.copy_(0.005 + 0.5 * torch.rand(norm.shape, generator=draw))
 
     edit(hf, shrink)
-    stored = {name.replace("language_model.", ""): tensor.float() for name, tensor in read_all(hf).items()}
+    stored = {
+        name.replace("language_model.", ""): tensor.float() for name, tensor in read_all(hf).items()
+    }
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -202,7 +237,8 @@ def test_small_weights_of_the_output_norm_are_not_rounded(tmp_path, variant):
         assert relative(own_logits(directory), expected) < 1e-5
 
     export_checkpoint(megatron, back)
-    before, after = read_all(hf), read_all(back)
+    before = read_all(hf)
+    after = read_all(back)
     assert [name for name in before if not bits_equal(before[name], after[name])] == []
     save_model(load_model(hf, torch.bfloat16), tmp_path / "run")
     norm = "decoder.layers.0.self_attention.out_norm.weight"
@@ -212,21 +248,36 @@ def test_small_weights_of_the_output_norm_are_not_rounded(tmp_path, variant):
 
 
 def test_the_engine_keeps_the_output_norm_in_fp32(tmp_path):
-    """A model in bf16 has this weight, and no other norm's, in fp32; every backend's layer is the same."""
+    """A model in bf16 has this weight, and no other norm's, in fp32; every backend's layer is the
+    same."""
     write("qwen3_5", tmp_path, dtype=torch.bfloat16)
     edit(tmp_path, lambda tensors: tensors[OUT_NORM].fill_(0.00512695))
-    llm = LLM(tmp_path, dtype="bfloat16", num_speculative_tokens=0, device="cpu", max_num_seqs=2, max_model_len=64)
+    llm = LLM(
+        tmp_path,
+        dtype="bfloat16",
+        num_speculative_tokens=0,
+        device="cpu",
+        max_num_seqs=2,
+        max_model_len=64,
+    )
     norms = {n: p for n, p in llm.model.named_parameters() if "norm" in n}
     assert {n.rpartition(".layers.")[2] for n, p in norms.items() if p.dtype == torch.float32} == {
         f"{layer}.self_attention.out_norm.weight" for layer in (0, 2, 4)
     }
-    (weight,) = (p for n, p in norms.items() if n.endswith("layers.0.self_attention.out_norm.weight"))
+    (weight,) = (
+        p for n, p in norms.items() if n.endswith("layers.0.self_attention.out_norm.weight")
+    )
     assert torch.equal(weight, torch.full((6,), 0.00512695, dtype=torch.bfloat16).float() - 1)
 
 
 def test_the_form_of_published_norms_is_no_finding(tmp_path):
     write("qwen3_5", tmp_path, dtype=torch.bfloat16)
-    edit(tmp_path, lambda tensors: tensors.update({n: t.float() for n, t in tensors.items() if n.endswith("A_log")}))
+    edit(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {n: t.float() for n, t in tensors.items() if n.endswith("A_log")}
+        ),
+    )
     assert not [finding for finding in lint(tmp_path) if "fp32" in finding.text]
 
 
@@ -274,13 +325,16 @@ def rounded(tmp_path_factory):
     ],
 )
 def test_round_trip_is_bitwise_equal(tmp_path, variant, case, heads, dtype):
-    hf, back, family = tmp_path / "hf", tmp_path / "back", VARIANTS[variant][0]
+    hf = tmp_path / "hf"
+    back = tmp_path / "back"
+    family = VARIANTS[variant][0]
     write_variant(variant, hf, case, dtype=dtype)
     if heads:
         add_variant_heads(variant, hf)
     import_checkpoint(hf, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", back)
-    before, after = read_all(hf), read_all(back)
+    before = read_all(hf)
+    after = read_all(back)
     assert before.keys() == after.keys()
     assert [name for name in before if not bits_equal(before[name], after[name])] == []
     assert (VISION.keys() <= after.keys()) == (family != "qwen3_next")
@@ -291,20 +345,27 @@ def test_round_trip_is_bitwise_equal(tmp_path, variant, case, heads, dtype):
     ) and config.mtp.depths_known == (not heads)
     first, second = (json.loads((d / "config.json").read_text()) for d in (hf, back))
     assert first.keys() <= second.keys()
-    inner, again = text_config(hf), text_config(back)
+    inner = text_config(hf)
+    again = text_config(back)
     differing = {key for key in inner if inner[key] != again.get(key)}
     assert differing <= {"transformers_version", "full_attention_interval"}, differing
     types = again["layer_types"]
     if (every := again["full_attention_interval"]) is not None:
-        assert [t == "full_attention" for t in types] == [(n + 1) % every == 0 for n in range(len(types))]
+        assert [t == "full_attention" for t in types] == [
+            (n + 1) % every == 0 for n in range(len(types))
+        ]
 
 
 def error_of_depths(directory, model, own=None, depths: int = 3) -> float:
-    """Worst relative error of g^1, g^2, .. against the reference, from transformers' hidden states."""
-    own, ids, head = own or load_model(directory), IDS[:1], Head(directory)
+    """Worst relative error of g^1, g^2, .. against the reference, from transformers' hidden
+    states."""
+    own = own or load_model(directory)
+    ids = IDS[:1]
+    head = Head(directory)
     hidden = model.model(ids, use_cache=False).last_hidden_state[0]
     states = unroll_depths(own, hidden[:, None], ids, depths, attention="per_depth")
-    want, errors = hidden.double(), []
+    want = hidden.double()
+    errors = []
     for depth, state in enumerate(states, 1):
         count = ids.shape[1] - depth
         want = head.depth(want[:count], ids[0, depth:])
@@ -314,7 +375,8 @@ def error_of_depths(directory, model, own=None, depths: int = 3) -> float:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("variant", "case"), [("next", "odd"), ("next_raw", "rotary"), ("3.5", "usual"), ("3.5_moe", "usual")]
+    ("variant", "case"),
+    [("next", "odd"), ("next_raw", "rotary"), ("3.5", "usual"), ("3.5_moe", "usual")],
 )
 def test_heads_are_those_of_the_reference(tmp_path, variant, case):
     model = write_variant(variant, tmp_path, case)
@@ -363,12 +425,20 @@ def test_plain_decoding_is_that_of_transformers(tmp_path):
     model = write("qwen3_5", tmp_path, num_hidden_layers=4)
     (prompt,) = make_prompts((9,))
     with torch.no_grad():
-        want = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None)
-    assert generate(make_llm(load_model(tmp_path), 0), [prompt], greedy(10)) == [want[0, 9:].tolist()]
+        want = model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None
+        )
+    assert generate(make_llm(load_model(tmp_path), 0), [prompt], greedy(10)) == [
+        want[0, 9:].tolist()
+    ]
 
 
 TRAPS = {
-    "the output norm is not shifted": (qwen3_next.Centered, "to_megatron", lambda self, tensors: list(tensors)),
+    "the output norm is not shifted": (
+        qwen3_next.Centered,
+        "to_megatron",
+        lambda self, tensors: list(tensors),
+    ),
     "projections are taken for ungrouped": (
         qwen3_next.Ungroup,
         "to_megatron",
@@ -382,7 +452,10 @@ TRAPS = {
     "the gate comes before the norm": (
         GatedDeltaNet,
         "normed",
-        lambda self, y, z: norm_gate(y * F.silu(z), torch.full_like(z, 30.0), self.out_norm.weight, 1e-6, True) / 30,
+        lambda self, y, z: (
+            norm_gate(y * F.silu(z), torch.full_like(z, 30.0), self.out_norm.weight, 1e-6, True)
+            / 30
+        ),
     ),
 }
 
@@ -414,7 +487,11 @@ def test_betas_and_alphas_in_each_others_place_would_be_seen(tmp_path):
     ("family", "changes", "named"),
     [
         ("qwen3_next", dict(layer_types=["full_attention"] * 3), ["layer_types", "4 layers"]),
-        ("qwen3_next", dict(full_attention_interval=3), ["layer_types", "full_attention_interval 3", "contradict"]),
+        (
+            "qwen3_next",
+            dict(full_attention_interval=3),
+            ["layer_types", "full_attention_interval 3", "contradict"],
+        ),
         ("qwen3_next", dict(num_hidden_layers=10**30), ["num_hidden_layers", "1024"]),
         ("qwen3_next", dict(decoder_sparse_step="x"), ["decoder_sparse_step"]),
         ("qwen3_next", dict(mlp_only_layers=[1.5]), ["mlp_only_layers"]),
@@ -437,19 +514,25 @@ def test_what_cannot_be_represented_is_named(tmp_path, family, changes, named):
 
 
 def test_experts_are_packed_one_by_one_or_both(tmp_path):
-    """As Qwen3.5 has them, packed in the base and one by one in the head; packed ones have no `.weight`."""
+    """As Qwen3.5 has them, packed in the base and one by one in the head; packed ones have no
+    `.weight`."""
     write_variant("3.5_moe", tmp_path / "hf")
     add_variant_heads("3.5_moe", tmp_path / "hf")
 
     def repack(tensors):
         """transformers writes the base one by one, `add_heads` the head packed."""
-        packed = [tensors.pop(f"mtp.layers.0.mlp.experts.{name}") for name in ("gate_up_proj", "down_proj")]
+        packed = [
+            tensors.pop(f"mtp.layers.0.mlp.experts.{name}")
+            for name in ("gate_up_proj", "down_proj")
+        ]
         for number, (both, down) in enumerate(zip(*packed, strict=True)):
             for name, tensor in zip(("gate", "up", "down"), (*both.chunk(2), down), strict=True):
                 tensors[f"mtp.layers.0.mlp.experts.{number}.{name}_proj.weight"] = tensor.clone()
         for own in (f"model.language_model.layers.{layer}.mlp.experts." for layer in range(4)):
             gate, up, down = (
-                torch.stack([tensors.pop(f"{own}{number}.{name}_proj.weight") for number in range(5)])
+                torch.stack(
+                    [tensors.pop(f"{own}{number}.{name}_proj.weight") for number in range(5)]
+                )
                 for name in ("gate", "up", "down")
             )
             tensors |= {f"{own}gate_up_proj": torch.cat([gate, up], 1), f"{own}down_proj": down}
@@ -459,8 +542,11 @@ def test_experts_are_packed_one_by_one_or_both(tmp_path):
     assert torch.equal(own_logits(tmp_path / "hf"), want)
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
-    before, after = read_all(tmp_path / "hf"), read_all(tmp_path / "back")
-    assert before.keys() == after.keys() and all(bits_equal(before[name], after[name]) for name in before)
+    before = read_all(tmp_path / "hf")
+    after = read_all(tmp_path / "back")
+    assert before.keys() == after.keys() and all(
+        bits_equal(before[name], after[name]) for name in before
+    )
     name = "model.language_model.layers.1.mlp.experts.down_proj"
     edit(tmp_path / "hf", lambda tensors: tensors.update({f"{name}.weight": tensors.pop(name)}))
     with pytest.raises(UserError, match=rf"{name}\.weight"):

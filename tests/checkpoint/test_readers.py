@@ -1,4 +1,5 @@
-"""One reader for many workers: threads share it, and processes get a copy that opens the files again."""
+"""One reader for many workers: threads share it, and processes get a copy that opens the files
+again."""
 
 import pickle
 from collections.abc import Callable

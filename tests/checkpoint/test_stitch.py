@@ -36,14 +36,22 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """`hf` in several files, with heads; `bare`, one file, without; `run`, the Megatron twin of `other`: new heads."""
+    """`hf` in several files, with heads; `bare`, one file, without; `run`, the Megatron twin of
+    `other`: new heads."""
     place = tmp_path_factory.mktemp("stitch")
     write_base(place / "bare", "*-E", dtype=torch.bfloat16)
     for name, heads, depths in (("one", "*E", 3), ("other", "*-", 2)):
         shutil.copytree(place / "bare", place / name)
         add_heads(place / name, heads, depths=depths)
-    edit(place / "other", lambda tensors: [t.mul_(1.5) for n, t in tensors.items() if n.startswith("mtp.")])
-    own = {"mtp_num_depths": 2, "mtp_use_repeated_layer": True, "mtp_reads_of_base": "before_final_norm"}
+    edit(
+        place / "other",
+        lambda tensors: [t.mul_(1.5) for n, t in tensors.items() if n.startswith("mtp.")],
+    )
+    own = {
+        "mtp_num_depths": 2,
+        "mtp_use_repeated_layer": True,
+        "mtp_reads_of_base": "before_final_norm",
+    }
     edit_config(place / "other", mtpkit=own)
     edit_config(place / "one", remembered={"a": 1})
     import_checkpoint(place / "one", place / "one-megatron")
@@ -58,14 +66,17 @@ def is_head(name: str) -> bool:
 
 
 def check(place, source: str, out, done) -> None:
-    before, after, heads = read_all(place / source), read_all(out), read_all(place / "other")
+    before = read_all(place / source)
+    after = read_all(out)
+    heads = read_all(place / "other")
     assert {n for n in after if is_head(n)} == {n for n in heads if is_head(n)} == {*done.heads}
     assert all(bits_equal(after[n], heads[n] if is_head(n) else before[n]) for n in after)
     assert {n for n in after if not is_head(n)} == {n for n in before if not is_head(n)}
     index = json.loads((out / INDEX).read_text())
     assert index["weight_map"].keys() == after.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
-    config, base = load_config(out), load_config(place / source)
+    config = load_config(out)
+    base = load_config(place / source)
     assert config.mtp == load_config(place / "other").mtp
     assert config.replace(**NO_HEADS) == base.replace(**NO_HEADS)
     open_weights(out)
@@ -82,18 +93,26 @@ def test_only_files_with_heads_are_written(place, tmp_path, link, trained):
     check(place, "hf", tmp_path / "out", done)
     places = json.loads((place / "hf" / INDEX).read_text())["weight_map"]
     touched = {file for name, file in places.items() if is_head(name)}
-    assert {*done.files} <= touched and {*done.kept_files} == {*places.values()} - touched and done.kept_files
+    assert (
+        {*done.files} <= touched
+        and {*done.kept_files} == {*places.values()} - touched
+        and done.kept_files
+    )
     for file in done.kept_files:
         assert (tmp_path / "out" / file).samefile(place / "hf" / file) == link
         assert (tmp_path / "out" / file).read_bytes() == (place / "hf" / file).read_bytes()
     mixed = [name for name, file in places.items() if file in touched and not is_head(name)]
-    assert done.hashed == (len(mixed) if link else done.kept) and done.kept == sum(not is_head(n) for n in places)
+    assert done.hashed == (len(mixed) if link else done.kept) and done.kept == sum(
+        not is_head(n) for n in places
+    )
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
 def test_config_keeps_all_but_the_heads(place, tmp_path):
     stitch(place / "hf", place / "run", tmp_path / "out")
-    before, after = (json.loads((d / "config.json").read_text()) for d in (place / "hf", tmp_path / "out"))
+    before, after = (
+        json.loads((d / "config.json").read_text()) for d in (place / "hf", tmp_path / "out")
+    )
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     assert changed == {"mtp_hybrid_override_pattern", "mtpkit"} and before["remembered"] == {"a": 1}
     assert [key for key in after if key in before] == [key for key in before if key in after]
@@ -104,13 +123,17 @@ def test_a_checkpoint_of_one_file_without_heads(place, tmp_path, link):
     """Its file has another name then: transformers would take `model.safetensors` for the whole."""
     done = stitch(place / "bare", place / "run", tmp_path / "out", link)
     check(place, "bare", tmp_path / "out", done)
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [BASE_FILE, HEADS_FILE]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
+        BASE_FILE,
+        HEADS_FILE,
+    ]
     assert done.files == (HEADS_FILE,) and done.hashed == (0 if link else done.kept)
 
 
 def test_a_checkpoint_of_one_file_with_heads(place, tmp_path):
     done = stitch(place / "one", place / "run", tmp_path / "out")
-    before, after = read_all(place / "other"), read_all(tmp_path / "out")
+    before = read_all(place / "other")
+    after = read_all(tmp_path / "out")
     assert before.keys() == after.keys() and not (tmp_path / "out" / INDEX).exists()
     assert done.files == ("model.safetensors",) and done.hashed == done.kept
 
@@ -132,13 +155,19 @@ def test_packed_experts_copies_and_carried_tensors_stay(tmp_path):
     with known():
         before = write_odd(tmp_path / "hf", ("backbone.layers.1.",))
         write_odd(tmp_path / "trained")
-        edit(tmp_path / "trained", lambda found: [t.mul_(2) for n, t in found.items() if n.startswith("mtp.layers")])
+        edit(
+            tmp_path / "trained",
+            lambda found: [t.mul_(2) for n, t in found.items() if n.startswith("mtp.layers")],
+        )
         import_checkpoint(tmp_path / "trained", tmp_path / "run")
         stitch(tmp_path / "hf", tmp_path / "run", tmp_path / "out")
-        after, heads = read_all(tmp_path / "out"), read_all(tmp_path / "trained")
+        after = read_all(tmp_path / "out")
+        heads = read_all(tmp_path / "trained")
         assert after.keys() == before.keys() and CARRIED.keys() < after.keys()
         for name, tensor in after.items():
-            assert bits_equal(tensor, (heads if name.startswith("mtp.layers") else before)[name]), name
+            assert bits_equal(tensor, (heads if name.startswith("mtp.layers") else before)[name]), (
+                name
+            )
 
 
 def refused(action, *words: str, error: type[MtpkitError] = UserError) -> None:
@@ -155,7 +184,9 @@ def test_refusals_leave_nothing(place, tmp_path):
     refused(lambda: stitch(place / "run", place / "run", out), "Megatron")
     shutil.copytree(place / "other", tmp_path / "odd")
     edit_config(tmp_path / "odd", layer_norm_epsilon=1e-6)
-    refused(lambda: stitch(place / "hf", tmp_path / "odd", out), "layernorm_epsilon 1e-05 and 1e-06")
+    refused(
+        lambda: stitch(place / "hf", tmp_path / "odd", out), "layernorm_epsilon 1e-05 and 1e-06"
+    )
     edit_config(tmp_path / "odd", layer_norm_epsilon=1e-5)
     names = ["mtp.layers.1.norm.weight", "mtp.layers.0.eh_proj.weight"]
     edit(tmp_path / "odd", lambda tensors: [tensors[name].fill_(float("nan")) for name in names])
@@ -174,7 +205,14 @@ CONFIGS = {
     "gated delta nets": TOY.replace(pattern="G-*-", mtp_pattern="G-", **DELTA),
 }
 UNRELATED = {
-    *("family", "vocab_size", "pattern", "max_position_embeddings", "tie_word_embeddings", "init_std"),
+    *(
+        "family",
+        "vocab_size",
+        "pattern",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "init_std",
+    ),
     *("bos_token_id", "eos_token_ids", "pad_token_id"),
 }
 """Settings that heads do not depend on."""
@@ -200,11 +238,16 @@ def other_value(config, key, value):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_setting_that_heads_depend_on_must_agree(name):
     """Refusals name the setting; those that heads do not depend on are no reason to refuse."""
-    trained, tried = CONFIGS[name], set()
+    trained = CONFIGS[name]
+    tried = set()
     heads = {key for letter in trained.mtp.pattern for key in keys_of(SECTIONS[letter]).values()}
     everywhere = heads | keys_of(ModelConfig).keys()
     for key, value in trained.values().items():
-        base = None if key.startswith("mtp_") or key not in everywhere else other_value(trained, key, value)
+        base = (
+            None
+            if key.startswith("mtp_") or key not in everywhere
+            else other_value(trained, key, value)
+        )
         if base is None:
             continue
         tried.add(key)
@@ -232,8 +275,12 @@ def test_files_that_cannot_be_linked(place, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("held", [1, 2**30])
 def test_hashing_holds_no_more_than_its_budget(place, tmp_path, monkeypatch, held):
-    """Four threads that hash a large tensor each, before and after, would hold eight. What was hashed is given back."""
-    running, most, lock, plain = 0, 0, threading.Lock(), stitching._sha256
+    """Four threads that hash a large tensor each, before and after, would hold eight. What was
+    hashed is given back."""
+    running = 0
+    most = 0
+    lock = threading.Lock()
+    plain = stitching._sha256
     given_back: list[Path] = []
     monkeypatch.setattr(HFReader, "give_back", lambda reader: given_back.append(reader.directory))
 
@@ -250,7 +297,9 @@ def test_hashing_holds_no_more_than_its_budget(place, tmp_path, monkeypatch, hel
     monkeypatch.setattr(stitching, "_sha256", watched)
     monkeypatch.setattr(stitching, "Budget", lambda: Budget(held))
     hashed = stitch(place / "bare", place / "run", tmp_path / "out").hashed
-    assert hashed > 8 and given_back.count(place / "bare") == hashed and len(given_back) == 2 * hashed
+    assert (
+        hashed > 8 and given_back.count(place / "bare") == hashed and len(given_back) == 2 * hashed
+    )
     assert most == 1 if held == 1 else most > 1
 
 
@@ -265,7 +314,11 @@ def test_a_disk_that_changes_a_byte_is_noticed(place, tmp_path, monkeypatch):
             target.write_bytes(content)
 
     monkeypatch.setattr(shutil, "copyfile", damaging)
-    refused(lambda: stitch(place / "hf", place / "run", tmp_path / "out"), "not as in", error=MtpkitError)
+    refused(
+        lambda: stitch(place / "hf", place / "run", tmp_path / "out"),
+        "not as in",
+        error=MtpkitError,
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -274,4 +327,6 @@ def test_the_command(place, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "12 tensors of heads" in out and "in files that are the source's own" in out
     assert convert("stitch", place / "hf", place / "run", tmp_path / "out") == 2
-    assert convert("stitch", place / "hf", place / "run", tmp_path / "out", "--copy", "--force") == 0
+    assert (
+        convert("stitch", place / "hf", place / "run", tmp_path / "out", "--copy", "--force") == 0
+    )

@@ -1,4 +1,5 @@
-"""Heads in bf16 put into quantised checkpoints: the config says so in each server's words, and nothing else changes."""
+"""Heads in bf16 put into quantised checkpoints: the config says so in each server's words, and
+nothing else changes."""
 
 import json
 import shutil
@@ -23,18 +24,25 @@ SIZES = {
     "glm4_moe": dict(num_hidden_layers=2),
     "nemotron_h": {},
     "mimo": {},
-    **{name: dict(num_hidden_layers=2, full_attention_interval=2) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    **{
+        name: dict(num_hidden_layers=2, full_attention_interval=2)
+        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    },
 }
 HEADS = ("mtp.", "model.mtp_layers.", "model.layers.2.")
 CANNOT_SAY = {"qwen3_next": ["sglang"], "mimo": ["sglang"]}
-"""Servers that call modules of the heads what modules of the base are called: naming them would leave out those."""
+"""Servers that call modules of the heads what modules of the base are called: naming them would
+leave out those."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Directories with new heads, by family."""
     assert SIZES.keys() == FAMILIES.keys()
-    return {name: write_family(name, tmp_path_factory.mktemp(name), **sizes) for name, sizes in SIZES.items()}
+    return {
+        name: write_family(name, tmp_path_factory.mktemp(name), **sizes)
+        for name, sizes in SIZES.items()
+    }
 
 
 def is_head(name, family):
@@ -44,7 +52,11 @@ def is_head(name, family):
 def matrices(tensors, family, heads):
     """Projections of the base, or of the heads with the same names."""
     names = [n for n in tensors if n.endswith("_proj.weight") and is_head(n, family) == heads]
-    return [n for n in names if "visual" not in n and not n.endswith(("eh_proj.weight", "input_proj.weight"))]
+    return [
+        n
+        for n in names
+        if "visual" not in n and not n.endswith(("eh_proj.weight", "input_proj.weight"))
+    ]
 
 
 def quantised_base(directory, source, family, config, store=quantize, heads=False):
@@ -59,7 +71,9 @@ def quantised_base(directory, source, family, config, store=quantize, heads=Fals
 def complaints(directory):
     """What fails about quantisation, by server."""
     words = ("quanti", "missing", "unexpected")
-    found = [one for one in lint(directory) if one.fatal and any(word in one.text for word in words)]
+    found = [
+        one for one in lint(directory) if one.fatal and any(word in one.text for word in words)
+    ]
     return {server: [one.text for one in found if server in one.servers] for server in SERVERS}
 
 
@@ -85,7 +99,8 @@ def test_heads_on_a_base_in_fp8(models, tmp_path, family, quantised_heads):
     assert {**settings, "modules_to_not_convert": ["lm_head"]} == config
     assert settings["modules_to_not_convert"][0] == "lm_head"
     assert len(settings["modules_to_not_convert"]) > 3
-    found, failing = complaints(tmp_path / "out"), CANNOT_SAY.get(family, [])
+    found = complaints(tmp_path / "out")
+    failing = CANNOT_SAY.get(family, [])
     assert [server for server, said in found.items() if said] == failing
     for server in failing:
         (said,) = found[server]
@@ -108,15 +123,27 @@ def test_bases_that_cannot_be_read(models, tmp_path, method):
 
     def store(tensors, names):
         for name in names:
-            start, weight = name.removesuffix("weight"), tensors.pop(name)
-            tensors |= {start + end: part.contiguous().clone() for end, part in STORED[method](weight).items()}
+            start = name.removesuffix("weight")
+            weight = tensors.pop(name)
+            tensors |= {
+                start + end: part.contiguous().clone()
+                for end, part in STORED[method](weight).items()
+            }
 
-    hf = quantised_base(tmp_path / "hf", models["nemotron_h"], "nemotron_h", {"quant_method": method}, store)
+    hf = quantised_base(
+        tmp_path / "hf", models["nemotron_h"], "nemotron_h", {"quant_method": method}, store
+    )
     stitch(hf, models["nemotron_h"], tmp_path / "out")
-    check_tensors(read_all(hf), read_all(tmp_path / "out"), read_all(models["nemotron_h"]), "nemotron_h")
-    cannot = "experts of the heads are not quantised, which quantization_config's dynamic cannot say"
+    check_tensors(
+        read_all(hf), read_all(tmp_path / "out"), read_all(models["nemotron_h"]), "nemotron_h"
+    )
+    cannot = (
+        "experts of the heads are not quantised, which quantization_config's dynamic cannot say"
+    )
     found = complaints(tmp_path / "out")
-    assert found["vllm"] == [] and [text.startswith(cannot) for text in found["sglang"]] == [True] * (method == "gptq")
+    assert found["vllm"] == [] and [text.startswith(cannot) for text in found["sglang"]] == [
+        True
+    ] * (method == "gptq")
     edit(hf, lambda tensors: tensors.pop("backbone.norm_f.weight"))
     with pytest.raises(UserError, match=r"1 missing: backbone\.norm_f\.weight"):
         stitch(hf, models["nemotron_h"], tmp_path / "other")
@@ -125,12 +152,17 @@ def test_bases_that_cannot_be_read(models, tmp_path, method):
 
 @pytest.mark.parametrize(("family", "method"), [("glm4_moe", "awq"), ("deepseek_v3", "modelopt")])
 def test_names_that_two_servers_read_differently(models, tmp_path, family, method):
-    """A list for one server ends the other's reading of the files; the end of a name may stand for all layers."""
+    """A list for one server ends the other's reading of the files; the end of a name may stand for
+    all layers."""
 
     def store(tensors, names):
         for name in names:
-            start, weight = name.removesuffix("weight"), tensors.pop(name)
-            tensors |= {start + end: part.contiguous().clone() for end, part in STORED[method](weight).items()}
+            start = name.removesuffix("weight")
+            weight = tensors.pop(name)
+            tensors |= {
+                start + end: part.contiguous().clone()
+                for end, part in STORED[method](weight).items()
+            }
 
     config = {"quant_method": method, "quant_algo": "FP8"}
     hf = quantised_base(tmp_path / "hf", models[family], family, config, store)
@@ -141,7 +173,10 @@ def test_names_that_two_servers_read_differently(models, tmp_path, family, metho
 def test_the_list_beside_the_config(models, tmp_path):
     """ModelOpt's own file is written too, and keeps its other settings."""
     hf = quantised_base(tmp_path / "hf", models["nemotron_h"], "nemotron_h", None)
-    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    own = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }
     (hf / "hf_quant_config.json").write_text(json.dumps(own))
     stitch(hf, models["nemotron_h"], tmp_path / "out")
     settings = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())

@@ -1,4 +1,5 @@
-"""Large checkpoints pass through little memory: mapped files, threads with a budget, several files."""
+"""Large checkpoints pass through little memory: mapped files, threads with a budget, several
+files."""
 
 import threading
 import time
@@ -28,12 +29,14 @@ def resident_kilobytes() -> int:
 
 
 def test_little_of_a_file_stays_resident(tmp_path, monkeypatch):
-    piece, pieces = 2**22, 24
+    piece = 2**22
+    pieces = 24
     with (tmp_path / "file").open("wb") as file:
         file.truncate(piece * pieces)
 
     def read_all() -> int:
-        maps, before = Mappings(tmp_path), resident_kilobytes()
+        maps = Mappings(tmp_path)
+        before = resident_kilobytes()
         kept = [maps.tensor("file", at * piece, (piece,), torch.uint8) for at in range(pieces)]
         for at in range(pieces):
             assert not maps.tensor("file", at * piece, (piece,), torch.uint8).any()
@@ -47,7 +50,8 @@ def test_little_of_a_file_stays_resident(tmp_path, monkeypatch):
 
 def test_a_reader_gives_back_what_it_read(tmp_path):
     save_file({"a": torch.ones(2**25, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    reader, before = HFReader(tmp_path), resident_kilobytes()
+    reader = HFReader(tmp_path)
+    before = resident_kilobytes()
     tensor = reader.read("a")
     assert tensor.all() and resident_kilobytes() - before > 30_000
     reader.give_back()
@@ -59,7 +63,10 @@ def test_views_stay_valid_when_pages_are_given_back(tmp_path, monkeypatch):
     values = torch.arange(5000, dtype=torch.int32)
     (tmp_path / "file").write_bytes(values.numpy().tobytes())
     maps = Mappings(tmp_path)
-    parts = [maps.tensor("file", start * 4, (5000 - start,), torch.int32) for start in range(0, 5000, 100)]
+    parts = [
+        maps.tensor("file", start * 4, (5000 - start,), torch.int32)
+        for start in range(0, 5000, 100)
+    ]
     assert all(torch.equal(part, values[100 * number :]) for number, part in enumerate(parts))
     odd = maps.tensor("file", 3, (10,), torch.int16)  # not aligned
     assert odd.numpy().tobytes() == values.numpy().tobytes()[3:23]
@@ -67,7 +74,9 @@ def test_views_stay_valid_when_pages_are_given_back(tmp_path, monkeypatch):
 
 
 def test_threads_hold_no_more_than_the_budget():
-    held, most, lock = 0, [], threading.Lock()
+    held = 0
+    most = []
+    lock = threading.Lock()
 
     def write(sizes: list[int], budget: Budget) -> int:
         nonlocal held
@@ -140,7 +149,9 @@ def test_several_files_hold_one_checkpoint(tmp_path, case):
     result = compare_weights(GOLDEN / case, tmp_path / "back")
     assert result.identical and len(result.equal) > 20
     model = build_model(load_config(tmp_path / "back"), seed=2)
-    model.load_state_dict(load_checkpoint(tmp_path / "back", {"model": model.sharded_state_dict()})["model"])
+    model.load_state_dict(
+        load_checkpoint(tmp_path / "back", {"model": model.sharded_state_dict()})["model"]
+    )
 
 
 @pytest.mark.usefixtures("small_files")
@@ -149,7 +160,9 @@ def test_tensors_are_mapped_without_a_copy(tmp_path):
     import_checkpoint(tmp_path / "hf", tmp_path / "back")
     reader = MegatronReader(tmp_path / "back/release")
     places = {name: [reader.read(name) for _ in range(2)] for name in reader.tensors}
-    assert len(places) > 20 and all(one.data_ptr() == other.data_ptr() for one, other in places.values())
+    assert len(places) > 20 and all(
+        one.data_ptr() == other.data_ptr() for one, other in places.values()
+    )
 
 
 @pytest.mark.usefixtures("small_files")

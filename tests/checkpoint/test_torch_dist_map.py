@@ -25,7 +25,9 @@ def saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def mapped(directory: Path, content: bytes, before: int = 0, like: torch.Tensor = TENSOR) -> torch.Tensor | None:
+def mapped(
+    directory: Path, content: bytes, before: int = 0, like: torch.Tensor = TENSOR
+) -> torch.Tensor | None:
     path = directory / str(len([*directory.iterdir()]))
     path.write_bytes(b"x" * before + content + b"behind")
     return MappedFiles(directory).read(path.name, before, len(content), like.shape, like.dtype)
@@ -37,7 +39,11 @@ def test_every_bit_at_any_place(tmp_path, dtype):
         tensor = torch.randn(shape).to(dtype)
         for before in range(9):
             found = mapped(tmp_path, saved(tensor), before, tensor)
-            assert found is not None and bits_equal(found, tensor) and found.data_ptr() % dtype.itemsize == 0
+            assert (
+                found is not None
+                and bits_equal(found, tensor)
+                and found.data_ptr() % dtype.itemsize == 0
+            )
 
 
 @pytest.mark.parametrize("case", ["tp1/moe", "tp2/moe", "tp2/mamba_attention_mlp"])
@@ -48,11 +54,14 @@ def test_golden_checkpoints_need_no_other_reader(case, monkeypatch):
         patch.setattr(MappedFiles, "read", lambda *_: None)
         want = {name: reader.read(name) for name in reader.tensors}
     monkeypatch.setattr(MegatronReader, "_read_by_torch", None)
-    assert len(want) > 20 and all(bits_equal(reader.read(name), value) for name, value in want.items())
+    assert len(want) > 20 and all(
+        bits_equal(reader.read(name), value) for name, value in want.items()
+    )
 
 
 def test_several_experts_in_one_piece(tmp_path, monkeypatch):
-    key, experts = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight", torch.randn(4, 3, 5)
+    key = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
+    experts = torch.randn(4, 3, 5)
     dcp.state_dict_saver.save({key: experts}, checkpoint_id=tmp_path, no_dist=True)
     monkeypatch.setattr(MegatronReader, "_read_by_torch", None)
     reader = MegatronReader(tmp_path)
@@ -61,14 +70,17 @@ def test_several_experts_in_one_piece(tmp_path, monkeypatch):
 
 
 def repacked(content: bytes, change, deflated: str = "nothing") -> bytes:
-    """The same records in an archive of Python's, changed by `change(dict)`, some of them compressed."""
+    """The same records in an archive of Python's, changed by `change(dict)`, some of them
+    compressed."""
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         records = {name: file.read(name) for name in file.namelist()}
     change(records)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, value in records.items():
-            file.writestr(name, value, zipfile.ZIP_DEFLATED if deflated in name else zipfile.ZIP_STORED)
+            file.writestr(
+                name, value, zipfile.ZIP_DEFLATED if deflated in name else zipfile.ZIP_STORED
+            )
     return buffer.getvalue()
 
 
@@ -90,20 +102,31 @@ def test_other_contents_are_left_to_torch(tmp_path):
         "noise": b"PK" * 300,
         "deflated": repacked(plain, lambda records: None, deflated=""),
         "deflated values": repacked(plain, lambda records: None, deflated="data/0"),
-        "big endian": repacked(plain, lambda records: records.update({f"{prefix}/byteorder": b"big"})),
+        "big endian": repacked(
+            plain, lambda records: records.update({f"{prefix}/byteorder": b"big"})
+        ),
         "short": repacked(plain, lambda records: records.update({f"{prefix}/data/0": bytes(22)})),
         "long": repacked(plain, lambda records: records.update({f"{prefix}/data/0": bytes(26)})),
-        "further record": repacked(plain, lambda records: records.update({f"{prefix}/data/1": bytes(24)})),
-        "code": repacked(plain, lambda records: records.update({f"{prefix}/data.pkl": b"cos\nsystem\n(S'ls'\ntR."})),
+        "further record": repacked(
+            plain, lambda records: records.update({f"{prefix}/data/1": bytes(24)})
+        ),
+        "code": repacked(
+            plain,
+            lambda records: records.update({f"{prefix}/data.pkl": b"cos\nsystem\n(S'ls'\ntR."}),
+        ),
     }
-    assert [name for name, content in contents.items() if mapped(tmp_path, content) is not None] == []
+    assert [
+        name for name, content in contents.items() if mapped(tmp_path, content) is not None
+    ] == []
     assert mapped(tmp_path, saved(torch.empty(0)), like=torch.empty(0)) is None
 
 
 def test_damaged_archives_are_refused_or_read_as_torch_reads_them(tmp_path):
     content = saved(TENSOR)
     values = content.index(TENSOR.view(torch.uint8).numpy().tobytes())
-    files, generator, refused = MappedFiles(tmp_path), random.Random(0), 0
+    files = MappedFiles(tmp_path)
+    generator = random.Random(0)
+    refused = 0
     for at in range(len(content)):
         if values <= at < values + TENSOR.nbytes:
             continue
@@ -131,7 +154,8 @@ def test_a_row_without_a_piece_is_not_finite(tmp_path, monkeypatch, is_mapped):
         monkeypatch.setattr(MappedFiles, "read", lambda *_: None)
     monkeypatch.setattr("mtpkit.checkpoint.directory.MegatronReader", lambda _: reader)
     source = open_weights(tmp_path / "megatron")
-    first, second = source.read(f"{name}[0]"), source.read(f"{name}[1]")
+    first = source.read(f"{name}[0]")
+    second = source.read(f"{name}[1]")
     assert first.isfinite().all() and second.isnan().all()
     with pytest.raises(UserError, match=r"\[1\]"):
         source.require_finite()

@@ -71,7 +71,11 @@ def test_a_model_is_the_same(hf_dir, dtype):
     model = build_model(load_config(hf_dir), dtype=dtype, init="none")
     load_model_weights(model, hf_dir, source=open_weights(hf_dir, device="cuda"))
     want = load_model(hf_dir, dtype=dtype).state_dict()
-    assert all(bits_equal(value, want[name]) for name, value in model.state_dict().items() if value is not None)
+    assert all(
+        bits_equal(value, want[name])
+        for name, value in model.state_dict().items()
+        if value is not None
+    )
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
@@ -80,6 +84,8 @@ def test_all_numbers_are_checked_there(hf_dir, value):
     messages = []
     for device in ("cpu", "cuda"):
         with pytest.raises(UserError) as caught:
-            load_model_weights(build_model(load_config(hf_dir)), hf_dir, source=open_weights(hf_dir, device=device))
+            load_model_weights(
+                build_model(load_config(hf_dir)), hf_dir, source=open_weights(hf_dir, device=device)
+            )
         messages.append(str(caught.value))
     assert messages[0] == messages[1] and all(name in messages[0] for name in HF_NAMES)

@@ -1,4 +1,5 @@
-"""Weights that are no finite floating-point numbers are refused by name, wherever they are read or written."""
+"""Weights that are no finite floating-point numbers are refused by name, wherever they are read or
+written."""
 
 import json
 import shutil
@@ -48,7 +49,9 @@ def stored_as(dtype: torch.dtype, *names: str):
 def refused(action, *words: str) -> None:
     with pytest.raises(UserError) as caught:
         action()
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), (
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -81,7 +84,12 @@ def test_files_of_the_megatron_layout(hf_dir, tmp_path, value):
     experts = "decoder.layers.3.mlp.experts.experts.linear_fc1.weight[2]"
     write_megatron_copy(hf_dir, directory, put(value, *MEGATRON_NAMES, experts))
     refused(lambda: load_model(directory), str(directory), *MEGATRON_NAMES, experts)
-    refused(lambda: export_checkpoint(directory, tmp_path / "out"), str(directory), *MEGATRON_NAMES, experts)
+    refused(
+        lambda: export_checkpoint(directory, tmp_path / "out"),
+        str(directory),
+        *MEGATRON_NAMES,
+        experts,
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"]
 
 
@@ -90,8 +98,14 @@ def test_models_in_memory_are_not_saved(hf_dir, tmp_path):
     save_hf_model(model, tmp_path / "out")
     with torch.no_grad():
         model.output_layer.weight[3, 3] = float("nan")
-    refused(lambda: save_hf_model(model, tmp_path / "out"), "output_layer.weight", str(tmp_path / "out"))
-    refused(lambda: save_model(model, tmp_path / "saved"), "output_layer.weight", str(tmp_path / "saved"))
+    refused(
+        lambda: save_hf_model(model, tmp_path / "out"), "output_layer.weight", str(tmp_path / "out")
+    )
+    refused(
+        lambda: save_model(model, tmp_path / "saved"),
+        "output_layer.weight",
+        str(tmp_path / "saved"),
+    )
     assert compare_weights(hf_dir, tmp_path / "out").identical
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
@@ -102,14 +116,22 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_a_run_keeps_its_last_good_checkpoint(hf_dir, tmp_path, part):
-    model, run = load_model(hf_dir), tmp_path / "run"
+    model = load_model(hf_dir)
+    run = tmp_path / "run"
     moments = load_model(hf_dir)
-    state = {"model": model.sharded_state_dict(), "optimizer": moments.sharded_state_dict(prefix="optimizer.")}
+    state = {
+        "model": model.sharded_state_dict(),
+        "optimizer": moments.sharded_state_dict(prefix="optimizer."),
+    }
     save_checkpoint(run, 1, state, {}, model.mtpkit_config, hf_dir)
     before = contents(run)
     with torch.no_grad():
         (model if part == "model" else moments).mtp.layers[0].eh_proj.weight[0, 0] = float("inf")
-    name = "mtp.layers.0.eh_proj.weight" if part == "model" else "optimizer.mtp.layers.0.eh_proj.weight"
+    name = (
+        "mtp.layers.0.eh_proj.weight"
+        if part == "model"
+        else "optimizer.mtp.layers.0.eh_proj.weight"
+    )
     for iteration in (1, 2):
         refused(
             lambda at=iteration: save_checkpoint(run, at, state, {}, model.mtpkit_config, hf_dir),
@@ -122,12 +144,16 @@ def test_a_run_keeps_its_last_good_checkpoint(hf_dir, tmp_path, part):
 
 def test_the_base_of_a_run_and_a_checkpoint_to_resume(hf_dir, tmp_path):
     model = load_model(hf_dir)
-    heads = {name: part for name, part in model.sharded_state_dict().items() if name.startswith("mtp.")}
+    heads = {
+        name: part for name, part in model.sharded_state_dict().items() if name.startswith("mtp.")
+    }
     broken = tmp_path / "broken"
     shutil.copytree(hf_dir, broken)
     edit(broken, put(float("nan"), "lm_head.weight"))
     refused(
-        lambda: save_checkpoint(tmp_path / "run", 1, {"model": heads}, {}, model.mtpkit_config, hf_dir, base=broken),
+        lambda: save_checkpoint(
+            tmp_path / "run", 1, {"model": heads}, {}, model.mtpkit_config, hf_dir, base=broken
+        ),
         "lm_head.weight",
     )
     assert not (tmp_path / "run").exists()
@@ -143,7 +169,11 @@ def test_equal_tensors_with_nan_are_a_finding(hf_dir, tmp_path):
     write_megatron_copy(hf_dir, tmp_path / "clean", lambda tensors: None)
     write_megatron_copy(hf_dir, tmp_path / "nan", put(float("nan"), *MEGATRON_NAMES))
     both = compare_weights(tmp_path / "nan", tmp_path / "nan")
-    assert sorted(both.not_finite) == sorted(MEGATRON_NAMES) and not both.different and not both.identical
+    assert (
+        sorted(both.not_finite) == sorted(MEGATRON_NAMES)
+        and not both.different
+        and not both.identical
+    )
     one = compare_weights(tmp_path / "clean", tmp_path / "nan")
     assert sorted(one.not_finite) == sorted(MEGATRON_NAMES) and len(one.different) == 2
 
@@ -158,11 +188,15 @@ def test_some_names_and_a_count(hf_dir):
     edit(hf_dir, spoil)
     with pytest.raises(UserError) as caught:
         load_model(hf_dir)
-    named = sum(f"{name}," in str(caught.value) or f"{name} and" in str(caught.value) for name in names)
+    named = sum(
+        f"{name}," in str(caught.value) or f"{name} and" in str(caught.value) for name in names
+    )
     assert named > 2 and f"and {13 - named} more" in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+)
 def test_integers_are_no_weights(hf_dir, tmp_path, dtype):
     write_megatron_copy(hf_dir, tmp_path / "megatron", stored_as(dtype, *MEGATRON_NAMES))
     edit(hf_dir, stored_as(dtype, *HF_NAMES))
@@ -179,7 +213,9 @@ def test_integers_are_no_weights(hf_dir, tmp_path, dtype):
         lambda: export_checkpoint(tmp_path / "megatron", tmp_path / "out"),
         lambda: load_checkpoint(tmp_path / "megatron", {"model": model.sharded_state_dict()}),
     ):
-        refused(action, str(tmp_path / "megatron"), *MEGATRON_NAMES, str(dtype).removeprefix("torch."))
+        refused(
+            action, str(tmp_path / "megatron"), *MEGATRON_NAMES, str(dtype).removeprefix("torch.")
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -192,7 +228,9 @@ def test_a_comparison_by_the_command_fails(hf_dir, tmp_path, capsys):
     assert json.loads((tmp_path / "nan" / "mtpkit.json").read_text())["family"] == "nemotron_h"
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8, torch.int64]
+)
 def test_tensors_of_any_dtype_are_compared(hf_dir, tmp_path, dtype):
     write_megatron_copy(hf_dir, tmp_path / "megatron", stored_as(dtype, *MEGATRON_NAMES))
     assert compare_weights(tmp_path / "megatron", tmp_path / "megatron").identical

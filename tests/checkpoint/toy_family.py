@@ -1,4 +1,5 @@
-"""A family that mtpkit does not have: its own keys, names and numbering of layers, and tensors in other forms."""
+"""A family that mtpkit does not have: its own keys, names and numbering of layers, and tensors in
+other forms."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -67,14 +68,19 @@ class Blocks(Line):
 
 
 def read_patterns(file: Values) -> tuple[str, str]:
-    blocks, drafter = file.get("blocks"), file.get("drafter")
+    blocks = file.get("blocks")
+    drafter = file.get("drafter")
     assert isinstance(blocks, list) and isinstance(drafter, list)
     return "".join(BLOCKS[word] for word in blocks), "".join(BLOCKS[word] for word in drafter)
 
 
 def attention(c: ModelConfig) -> Iterator[Entry]:
     sizes = c.attention
-    heads = FuseQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels)
+    heads = FuseQKV(
+        sizes.num_query_groups,
+        sizes.num_attention_heads // sizes.num_query_groups,
+        sizes.kv_channels,
+    )
     yield one("before.scale", "self_attention.linear_qkv.layer_norm_weight")
     yield Entry(("packed.weight",), ("self_attention.linear_qkv.weight",), PackedQKV(heads))
     yield one("after.weight", "self_attention.linear_proj.weight", Transposed())

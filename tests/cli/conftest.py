@@ -13,7 +13,9 @@ from tests.training.toy import toy_model
 
 
 @pytest.fixture(scope="session")
-def save_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Callable[..., Path]:
+def save_model(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path
+) -> Callable[..., Path]:
     """Directory of a model with heads as asked for, and the tokenizer."""
 
     def save_model(**changes: Any) -> Path:

@@ -22,20 +22,27 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
     *table, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert json.loads(file.read_text()) == found
-    assert found["sequence_length"] == 24 and "sequences of 24 tokens" in " ".join(" ".join(table).split())
+    assert found["sequence_length"] == 24 and "sequences of 24 tokens" in " ".join(
+        " ".join(table).split()
+    )
     assert found["num_depths"] == 3 and len(found["conditional_acceptance"]) == 3
     assert list(found["sources"]) == ["first", "second"]
     rows = defaultdict(str)
     for row in filter(str.strip, table):
         rows[row.split()[0]] += row
     for name, values in {**found["sources"], "all": found}.items():
-        assert f"{values['acceptance_length']:.3f}" in rows[name] and f"{values['loss']:.4f}" in rows[name]
+        assert (
+            f"{values['acceptance_length']:.3f}" in rows[name]
+            and f"{values['loss']:.4f}" in rows[name]
+        )
         assert f"{values['departures']:.1%}" in rows[name]
         low, high = values["draft_sampling_acceptance_length_interval"]
         assert any(f"{low:.2f}-{high:.2f}" in row for row in table)
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(call, capsys, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    call, capsys, tmp_path, monkeypatch
+):
     evaluate = "mtpkit.training.evaluation.evaluate_directory"
     monkeypatch.setattr(evaluate, lambda *_, **__: pytest.fail("it is found out too late"))
     for file, code, says in (
@@ -53,18 +60,28 @@ def call_rank(rank, options):
 
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_a_model_split_over_processes_is_evaluated_the_same(split, model_dir, call, capsys, tmp_path):
+def test_a_model_split_over_processes_is_evaluated_the_same(
+    split, model_dir, call, capsys, tmp_path
+):
     (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
     options = ["--model", model_dir, "--data", tmp_path / "cats.txt", "--sequence-length", 24]
     assert call(app, *options) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    run_ranks(call_rank, [*map(str, options), f"--{split}-parallel-size=2", f"--output={tmp_path / 'found.json'}"])
+    run_ranks(
+        call_rank,
+        [*map(str, options), f"--{split}-parallel-size=2", f"--output={tmp_path / 'found.json'}"],
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["steps"] == alone["steps"] > 0
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-    assert found["conditional_acceptance"] == pytest.approx(alone["conditional_acceptance"], abs=1e-2)
+    assert found["conditional_acceptance"] == pytest.approx(
+        alone["conditional_acceptance"], abs=1e-2
+    )
     interval = "draft_sampling_acceptance_length_interval"
-    assert found[interval] == pytest.approx(alone[interval], rel=1e-4) and found[interval][0] < found[interval][1]
+    assert (
+        found[interval] == pytest.approx(alone[interval], rel=1e-4)
+        and found[interval][0] < found[interval][1]
+    )
 
 
 def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path):
@@ -72,7 +89,10 @@ def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path
     options = ["--model", model_dir, "--data", tmp_path / "cats.txt"]
     for more, says in (
         (["--tensor-parallel-size", 3], "cannot be split over tensor=3 ranks"),
-        (["--tensor-parallel-size", 2, "--sequence-length", 25], "25 tokens cannot be split over 2 ranks"),
+        (
+            ["--tensor-parallel-size", 2, "--sequence-length", 25],
+            "25 tokens cannot be split over 2 ranks",
+        ),
     ):
         assert call(app, *options, *more) == 2
         error = capsys.readouterr().err
@@ -83,7 +103,11 @@ def test_errors_are_one_line(model_dir, call, capsys, tmp_path):
     assert call(app, "--model", model_dir, "--data", tmp_path / "none.txt") == 2
     assert call(report.app, tmp_path) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 2 and "none.txt does not exist" in error and "has no metrics.jsonl" in error
+    assert (
+        error.count("\n") == 2
+        and "none.txt does not exist" in error
+        and "has no metrics.jsonl" in error
+    )
 
 
 def test_the_report_is_made_again(call, capsys, tmp_path):
@@ -96,7 +120,9 @@ def test_the_report_is_made_again(call, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["output_layer.weight", "mtp.layers.0.eh_proj.weight"])
-def test_a_model_of_weights_that_are_no_numbers_fails(model_dir, call, capsys, tmp_path, monkeypatch, name):
+def test_a_model_of_weights_that_are_no_numbers_fails(
+    model_dir, call, capsys, tmp_path, monkeypatch, name
+):
     def load(*args, **named):
         model = load_model(*args, **named)
         model.get_parameter(name).data[3] = torch.nan
@@ -108,5 +134,7 @@ def test_a_model_of_weights_that_are_no_numbers_fails(model_dir, call, capsys, t
     data = ["--data", f"cats={tmp_path / 'cats.txt'}", "--sequence-length", 24, "--output", file]
     assert call(app, "--model", model_dir, *data) == 1
     printed = capsys.readouterr()
-    assert printed.err.startswith("mtpkit: error: held-out data cats: NaN or infinity in the loss of depth 1, 2; ")
+    assert printed.err.startswith(
+        "mtpkit: error: held-out data cats: NaN or infinity in the loss of depth 1, 2; "
+    )
     assert printed.err.count("\n") == 1 and not printed.out and not file.exists()

@@ -1,4 +1,5 @@
-"""`mtpkit bench`: every command runs on a CPU, prints a table and one JSON object, and refuses what it cannot do."""
+"""`mtpkit bench`: every command runs on a CPU, prints a table and one JSON object, and refuses what
+it cannot do."""
 
 import json
 
@@ -33,17 +34,32 @@ def test_roofline_has_the_engines_ring(call, capsys):
     assert last_line(capsys)["settings"]["ring_entries"] == [16, 32]
 
 
-@pytest.mark.parametrize("more", ["--k 0", "--k 2", "--k 5 --state-rollback snapshot", "--k 5 --state-dtype bfloat16"])
+@pytest.mark.parametrize(
+    "more", ["--k 0", "--k 2", "--k 5 --state-rollback snapshot", "--k 5 --state-dtype bfloat16"]
+)
 def test_decode_and_roofline_have_the_same_limit(more, call, capsys):
     shared = f"--model nemotron-h-tiny --batch-size 3 --draft-vocab-size 100 {more}"
-    options = "--prompt-length 9 --max-tokens 40 --repeats 1 --acceptance 0.6 0.3 --dtype float32 --enforce-eager"
+    options = (
+        "--prompt-length 9 --max-tokens 40 --repeats 1 --acceptance 0.6 0.3 --dtype float32"
+        " --enforce-eager"
+    )
     assert call(app, "decode", *shared.split(), *options.split()) == 0
     found = last_line(capsys)
     (row,) = found["rows"]
-    acceptance = ["--acceptance", *row["conditional_acceptance"]] if row["conditional_acceptance"] else []
-    rates = ["--bandwidth", found["copy_bandwidth"] / 1e12, "--matrix-rate", found["matrix_rate"] / 1e12]
+    acceptance = (
+        ["--acceptance", *row["conditional_acceptance"]] if row["conditional_acceptance"] else []
+    )
+    rates = [
+        "--bandwidth",
+        found["copy_bandwidth"] / 1e12,
+        "--matrix-rate",
+        found["matrix_rate"] / 1e12,
+    ]
     context = ["--context-length", 9 + 40 / 2]
-    assert call(app, "roofline", *shared.split(), "--dtype", "float32", *context, *acceptance, *rates) == 0
+    assert (
+        call(app, "roofline", *shared.split(), "--dtype", "float32", *context, *acceptance, *rates)
+        == 0
+    )
     (limit,) = last_line(capsys)["rows"]
     assert limit["limit_tokens_per_s"] == pytest.approx(row["limit_tokens_per_s"], rel=1e-9)
     assert limit["acceptance_length"] == pytest.approx(row["acceptance_length"])
@@ -55,15 +71,26 @@ def test_roofline_of_a_directory(model_dir, call, capsys):
 
 
 def test_decode(call, capsys, tmp_path):
-    options = "--model nemotron-h-tiny --batch-size 2 --k 0 1 --prompt-length 8 --max-tokens 24 --repeats 1"
+    options = (
+        "--model nemotron-h-tiny --batch-size 2 --k 0 1 --prompt-length 8 --max-tokens 24"
+        " --repeats 1"
+    )
     options += " --acceptance 0.5 --state-rollback snapshot --enforce-eager --block-size 8"
     assert call(app, "decode", *options.split(), "--output", tmp_path) == 0
     found = last_line(capsys)
     assert [(row["batch_size"], row["k"]) for row in found["rows"]] == [(2, 0), (2, 1)]
     settings = found["settings"]
     assert settings["synthetic"] and settings["acceptance"] == [0.5] and settings["enforce_eager"]
-    assert (settings["state_rollback"], settings["block_size"], settings["prompt_len"]) == ("snapshot", 8, 8)
-    assert {path.name for path in tmp_path.iterdir()} >= {"decode.json", "decode.md", "decode_kernels.json"}
+    assert (settings["state_rollback"], settings["block_size"], settings["prompt_len"]) == (
+        "snapshot",
+        8,
+        8,
+    )
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "decode.json",
+        "decode.md",
+        "decode_kernels.json",
+    }
 
 
 @pytest.mark.parametrize("command", ["roofline", "decode"])
@@ -83,7 +110,10 @@ def test_decode_refuses_what_excludes_each_other(call, capsys, monkeypatch):
     monkeypatch.setattr("mtpkit.bench.timing.can_trace", lambda device: False)
     for options, says in (
         ("--kernels --no-trace", "kernels are timed by tracing"),
-        ("--model nemotron-h-tiny --pattern=", "'--pattern': it is empty: name one, or leave it out"),
+        (
+            "--model nemotron-h-tiny --pattern=",
+            "'--pattern': it is empty: name one, or leave it out",
+        ),
         ("--model nemotron-h-tiny --kernels", "tracing needs a GPU, and there is none"),
     ):
         assert call(app, "decode", *options.split()) == 2
@@ -96,10 +126,14 @@ def test_decode_real_prompts_with_real_acceptance(model_dir, call, capsys, tmp_p
     options = "--batch-size 2 --k 2 --max-tokens 16 --repeats 1"
     assert call(app, "decode", *where, *options.split()) == 0
     found = last_line(capsys)
-    assert not found["settings"]["synthetic"] and len(found["rows"][0]["conditional_acceptance"]) == 2
+    assert (
+        not found["settings"]["synthetic"] and len(found["rows"][0]["conditional_acceptance"]) == 2
+    )
 
 
-@pytest.mark.parametrize("option", ["--num-speculative-tokens many", "--prompt-length much", "--repeats auto"])
+@pytest.mark.parametrize(
+    "option", ["--num-speculative-tokens many", "--prompt-length much", "--repeats auto"]
+)
 def test_a_text_where_a_number_belongs_is_named_in_one_line(option, call, capsys):
     assert call(app, "prefill", *option.split()) == 2
     name, text = option.split()
@@ -107,10 +141,18 @@ def test_a_text_where_a_number_belongs_is_named_in_one_line(option, call, capsys
 
 
 def test_prefill(call, capsys):
-    options = "--model nemotron-h-tiny --batch-size 2 --prompt-length 12 --max-num-batched-tokens 16 --repeats 1 --k 1"
+    options = (
+        "--model nemotron-h-tiny --batch-size 2 --prompt-length 12 --max-num-batched-tokens 16"
+        " --repeats 1 --k 1"
+    )
     assert call(app, "prefill", *options.split()) == 0
     (row,) = last_line(capsys)["rows"]
-    assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (2, 12, 16, 1)
+    assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (
+        2,
+        12,
+        16,
+        1,
+    )
 
 
 def test_convert(call, capsys, tmp_path):
@@ -118,7 +160,12 @@ def test_convert(call, capsys, tmp_path):
     options = ["--gigabytes", 0.001, "--directory", tmp_path / "disk", "--output", tmp_path / "out"]
     assert call(app, "convert", *options) == 0
     found = last_line(capsys)
-    assert [row["stage"] for row in found["rows"]] == ["copy of the files", "import", "stitch --link", "export"]
+    assert [row["stage"] for row in found["rows"]] == [
+        "copy of the files",
+        "import",
+        "stitch --link",
+        "export",
+    ]
     assert found["settings"] == {"gigabytes": 0.001} and not any((tmp_path / "disk").iterdir())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"convert.json", "convert.md"}
     (tmp_path / "file").touch()
@@ -127,7 +174,10 @@ def test_convert(call, capsys, tmp_path):
     assert "--gigabytes is 0.0, must be above 0" in capsys.readouterr().err
 
 
-LOAD = "--model nemotron-h-tiny --num-prompts 3 --prompt-max 20 --output-max 12 --repeats 1 --k 1 --max-num-seqs 2"
+LOAD = (
+    "--model nemotron-h-tiny --num-prompts 3 --prompt-max 20 --output-max 12 --repeats 1 --k 1"
+    " --max-num-seqs 2"
+)
 
 
 def test_load(call, capsys, tmp_path):
@@ -144,7 +194,9 @@ def test_load(call, capsys, tmp_path):
 
 def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("mtpkit.bench.stall._QUIET_STEPS", 4)
-    options = "--stall --decoding-requests 2 --arriving-prompts 1 --arriving-length 30 --lone-length 8 20"
+    options = (
+        "--stall --decoding-requests 2 --arriving-prompts 1 --arriving-length 30 --lone-length 8 20"
+    )
     assert call(app, "load", *LOAD.split(), *options.split(), "--output", tmp_path) == 0
     (row,) = last_line(capsys)["rows"]
     assert row["k"] == 1 and len(row["lone_ms"]) == 2 and row["stall"] > 0
@@ -152,10 +204,14 @@ def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
 
 
 def test_load_of_conversations(call, capsys, tmp_path):
-    options = f"{LOAD} --turns 3 --turn-length 9 --conversations 2 --prefix-cache-dtype bfloat16".split()
+    options = (
+        f"{LOAD} --turns 3 --turn-length 9 --conversations 2 --prefix-cache-dtype bfloat16".split()
+    )
     assert call(app, "load", *options, "--output", tmp_path) == 0
     off, on = last_line(capsys)["rows"]
-    assert (off["cached"], on["cached"]) == (False, True) and on["hit_share"] > 0.9 > off["hit_share"] == 0
+    assert (off["cached"], on["cached"]) == (False, True) and on["hit_share"] > 0.9 > off[
+        "hit_share"
+    ] == 0
     assert json.loads((tmp_path / "load_turns.json").read_text())["settings"]["turn_length"] == 9
     assert call(app, "load", *options, "--stall") == 2
     assert "these options exclude each other" in capsys.readouterr().err
@@ -164,7 +220,10 @@ def test_load_of_conversations(call, capsys, tmp_path):
 def test_a_load_with_the_prefix_cache_says_its_hits(call, capsys):
     assert call(app, "load", *LOAD.split(), "--enable-prefix-caching") == 0
     printed = capsys.readouterr().out
-    assert "hit" in printed.split() and json.loads(printed.splitlines()[-1])["rows"][0]["hit_rate"] == 0
+    assert (
+        "hit" in printed.split()
+        and json.loads(printed.splitlines()[-1])["rows"][0]["hit_rate"] == 0
+    )
 
 
 def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monkeypatch):
@@ -196,22 +255,39 @@ def test_a_load_that_cannot_be_is_refused(option, says, call, capsys):
 
 def test_train(call, capsys, tmp_path):
     options = (
-        "--model nemotron-h-tiny --sequence-length 24 40 --loss kl tv ce --k 2 --pattern M* --distinct --recompute"
+        "--model nemotron-h-tiny --sequence-length 24 40 --loss kl tv ce --k 2 --pattern M*"
+        " --distinct --recompute"
     )
-    options += " --attention per_depth --document-len 9 --micro-batches 2 --steps 1 --warm-up-steps 0 --optimizer muon"
+    options += (
+        " --attention per_depth --document-len 9 --micro-batches 2 --steps 1 --warm-up-steps 0"
+        " --optimizer muon"
+    )
     assert call(app, "train", *options.split(), "--output", tmp_path) == 0
     found = last_line(capsys)
     cases = [(row["sequence_length"], row["loss"], row["tokens"]) for row in found["rows"]]
     assert cases == [(n, kind, 2 * n) for n in (24, 40) for kind in ("kl", "tv", "ce")]
     settings = found["settings"]
-    assert (settings["k"], settings["pattern"], settings["repeated"], settings["recompute"]) == (2, "M*", False, True)
+    assert (settings["k"], settings["pattern"], settings["repeated"], settings["recompute"]) == (
+        2,
+        "M*",
+        False,
+        True,
+    )
     assert json.loads((tmp_path / "train.json").read_text()) == found
 
 
 def test_kernels(call, capsys):
-    options = "--model nemotron-h-tiny --rows 1 2 --k 1 --context-length 9 --ops rms_norm store_kv --device cpu"
+    options = (
+        "--model nemotron-h-tiny --rows 1 2 --k 1 --context-length 9 --ops rms_norm store_kv"
+        " --device cpu"
+    )
     assert call(app, "kernels", *options.split()) == 0
-    assert [row["op"] for row in last_line(capsys)["rows"]] == ["store_kv", "store_kv", "rms_norm", "rms_norm"]
+    assert [row["op"] for row in last_line(capsys)["rows"]] == [
+        "store_kv",
+        "store_kv",
+        "rms_norm",
+        "rms_norm",
+    ]
 
 
 def test_kernels_without_a_gpu(call, capsys, monkeypatch):
@@ -238,8 +314,10 @@ def test_a_large_shape_needs_a_gpu(command, call, capsys, monkeypatch):
     assert call(app, *command.split()) == 2
     error = capsys.readouterr().err
     model = "nemotron-3-nano" if "nano" in command else "nemotron-h-8b"
-    assert error == (
-        f"mtpkit: error: {model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU\n"
+    assert (
+        error
+        == f"mtpkit: error: {model} needs a GPU; --model nemotron-h-tiny, or a model directory,"
+        " runs on a CPU\n"
     )
 
 
@@ -248,12 +326,18 @@ def test_without_a_gpu_a_run_starts_small_and_says_so(call, capsys, monkeypatch)
     assert call(app, "decode", "--num-speculative-tokens", 1, "--max-tokens", 9) == 0
     printed = capsys.readouterr()
     settings = json.loads(printed.out.splitlines()[-1])["settings"]
-    small = {"model": "nemotron-h-tiny", "batch_sizes": [1, 4], "prompt_len": 64, "max_tokens": 9, "repeats": 1}
+    small = {
+        "model": "nemotron-h-tiny",
+        "batch_sizes": [1, 4],
+        "prompt_len": 64,
+        "max_tokens": 9,
+        "repeats": 1,
+    }
     assert small.items() <= settings.items() and settings["ks"] == [1]
     assert (
-        "mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --batch-size 1 4 --prompt-length 64 "
-        "--repeats 1; options make it larger"
-    ) in printed.err.splitlines()
+        "mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --batch-size 1 4"
+        " --prompt-length 64 --repeats 1; options make it larger" in printed.err.splitlines()
+    )
 
 
 class Done:
@@ -263,7 +347,9 @@ class Done:
         print("shown")
 
 
-@pytest.mark.parametrize("command", ["prefill", "load", "load --stall", "load --turns 3", "train", "kernels"])
+@pytest.mark.parametrize(
+    "command", ["prefill", "load", "load --stall", "load --turns 3", "train", "kernels"]
+)
 def test_every_benchmark_is_small_on_a_cpu(command, call, capsys, monkeypatch):
     """Each takes the small model and at least one small number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -273,7 +359,9 @@ def test_every_benchmark_is_small_on_a_cpu(command, call, capsys, monkeypatch):
     device = ["--device", "cpu"] if command == "kernels" else []
     assert call(app, *command.split(), *device) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --")
+    assert printed.err.startswith(
+        "mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --"
+    )
     assert printed.err.count("\n") == 1 and printed.out == "shown\n"
 
 
@@ -285,8 +373,12 @@ def test_saved_requests_are_those_of_a_gpu(call, capsys, tmp_path, monkeypatch):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["decode", "prefill", "train", "kernels --device cpu", "roofline"])
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, call, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "command", ["decode", "prefill", "train", "kernels --device cpu", "roofline"]
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    command, call, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(shapes, "get_config", lambda *_: pytest.fail("it is found out too late"))
     (tmp_path / "file").touch()
     for out, code, says in (
@@ -306,10 +398,19 @@ def test_large_shapes_are_those_of_billions_of_weights():
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ("decode --model nemotron-h-tiny --prompt-length 2000000000", "tokens in all, must be at most 268,435,456"),
-        ("prefill --model nemotron-h-tiny --prompt-length 2000000000", "tokens in all, must be at most 268,435,456"),
+        (
+            "decode --model nemotron-h-tiny --prompt-length 2000000000",
+            "tokens in all, must be at most 268,435,456",
+        ),
+        (
+            "prefill --model nemotron-h-tiny --prompt-length 2000000000",
+            "tokens in all, must be at most 268,435,456",
+        ),
         *(
-            (f"{command} --draft-vocab-size 513", "draft vocabulary of 513 tokens, but the model has 512")
+            (
+                f"{command} --draft-vocab-size 513",
+                "draft vocabulary of 513 tokens, but the model has 512",
+            )
             for command in (
                 "decode --model nemotron-h-tiny",
                 "roofline --model nemotron-h-tiny",
@@ -322,7 +423,10 @@ def test_large_shapes_are_those_of_billions_of_weights():
             for option in ("bandwidth inf", "matrix-rate inf", "context-length inf")
         ),
         ("decode --model nowhere", "model 'nowhere' is neither a shape"),
-        ("decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f", "give a size or a file"),
+        (
+            "decode --model nemotron-h-tiny --draft-vocab-size 5 --draft-vocab f",
+            "give a size or a file",
+        ),
         (
             "decode --model nemotron-h-tiny --k 1 some",
             "--k is [1, 'some'], must be a list of one or more numbers or 'auto'",
@@ -334,12 +438,30 @@ def test_large_shapes_are_those_of_billions_of_weights():
             "train --model nemotron-h-tiny --loss kl mse",
             "--loss is ['kl', 'mse'], must be a list of 'kl', 'tv' or 'ce'",
         ),
-        ("train --model nemotron-h-tiny --distinct --attention serving", "serving attention is for one repeated head"),
-        ("train --model nemotron-h-tiny --sequence-length 64 3", "data.sequence_length must be at least 5"),
-        ("train --model nemotron-h-tiny --cached --pipeline-parallel-size 2", "set parallel.pipeline=1"),
-        ("train --model nemotron-h-tiny --base-fp8 --dtype float32", "--base-fp8 needs dtype=bfloat16"),
-        ("train --model nemotron-h-tiny --cached --base-fp8 --dtype bfloat16", "leave no base for --base-fp8"),
-        ("train --model nemotron-h-tiny --tensor-parallel-size 3", "set parallel.tensor to a divisor"),
+        (
+            "train --model nemotron-h-tiny --distinct --attention serving",
+            "serving attention is for one repeated head",
+        ),
+        (
+            "train --model nemotron-h-tiny --sequence-length 64 3",
+            "data.sequence_length must be at least 5",
+        ),
+        (
+            "train --model nemotron-h-tiny --cached --pipeline-parallel-size 2",
+            "set parallel.pipeline=1",
+        ),
+        (
+            "train --model nemotron-h-tiny --base-fp8 --dtype float32",
+            "--base-fp8 needs dtype=bfloat16",
+        ),
+        (
+            "train --model nemotron-h-tiny --cached --base-fp8 --dtype bfloat16",
+            "leave no base for --base-fp8",
+        ),
+        (
+            "train --model nemotron-h-tiny --tensor-parallel-size 3",
+            "set parallel.tensor to a divisor",
+        ),
     ],
 )
 def test_what_cannot_be_measured(command, error, call, capsys):
@@ -349,20 +471,29 @@ def test_what_cannot_be_measured(command, error, call, capsys):
 
 @pytest.mark.parametrize(
     ("heads", "ks"),
-    [(dict(mtp_num_depths=2, mtp_use_repeated_layer=False), [0, 1, 2]), (dict(mtp_num_depths=0, mtp_pattern=""), [0])],
+    [
+        (dict(mtp_num_depths=2, mtp_use_repeated_layer=False), [0, 1, 2]),
+        (dict(mtp_num_depths=0, mtp_pattern=""), [0]),
+    ],
     ids=["distinct", "no heads"],
 )
 def test_k_is_by_default_what_the_model_has(heads, ks, save_model, call, capsys):
-    model, brief = save_model(**heads), "--batch-size 1 --repeats 1 --max-tokens 24 --prompt-length 4 --no-trace"
+    model = save_model(**heads)
+    brief = "--batch-size 1 --repeats 1 --max-tokens 24 --prompt-length 4 --no-trace"
     assert call(app, "roofline", "--model", model, "--batch-size", 1) == 0
     assert [row["k"] for row in last_line(capsys)["rows"]] == ks
     assert call(app, "decode", "--model", model, *brief.split()) == 0
     assert [row["k"] for row in last_line(capsys)["rows"]] == ks
 
 
-def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(save_model, call, capsys, monkeypatch):
+def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(
+    save_model, call, capsys, monkeypatch
+):
     model = save_model(mtp_num_depths=2, mtp_use_repeated_layer=False)
     monkeypatch.setattr(shapes, "load_model", lambda *_: pytest.fail("weights are read"))
     for command in ("decode", "prefill", "roofline"):
         assert call(app, command, "--model", model, "--k", 3) == 2
-        assert "--k is 3, but the model has 2 distinct MTP heads: set it to 2 or less" in capsys.readouterr().err
+        assert (
+            "--k is 3, but the model has 2 distinct MTP heads: set it to 2 or less"
+            in capsys.readouterr().err
+        )

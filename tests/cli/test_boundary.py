@@ -12,7 +12,8 @@ PREAMBLE = """
 import errno, os, signal, sys, typer
 from mtpkit.cli import run
 from mtpkit.errors import *
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background has it ignored
+# A parent in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 ENTRIES = {
     "function": "def job():\n    {body}\nrun(job)\n",
@@ -22,7 +23,9 @@ ENTRIES = {
 
 def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **env}
+    )
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -30,9 +33,17 @@ def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     ("body", "code", "line"),
     [
         ("pass", 0, None),
-        ("raise UserError('k is -1;\\n  give 0 or more')", 2, "mtpkit: error: k is -1; give 0 or more"),
+        (
+            "raise UserError('k is -1;\\n  give 0 or more')",
+            2,
+            "mtpkit: error: k is -1; give 0 or more",
+        ),
         ("raise MtpkitError('lost')", 1, "mtpkit: error: lost"),
-        ("raise StorageError('cannot write x: disk full')", 1, "mtpkit: error: cannot write x: disk full"),
+        (
+            "raise StorageError('cannot write x: disk full')",
+            1,
+            "mtpkit: error: cannot write x: disk full",
+        ),
         (
             "raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'out.bin')",
             1,
@@ -84,8 +95,14 @@ def test_output_into_a_closed_pipe_is_quiet() -> None:
         (["dat"], "No such command 'dat'. Did you mean 'data'? (see --help)"),
         (["--wrong"], "No such option: --wrong"),
         (["data", "inspect"], "Missing option '--model'"),
-        (["data", "inspect", "--model", "m", "--data", "d", "--sequence-length", "x"], "'--sequence-length'"),
-        (["data", "inspect", "--model", "nowhere", "--data", "d"], "model directory nowhere does not exist"),
+        (
+            ["data", "inspect", "--model", "m", "--data", "d", "--sequence-length", "x"],
+            "'--sequence-length'",
+        ),
+        (
+            ["data", "inspect", "--model", "nowhere", "--data", "d"],
+            "model directory nowhere does not exist",
+        ),
     ],
 )
 def test_wrong_command_lines(args: list[str], message: str) -> None:
@@ -96,7 +113,10 @@ def test_wrong_command_lines(args: list[str], message: str) -> None:
 
 
 def test_help_and_version_do_not_import_torch() -> None:
-    code = "import sys; from mtpkit.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    code = (
+        "import sys; from mtpkit.cli.main import main\ntry: main()\nfinally: print('torch' in"
+        " sys.modules)"
+    )
     for args, text in (
         ([], "Commands"),
         (["--help"], "Commands"),
@@ -113,10 +133,21 @@ def test_data_inspect(tmp_path: Path, tokenizer_dir: Path) -> None:
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for file in files:
         file.write_text("the cat sat on the mat\n" * 20)
-    args = ["data", "inspect", "--model", str(tokenizer_dir), "--data", *map(str, files), "--sequence-length", "32"]
+    args = [
+        "data",
+        "inspect",
+        "--model",
+        str(tokenizer_dir),
+        "--data",
+        *map(str, files),
+        "--sequence-length",
+        "32",
+    ]
     done = python("-m", "mtpkit.cli.main", *args)
     assert done.returncode == 0, done.stderr
-    cells = [line.strip("│ ").split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    cells = [
+        line.strip("│ ").split("│") for line in done.stdout.splitlines() if line.startswith("│")
+    ]
     counts = {name.strip(): count.strip() for name, count in cells}
     assert counts["documents"] == "2" and counts["masked share"] == "0.0%"
     assert float(counts["fill ratio"].rstrip("%")) > 50
@@ -131,7 +162,9 @@ def test_text_that_an_encoding_lacks_is_no_failure(encoding):
 
 def test_a_name_that_is_no_text_is_shown_with_its_bytes():
     """The text goes to stdout in a C locale, or is part of an error."""
-    code = PREAMBLE + ENTRIES["function"].format(body="print('caf\\udce9'); raise UserError('caf\\udce9')")
+    code = PREAMBLE + ENTRIES["function"].format(
+        body="print('caf\\udce9'); raise UserError('caf\\udce9')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

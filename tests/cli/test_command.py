@@ -86,8 +86,12 @@ def test_a_former_name_that_a_command_has_itself_is_its_own() -> None:
 
 def words() -> list[list[str]]:
     """All commands as they are typed."""
-    groups = {name: typer.main.get_command(import_module(f"mtpkit.cli.{name}").app) for name in COMMANDS}
-    inner = [[name, part] for name, group in groups.items() for part in getattr(group, "commands", ())]
+    groups = {
+        name: typer.main.get_command(import_module(f"mtpkit.cli.{name}").app) for name in COMMANDS
+    }
+    inner = [
+        [name, part] for name, group in groups.items() for part in getattr(group, "commands", ())
+    ]
     return [[], *([name] for name in COMMANDS), *inner]
 
 
@@ -99,11 +103,15 @@ def test_help_of_benchmarks_names_every_shape(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", words(), ids=" ".join)
-def test_help_fits_80_columns_and_cuts_nothing(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns_and_cuts_nothing(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(mtpkit, [*command, "--help"], terminal_width=80)
     assert result.exit_code == 0 and max(map(len, result.output.splitlines())) <= 80
-    assert "\u2026" not in result.output and not re.search(r"\w\.\.\.$", result.output, re.MULTILINE)
+    assert "\u2026" not in result.output and not re.search(
+        r"\w\.\.\.$", result.output, re.MULTILINE
+    )
     names = {name for param in find(command).params for name in param.opts if name.startswith("-")}
     assert "--help" in result.output and not [name for name in names if name not in result.output]
     formers = OLD_NAMES.keys() - names
@@ -112,7 +120,9 @@ def test_help_fits_80_columns_and_cuts_nothing(command: list[str], monkeypatch: 
 
 @pytest.mark.parametrize("command", words(), ids=" ".join)
 def test_help_has_no_path_of_this_machine(command: list[str]) -> None:
-    assert str(ROOT) not in "".join(CliRunner().invoke(mtpkit, [*command, "--help"], terminal_width=999).output)
+    assert str(ROOT) not in "".join(
+        CliRunner().invoke(mtpkit, [*command, "--help"], terminal_width=999).output
+    )
 
 
 @pytest.mark.parametrize("command", words()[1:], ids=" ".join)
@@ -152,17 +162,41 @@ def test_a_single_option_takes_one_value() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("speedup --model x --prompts y --k auto", "Invalid value for '--k': must be a whole number, not 'auto' (see"),
+        (
+            "speedup --model x --prompts y --k auto",
+            "Invalid value for '--k': must be a whole number, not 'auto' (see",
+        ),
         ("speedup --model x --prompts y --k=-1", "--k is [-1], must be from 0 to 1000"),
         ("generate --model x --k many", "--k is 'many', must be a whole number or 'auto'"),
-        ("generate --model x --k 2 --num-speculative-tokens -3", "--k is -3, must be from 0 to 1000 or 'auto'"),
-        ("generate --model x --num-speculative-tokens many", "--num-speculative-tokens is 'many', must be"),
-        ("data regenerate --model x --data y --output z --k many", "--k is 'many', must be a whole number or 'auto'"),
-        ("data regenerate --model {model} --data y --output z.jsonl --k 3", "--k is 3, but the model has 2 distinct"),
-        ("speedup --model x --prompts y --speculative-num-draft-tokens 1", "tokens is 1, must be from 2 to"),
+        (
+            "generate --model x --k 2 --num-speculative-tokens -3",
+            "--k is -3, must be from 0 to 1000 or 'auto'",
+        ),
+        (
+            "generate --model x --num-speculative-tokens many",
+            "--num-speculative-tokens is 'many', must be",
+        ),
+        (
+            "data regenerate --model x --data y --output z --k many",
+            "--k is 'many', must be a whole number or 'auto'",
+        ),
+        (
+            "data regenerate --model {model} --data y --output z.jsonl --k 3",
+            "--k is 3, but the model has 2 distinct",
+        ),
+        (
+            "speedup --model x --prompts y --speculative-num-draft-tokens 1",
+            "tokens is 1, must be from 2 to",
+        ),
         ("generate --model x --speculative-num-draft-tokens 1", "tokens is 1, must be from 2 to"),
-        ("generate --model x --data-parallel 0", "Invalid value for '--data-parallel': must be at least 1, not 0"),
-        ("acceptance --model x --data y --tensor-parallel 0", "--tensor-parallel is 0, must be from 1 to"),
+        (
+            "generate --model x --data-parallel 0",
+            "Invalid value for '--data-parallel': must be at least 1, not 0",
+        ),
+        (
+            "acceptance --model x --data y --tensor-parallel 0",
+            "--tensor-parallel is 0, must be from 1 to",
+        ),
         ("acceptance --model x --data y --out=", "Invalid value for '--out': it is empty"),
         (
             "bench train --pipeline-parallel 0 --warm-up -1",
@@ -170,7 +204,10 @@ def test_a_single_option_takes_one_value() -> None:
         ),
         ("generate --model x --prompt-file=", "Invalid value for '--prompt-file': it is empty"),
         ("generate --model {model} --k 3 a", "--k is 3, but the model has 2 distinct MTP heads"),
-        ("generate --model {model} --num-speculative-tokens 3 a", "--num-speculative-tokens is 3, but the model has 2"),
+        (
+            "generate --model {model} --num-speculative-tokens 3 a",
+            "--num-speculative-tokens is 3, but the model has 2",
+        ),
         (
             "generate --model x --max-num-batched-tokens 3 --k 3 a",
             "is 3, must be at least 4, the 1 + --k of",
@@ -191,8 +228,14 @@ def distinct_dir(save_model) -> Any:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("generate --model x --max-tokens many", "'--max-tokens': must be a whole number, not 'many' (see --help)"),
-        ("generate --model x --max-tokens 1.5", "'--max-tokens': must be a whole number, not '1.5' (see --help)"),
+        (
+            "generate --model x --max-tokens many",
+            "'--max-tokens': must be a whole number, not 'many' (see --help)",
+        ),
+        (
+            "generate --model x --max-tokens 1.5",
+            "'--max-tokens': must be a whole number, not '1.5' (see --help)",
+        ),
         ("generate --model x --top-p high", "'--top-p': must be a number, not 'high' (see --help)"),
         (
             "data regenerate --model x --data y --output z --max-tokens many",
@@ -202,7 +245,10 @@ def distinct_dir(save_model) -> Any:
             "data prepare --model x --data y --output z --sequence-length long",
             "'--sequence-length': must be a whole number, not 'long' (see --help)",
         ),
-        ("demo --num-prompts many", "'--num-prompts': must be a whole number, not 'many' (see --help)"),
+        (
+            "demo --num-prompts many",
+            "'--num-prompts': must be a whole number, not 'many' (see --help)",
+        ),
         ("demo --num-prompts 0", "'--num-prompts': must be at least 1, not 0 (see --help)"),
     ],
 )
@@ -239,7 +285,9 @@ limiting = new_app()
 def limit(
     limits: Annotated[Limits, Fields()],
     again: Annotated[Limits, Fields(only=("most", "drafts"), suffix="_2")],
-    sampling: Annotated[SamplingParams, Fields(only=["top_p"], defaults=SamplingParams(top_p=0.25))],
+    sampling: Annotated[
+        SamplingParams, Fields(only=["top_p"], defaults=SamplingParams(top_p=0.25))
+    ],
     drafts: Annotated[str, typer.Option(help="Not what the field says.")] = "auto",
 ) -> None:
     print(limits, again.drafts, sampling.top_p, drafts)
@@ -247,7 +295,9 @@ def limit(
 
 def test_options_are_made_of_fields() -> None:
     text = CliRunner().invoke(limiting, ["--help"], terminal_width=80).output
-    found = dict(line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("  --"))
+    found = dict(
+        line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("  --")
+    )
     assert {name: about.strip() for name, about in found.items()} == {
         "--most <int>": "Most things.  [required]",
         "--rates <list[float]>": "Rate of each.  [default: 0.5]",
@@ -278,7 +328,10 @@ def test_a_command_gets_objects_of_its_options() -> None:
             "--most 1 --most-2 0 --drafts-2 few",
             "--most-2 is 0, must be at least 1; --drafts-2 is 'few', must be a whole",
         ),
-        ("--most 1 --most-2 1 --kinds c --top-p 2", "--kinds is ['c'], must be a list of 'a' or 'b'; --top-p is 2.0"),
+        (
+            "--most 1 --most-2 1 --kinds c --top-p 2",
+            "--kinds is ['c'], must be a list of 'a' or 'b'; --top-p is 2.0",
+        ),
     ],
 )
 def test_wrong_values_of_all_objects_are_named_by_their_options(line, says, call, capsys) -> None:

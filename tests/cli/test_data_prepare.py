@@ -17,15 +17,20 @@ from mtpkit.training.config.reading import load_config
 from mtpkit.training.loop import train
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token"
+    " }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
 @pytest.fixture
 def files(tmp_path):
-    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
-    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40 + '{"messages": []}\n')
+    turns = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "sat on the mat"},
+    ]
+    (tmp_path / "chat.jsonl").write_text(
+        (json.dumps({"messages": turns}) + "\n") * 40 + '{"messages": []}\n'
+    )
     (tmp_path / "code.txt").write_text("def add(left, right):\n    return left + right\n" * 20)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     return tmp_path
@@ -34,9 +39,18 @@ def files(tmp_path):
 @pytest.fixture
 def prepare(call, model_dir, files):
     def prepare(*more, **changes):
-        settings = {"model": model_dir, "data": files / "chat.jsonl", "output": files / "out", "sequence_length": 32}
+        settings = {
+            "model": model_dir,
+            "data": files / "chat.jsonl",
+            "output": files / "out",
+            "sequence_length": 32,
+        }
         settings |= {"chat_template": files / "template.jinja"} | changes
-        named = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+        named = [
+            part
+            for name, value in settings.items()
+            for part in (f"--{name.replace('_', '-')}", value)
+        ]
         return call(app, "prepare", *named, *more)
 
     return prepare
@@ -72,7 +86,10 @@ def test_training_reads_what_was_prepared(files, prepare, model_dir, capsys) -> 
 def test_inspect_shows_prepared_data(files, prepare, call, model_dir, capsys) -> None:
     assert prepare() == 0
     capsys.readouterr()
-    assert call(app, "inspect", "--model", model_dir, "--data", files / "out", "--sequence-length", 32) == 0
+    assert (
+        call(app, "inspect", "--model", model_dir, "--data", files / "out", "--sequence-length", 32)
+        == 0
+    )
     assert re.search(r"documents left out +│ +1 ", capsys.readouterr().out)
 
 
@@ -81,11 +98,20 @@ def test_an_output_is_replaced_only_by_force(files, prepare, capsys) -> None:
     before = read_manifest(files / "out")
     assert (
         prepare() == 2
-        and "holds prepared data already; name another directory, or add --force" in capsys.readouterr().err
+        and "holds prepared data already; name another directory, or add --force"
+        in capsys.readouterr().err
     )
-    assert prepare("--force", "--data", files / "code.txt", files / "code.txt", sequence_length=16) == 0
+    assert (
+        prepare("--force", "--data", files / "code.txt", files / "code.txt", sequence_length=16)
+        == 0
+    )
     assert read_manifest(files / "out").sequence_length == 16 and before.sequence_length == 32
-    assert {path.name for path in files.iterdir()} == {"chat.jsonl", "code.txt", "template.jinja", "out"}
+    assert {path.name for path in files.iterdir()} == {
+        "chat.jsonl",
+        "code.txt",
+        "template.jinja",
+        "out",
+    }
 
 
 def test_what_a_killed_one_left_is_removed(files, prepare) -> None:
@@ -100,9 +126,20 @@ def test_what_a_killed_one_left_is_removed(files, prepare) -> None:
 
 
 def test_killed_and_begun_again(files, prepare, model_dir) -> None:
-    arguments = ["--model", model_dir, "--data", files / "code.txt", "--output", files / "out", "--sequence-length", 32]
+    arguments = [
+        "--model",
+        model_dir,
+        "--data",
+        files / "code.txt",
+        "--output",
+        files / "out",
+        "--sequence-length",
+        32,
+    ]
     command = [sys.executable, "-m", "mtpkit.cli.main", "data", "prepare", *map(str, arguments)]
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    ) as process:
         while process.poll() is None and not list(files.glob(".out.writing-*")):
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
@@ -128,11 +165,15 @@ def test_mistakes_are_one_line_and_leave_nothing(files, prepare, capsys, changes
     assert {path.name for path in files.iterdir()} == {"chat.jsonl", "code.txt", "template.jinja"}
 
 
-def test_tokens_that_are_not_checked_are_told_of(files, model_dir, tokenizer_dir, call, capsys) -> None:
+def test_tokens_that_are_not_checked_are_told_of(
+    files, model_dir, tokenizer_dir, call, capsys
+) -> None:
     data = ["--data", files / "code.txt", "--sequence-length", 16]
     assert call(app, "inspect", "--model", model_dir, *data) == 0
     assert not capsys.readouterr().err
     assert call(app, "inspect", "--model", tokenizer_dir, *data) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("mtpkit: warning: token ids are not checked against the model's vocabulary: ")
+    assert line.startswith(
+        "mtpkit: warning: token ids are not checked against the model's vocabulary: "
+    )
     assert str(tokenizer_dir) in line

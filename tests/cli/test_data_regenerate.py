@@ -1,4 +1,5 @@
-"""`mtpkit data regenerate`: killed and begun again, its output is what it would have been; it is data to prepare."""
+"""`mtpkit data regenerate`: killed and begun again, its output is what it would have been; it is
+data to prepare."""
 
 import json
 import os
@@ -22,7 +23,9 @@ WORDS = ["the", "cat", "sat", "on", "the", "mat", "def", "add", "left", "right",
 @pytest.fixture
 def prompts(tmp_path):
     texts = [" ".join(WORDS[: 1 + number % 11]) for number in range(PROMPTS)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+    )
     return tmp_path / "prompts.jsonl"
 
 
@@ -33,8 +36,11 @@ def arguments(model_dir, prompts):
     return ["regenerate", "--model", model_dir, "--data", prompts, *sampling, "--output"]
 
 
-def test_penalties_count_and_are_settings_of_the_journal(tmp_path, arguments, call, capsys, monkeypatch) -> None:
-    plain, penalised = tmp_path / "plain.jsonl", tmp_path / "penalised.jsonl"
+def test_penalties_count_and_are_settings_of_the_journal(
+    tmp_path, arguments, call, capsys, monkeypatch
+) -> None:
+    plain = tmp_path / "plain.jsonl"
+    penalised = tmp_path / "penalised.jsonl"
     assert call(app, *arguments, plain) == 0
     assert call(app, *arguments, penalised, "--repetition-penalty", 1e6) == 0
     assert answers(plain) != answers(penalised)
@@ -51,12 +57,16 @@ def answers(path):
 
 
 def test_killed_and_begun_again(tmp_path, arguments, call, capsys) -> None:
-    whole, output, journal = (tmp_path / name for name in ("whole.jsonl", "out.jsonl", "out.jsonl.partial"))
+    whole, output, journal = (
+        tmp_path / name for name in ("whole.jsonl", "out.jsonl", "out.jsonl.partial")
+    )
     command = [sys.executable, "-m", "mtpkit.cli.main", "data", *map(str, arguments), str(output)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     assert call(app, *arguments, whole) == 0
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 5):
+        while process.poll() is None and (
+            not journal.exists() or journal.read_bytes().count(b"\n") < 5
+        ):
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL and not output.exists()
@@ -69,20 +79,31 @@ def test_killed_and_begun_again(tmp_path, arguments, call, capsys) -> None:
     assert f"{finished} of {PROMPTS} prompts are answered already" in capsys.readouterr().out
     assert output.read_bytes() == whole.read_bytes() and not journal.exists()
     assert [answer["index"] for answer in answers(output)] == list(range(PROMPTS))
-    assert len({answer["completion"] for answer in answers(output)}) > 11, "each prompt draws for itself"
+    assert len({answer["completion"] for answer in answers(output)}) > 11, (
+        "each prompt draws for itself"
+    )
 
 
-def test_greedy_answers_are_the_models_and_are_learnt_as_they_are(tmp_path, model_dir, arguments, call) -> None:
-    assert call(app, *arguments, tmp_path / "out.jsonl", "--temperature", 0, "--limit", 4, "--k", 1) == 0
+def test_greedy_answers_are_the_models_and_are_learnt_as_they_are(
+    tmp_path, model_dir, arguments, call
+) -> None:
+    assert (
+        call(app, *arguments, tmp_path / "out.jsonl", "--temperature", 0, "--limit", 4, "--k", 1)
+        == 0
+    )
     found = answers(tmp_path / "out.jsonl")
     texts = [answer["prompt"] for answer in found]
     want = LLM(model_dir).generate(texts, SamplingParams(temperature=0, max_tokens=16))
-    assert [answer["completion_token_ids"] for answer in found] == [one.outputs[0].token_ids for one in want]
+    assert [answer["completion_token_ids"] for answer in found] == [
+        one.outputs[0].token_ids for one in want
+    ]
     assert [answer["completion"] for answer in found] == [one.outputs[0].text for one in want]
     tokenizer = load_tokenizer(model_dir)
     dataset = build_dataset([tmp_path / "out.jsonl"], tokenizer, 64, vocab_size=300)
     batch = dataset.batch(range(len(dataset)))
-    assert int(batch.loss_mask.sum()) == sum(len(answer["completion_token_ids"]) for answer in found)
+    assert int(batch.loss_mask.sum()) == sum(
+        len(answer["completion_token_ids"]) for answer in found
+    )
     for answer in found:
         tokens = answer["prompt_token_ids"] + answer["completion_token_ids"]
         rows = [
@@ -99,7 +120,10 @@ def test_greedy_answers_are_the_models_and_are_learnt_as_they_are(tmp_path, mode
         (["nowhere/out.jsonl"], "must be a file in a directory that exists"),
         (["out.jsonl", "--temperature", -1], "temperature is -1.0"),
         (["out.jsonl", "--data", "nowhere"], "nowhere does not exist"),
-        (["out.jsonl", "--max-model-len", 1, "--dtype", "float32"], "no prompt can be served; the first: "),
+        (
+            ["out.jsonl", "--max-model-len", 1, "--dtype", "float32"],
+            "no prompt can be served; the first: ",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, arguments, call, capsys, more, message) -> None:
@@ -110,8 +134,12 @@ def test_mistakes_are_one_line(tmp_path, arguments, call, capsys, more, message)
     assert not more[0].exists()
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(arguments, call, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("mtpkit.data.prompts.read_prompts", lambda *_: pytest.fail("it is found out too late"))
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    arguments, call, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        "mtpkit.data.prompts.read_prompts", lambda *_: pytest.fail("it is found out too late")
+    )
     assert call(app, *arguments, "/proc/x.jsonl") == 1
     assert "/proc/x.jsonl: cannot write: No such file or directory" in capsys.readouterr().err
 
@@ -125,7 +153,8 @@ def test_an_output_is_replaced_only_by_force(tmp_path, arguments, call, capsys) 
 
 
 def test_an_interruption_says_what_is_kept(tmp_path, arguments, call, capsys, monkeypatch) -> None:
-    output, step = tmp_path / "out.jsonl", Engine.step
+    output = tmp_path / "out.jsonl"
+    step = Engine.step
 
     def interrupted(engine, finished_only):
         if (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") > least:
@@ -142,12 +171,16 @@ def test_an_interruption_says_what_is_kept(tmp_path, arguments, call, capsys, mo
     least = 3
     assert call(app, *arguments, output) == 130
     kept = (tmp_path / "out.jsonl.partial").read_bytes().count(b"\n") - 1
-    said = f"{kept} of {PROMPTS} answers are kept in {output}.partial: the same command continues from there"
+    said = (
+        f"{kept} of {PROMPTS} answers are kept in {output}.partial: the same command continues from"
+        " there"
+    )
     assert capsys.readouterr().err.splitlines()[-2:] == [said, "mtpkit: interrupted"]
 
 
 def test_stop_tokens_end_answers_and_are_settings_of_the_journal(tmp_path, arguments, call) -> None:
-    plain, stopped = tmp_path / "plain.jsonl", tmp_path / "stopped.jsonl"
+    plain = tmp_path / "plain.jsonl"
+    stopped = tmp_path / "stopped.jsonl"
     assert call(app, *arguments, plain, "--limit", 4) == 0
     wanted = [answer["completion_token_ids"] for answer in answers(plain)]
     stops = [wanted[0][2], wanted[1][1]]

@@ -1,4 +1,5 @@
-"""`mtpkit demo`: what it removes and what it refuses to; the whole of it runs in tests/integration."""
+"""`mtpkit demo`: what it removes and what it refuses to; the whole of it runs in
+tests/integration."""
 
 import sys
 
@@ -33,7 +34,11 @@ def test_anything_else_is_left_alone(kind, tmp_path, call, capsys):
     else:
         out.write_text("mine")
     assert call(demo.app, "--output", out) == 2
-    why = "holds files other than a demo; name another directory" if kind == "directory" else "is a file"
+    why = (
+        "holds files other than a demo; name another directory"
+        if kind == "directory"
+        else "is a file"
+    )
     assert f"{out} {why}" in capsys.readouterr().err
     assert (out / "thesis.txt" if kind == "directory" else out).read_text() == "mine"
 

@@ -16,11 +16,23 @@ def text(tmp_path):
 def test_a_file_is_written_and_replaced(model_dir, text, call, capsys, tmp_path):
     output = tmp_path / "vocab.json"
     for size in (40, 12):
-        arguments = "--model", model_dir, "--data", text, tmp_path / "*.txt", "--size", size, "--output", output
+        arguments = (
+            "--model",
+            model_dir,
+            "--data",
+            text,
+            tmp_path / "*.txt",
+            "--size",
+            size,
+            "--output",
+            output,
+        )
         assert call(app, "draft-vocab", *arguments) == 0
         ids = load_draft_vocab(output, 300)
         assert len(ids) == size and 0 in ids
-    assert "12 of 300 tokens, which cover 100.00% of the data" in " ".join(capsys.readouterr().out.split())
+    assert "12 of 300 tokens, which cover 100.00% of the data" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "vocab.json"}
 
 
@@ -34,7 +46,12 @@ def test_a_file_is_written_and_replaced(model_dir, text, call, capsys, tmp_path)
     ],
 )
 def test_errors_are_one_line(model_dir, text, call, capsys, tmp_path, change, message):
-    options = {"--model": model_dir, "--data": text, "--size": 20, "--output": tmp_path / "vocab.json"} | change
+    options = {
+        "--model": model_dir,
+        "--data": text,
+        "--size": 20,
+        "--output": tmp_path / "vocab.json",
+    } | change
     assert call(app, "draft-vocab", *(part for option in options.items() for part in option)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mtpkit: error: ") and message in line

@@ -30,32 +30,47 @@ def answer(model_dir):
 
 
 @pytest.mark.parametrize("source", ["argument", "stdin", "file"])
-def test_a_prompt_from_anywhere_is_continued(source, model_dir, answer, call, capsys, monkeypatch, tmp_path):
+def test_a_prompt_from_anywhere_is_continued(
+    source, model_dir, answer, call, capsys, monkeypatch, tmp_path
+):
     (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    where = {"argument": [PROMPT], "stdin": [], "file": ["--prompts", tmp_path / "prompt.txt"]}[source]
+    where = {"argument": [PROMPT], "stdin": [], "file": ["--prompts", tmp_path / "prompt.txt"]}[
+        source
+    ]
     assert call(app, "--model", model_dir, "--max-tokens", 8, *where) == 0
     printed = capsys.readouterr()
     assert printed.out == answer(PROMPT).text + "\n"
-    assert " tokens/s, K = 2, acceptance length 1." in printed.err  # K is what the heads were made for
+    # K is what the heads were made for
+    assert " tokens/s, K = 2, acceptance length 1." in printed.err
 
 
-def test_the_first_open_prompt_streams_and_all_come_in_order(model_dir, answer, call, capsys, tmp_path):
+def test_the_first_open_prompt_streams_and_all_come_in_order(
+    model_dir, answer, call, capsys, tmp_path
+):
     """The second and third prompt wait for the first, though they are decoded beside it."""
     prompts = [PROMPT, "def add(left, right)", "on the"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     options = ["--k", 0, "--max-tokens", 8]
     assert call(app, "--model", model_dir, "--prompts", tmp_path / "prompts.txt", *options) == 0
-    headings = [f"== {tmp_path / 'prompts.txt'}:{line}: {prompt}" for line, prompt in enumerate(prompts, 1)]
+    headings = [
+        f"== {tmp_path / 'prompts.txt'}:{line}: {prompt}" for line, prompt in enumerate(prompts, 1)
+    ]
     texts = [answer(prompt).text for prompt in prompts]
     expected = [f"{heading}\n{text}\n" for heading, text in zip(headings, texts, strict=True)]
     assert capsys.readouterr().out == "".join(expected)
 
 
 def test_long_prompts_and_token_ids_have_short_headings(model_dir, call, capsys, tmp_path):
-    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a\nb " * 60}) + '\n{"prompt_token_ids": [5, 6]}\n')
-    assert call(app, "--model", model_dir, "--prompts", tmp_path / "p.jsonl", "--max-tokens", 1) == 0
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("== "))
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps({"prompt": "a\nb " * 60}) + '\n{"prompt_token_ids": [5, 6]}\n'
+    )
+    assert (
+        call(app, "--model", model_dir, "--prompts", tmp_path / "p.jsonl", "--max-tokens", 1) == 0
+    )
+    first, second = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("== ")
+    )
     assert first == f"== {tmp_path / 'p.jsonl'}:1: {('a b ' * 60)[:60]} ..."
     assert second == f"== {tmp_path / 'p.jsonl'}:2: 2 tokens"
 
@@ -66,7 +81,9 @@ def test_a_terminal_is_told_what_is_waited_for(terminal, model_dir, call, capsys
     stdin.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdin", stdin)
     assert call(app, "--model", model_dir, "--max-tokens", 1) == 0
-    assert ("type the prompt, and Ctrl-D at the start of a line to end it\n" in capsys.readouterr().err) == terminal
+    assert (
+        "type the prompt, and Ctrl-D at the start of a line to end it\n" in capsys.readouterr().err
+    ) == terminal
 
 
 def test_json_lines(model_dir, answer, call, capsys, tmp_path):
@@ -84,7 +101,14 @@ def test_json_lines(model_dir, answer, call, capsys, tmp_path):
     "options",
     [
         ("--speculative-token-tree", "[3, 2]"),
-        ("--num-speculative-tokens", 2, "--speculative-eagle-topk", 3, "--speculative-num-draft-tokens", 6),
+        (
+            "--num-speculative-tokens",
+            2,
+            "--speculative-eagle-topk",
+            3,
+            "--speculative-num-draft-tokens",
+            6,
+        ),
     ],
 )
 def test_trees(options, model_dir, answer, call, capsys):
@@ -92,13 +116,18 @@ def test_trees(options, model_dir, answer, call, capsys):
     assert call(app, "--model", model_dir, "--max-tokens", 8, *options, PROMPT) == 0
     printed = capsys.readouterr()
     assert printed.out == answer(PROMPT).text + "\n"
-    assert "K = 2, acceptance length" in printed.err and "; depth 1: the base chose candidate 1 in " in printed.err
+    assert (
+        "K = 2, acceptance length" in printed.err
+        and "; depth 1: the base chose candidate 1 in " in printed.err
+    )
 
 
 def test_ranks_are_shares_of_the_steps_that_reach_a_depth():
     stats = AcceptanceStats(10, 60, [5, 1], [10, 0], [[4, 1], [0, 0]])
     totals = EngineStats(stats, 15, 1.0, 0, 0, 0, 0)
-    assert _summary(2, totals, Counter()).endswith("50%, -; depth 1: the base chose candidate 1 in 40%, 2 in 10%")
+    assert _summary(2, totals, Counter()).endswith(
+        "50%, -; depth 1: the base chose candidate 1 in 40%, 2 in 10%"
+    )
 
 
 def test_sampling_follows_the_seed(model_dir, call, capsys):
@@ -112,10 +141,14 @@ def test_sampling_follows_the_seed(model_dir, call, capsys):
 
 def test_help_says_how_several_stop_strings_are_given(call, capsys):
     assert call(app, "--help") == 0
-    assert "several as a list, or by repeating the option" in " ".join(capsys.readouterr().out.split())
+    assert "several as a list, or by repeating the option" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
-def test_a_stop_token_ends_the_text_and_finish_reasons_are_told(model_dir, answer, call, capsys, tmp_path):
+def test_a_stop_token_ends_the_text_and_finish_reasons_are_told(
+    model_dir, answer, call, capsys, tmp_path
+):
     tokens = answer(PROMPT).token_ids
     options = ["--model", model_dir, "--max-tokens", 8, "--stop-token-ids", tokens[4], "--json"]
     assert call(app, *options, PROMPT) == 0
@@ -141,7 +174,10 @@ def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
         ([PROMPT, "--prompts", "x"], "a prompt and --prompts were both given: leave one out"),
         ([PROMPT, "--temperature", -1], "--temperature is -1.0, must be at least 0"),
         ([PROMPT, "--top-p", 0], "--top-p is 0.0, must be above 0 and at most 1"),
-        ([PROMPT, "--top-k", -3], "--top-k is -3, must be from 1 to 2147483647, or 0 or -1 to turn it off"),
+        (
+            [PROMPT, "--top-k", -3],
+            "--top-k is -3, must be from 1 to 2147483647, or 0 or -1 to turn it off",
+        ),
         ([PROMPT, "--min-p", 2], "--min-p is 2.0, must be from 0 to 1"),
         ([PROMPT, "--dtype", "int8"], "Invalid value for '--dtype'"),
         (
@@ -152,7 +188,10 @@ def test_a_stop_string_ends_the_text(model_dir, answer, call, capsys):
             [PROMPT, "--top-p", 0, "--max-num-seqs", 0],
             "at most 1; --max-num-seqs is 0",
         ),
-        ([PROMPT, "--max-model-len", 3], "prompt tokens leave no room for output in --max-model-len 3: shorten"),
+        (
+            [PROMPT, "--max-model-len", 3],
+            "prompt tokens leave no room for output in --max-model-len 3: shorten",
+        ),
     ],
 )
 def test_mistakes_are_one_line(options, message, model_dir, call, capsys):
@@ -164,12 +203,18 @@ def test_mistakes_are_one_line(options, message, model_dir, call, capsys):
 @pytest.mark.parametrize("encoding", ["strict", "surrogateescape"])
 def test_a_prompt_that_is_not_utf_8_is_one_line(encoding, model_dir, call, capsys, monkeypatch):
     """On stdin, and as an argument, where Python keeps other bytes as surrogates."""
-    stdin = io.TextIOWrapper(io.BytesIO("caf\xe9".encode("latin-1")), encoding="utf-8", errors=encoding)
+    stdin = io.TextIOWrapper(
+        io.BytesIO("caf\xe9".encode("latin-1")), encoding="utf-8", errors=encoding
+    )
     monkeypatch.setattr("sys.stdin", stdin)
     for where, name in (([], "the prompt on stdin"), (["caf\udce9"], "the prompt")):
         assert call(app, "--model", model_dir, *where) == 2
         printed = capsys.readouterr()
-        assert printed.err.count("\n") == 1 and f"{name} is not UTF-8 text" in printed.err and not printed.out
+        assert (
+            printed.err.count("\n") == 1
+            and f"{name} is not UTF-8 text" in printed.err
+            and not printed.out
+        )
 
 
 def test_auto_chooses_k(model_dir, answer, call, capsys):
@@ -182,12 +227,23 @@ def test_auto_chooses_k(model_dir, answer, call, capsys):
 
 def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path):
     made = []
-    monkeypatch.setattr("mtpkit.engine.LLM", lambda *args, **named: made.append(LLM(*args, **named)) or made[-1])
-    options = ["--max-num-seqs", 3, "--max-num-batched-tokens", 40, "--draft-sampling", "--state-dtype", "bfloat16"]
+    monkeypatch.setattr(
+        "mtpkit.engine.LLM", lambda *args, **named: made.append(LLM(*args, **named)) or made[-1]
+    )
+    options = [
+        "--max-num-seqs",
+        3,
+        "--max-num-batched-tokens",
+        40,
+        "--draft-sampling",
+        "--state-dtype",
+        "bfloat16",
+    ]
     options += ["--block-size", 4, "--max-tokens", 2]
     (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n" * 4)
     assert call(app, "--model", model_dir, *options, "--prompts", tmp_path / "prompts.txt") == 0
-    config, layout = made[0].engine.config, made[0].engine.layout
+    config = made[0].engine.config
+    layout = made[0].engine.layout
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (3, 40, 4)
     assert config.draft_sampling and layout.sizes.state_dtype == torch.bfloat16
     assert call(app, "--model", model_dir, *options, PROMPT) == 0
@@ -200,7 +256,9 @@ def test_engine_settings_reach_the_engine(model_dir, call, monkeypatch, tmp_path
 
 def test_depths_that_were_never_reached_have_no_rate():
     """Those that were, and always wrong, have one of 0%."""
-    acceptance = AcceptanceStats(steps=2, drafted=6, accepted_per_depth=[1, 0, 0], reached_per_depth=[2, 1, 0])
+    acceptance = AcceptanceStats(
+        steps=2, drafted=6, accepted_per_depth=[1, 0, 0], reached_per_depth=[2, 1, 0]
+    )
     line = _summary(3, EngineStats(acceptance, 3, 1.0, 0, 0, 0, 0), Counter())
     assert line.endswith("acceptance length 1.50, conditional acceptance 50%, 0%, -")
 
@@ -214,10 +272,21 @@ def several(tmp_path):
 
 
 @pytest.mark.parametrize("options", [("--json",), ("--temperature", 1.5, "--seed", 3)])
-def test_replicas_write_what_one_process_prints(options, model_dir, several, call, capsys, tmp_path):
+def test_replicas_write_what_one_process_prints(
+    options, model_dir, several, call, capsys, tmp_path
+):
     preload(__name__)
     # What a prompt finds in a cache depends on the replica.
-    options = ["--model", model_dir, "--prompts", several, "--max-tokens", 8, "--no-enable-prefix-caching", *options]
+    options = [
+        "--model",
+        model_dir,
+        "--prompts",
+        several,
+        "--max-tokens",
+        8,
+        "--no-enable-prefix-caching",
+        *options,
+    ]
     assert call(app, *options) == 0
     one = capsys.readouterr()
     assert call(app, *options, "--data-parallel-size", 2, "--output", tmp_path / "out") == 0
@@ -229,9 +298,14 @@ def test_replicas_write_what_one_process_prints(options, model_dir, several, cal
 
 
 def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, call, capsys):
-    assert call(app, "--model", model_dir, "--max-tokens", 8, "--data-parallel-size", 3, PROMPT) == 0
+    assert (
+        call(app, "--model", model_dir, "--max-tokens", 8, "--data-parallel-size", 3, PROMPT) == 0
+    )
     printed = capsys.readouterr()
-    assert printed.out == answer(PROMPT).text + "\n" and "1 prompt: no more of 3 replicas are started\n" in printed.err
+    assert (
+        printed.out == answer(PROMPT).text + "\n"
+        and "1 prompt: no more of 3 replicas are started\n" in printed.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,10 +319,22 @@ def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, 
         (("--output", "."), "is a directory; name a file"),
     ],
 )
-def test_refusals_leave_the_output_as_it_was(options, message, model_dir, several, call, capsys, tmp_path):
+def test_refusals_leave_the_output_as_it_was(
+    options, message, model_dir, several, call, capsys, tmp_path
+):
     preload(__name__)
     (tmp_path / "out").write_text("before")
-    options = ["--model", model_dir, "--prompts", several, "--max-tokens", 1, "--output", tmp_path / "out", *options]
+    options = [
+        "--model",
+        model_dir,
+        "--prompts",
+        several,
+        "--max-tokens",
+        1,
+        "--output",
+        tmp_path / "out",
+        *options,
+    ]
     assert call(app, *options) == 2
     printed = capsys.readouterr().err
     assert printed.splitlines()[-1].startswith("mtpkit: error: ") and message in printed
@@ -256,24 +342,48 @@ def test_refusals_leave_the_output_as_it_was(options, message, model_dir, severa
 
 
 @pytest.mark.parametrize("options", [(), ("--data-parallel-size", 2)])
-def test_a_bad_prompt_of_a_file_does_not_stop_the_others(options, model_dir, answer, call, capsys, tmp_path):
+def test_a_bad_prompt_of_a_file_does_not_stop_the_others(
+    options, model_dir, answer, call, capsys, tmp_path
+):
     preload(__name__)
     lines = [{"prompt": PROMPT}, {"prompt_token_ids": [1] * 40, "name": "long"}, {"prompt": PROMPT}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["--prompts", tmp_path / "prompts.jsonl", "--max-tokens", 8, "--max-model-len", 40, "--json", *options]
+    options = [
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--max-tokens",
+        8,
+        "--max-model-len",
+        40,
+        "--json",
+        *options,
+    ]
     assert call(app, "--model", model_dir, *options) == 1
     printed = capsys.readouterr()
     first, bad, last = map(json.loads, printed.out.splitlines())
-    assert first["text"] == last["text"] == answer(PROMPT).text and first["finish_reason"] == "length"
+    assert (
+        first["text"] == last["text"] == answer(PROMPT).text and first["finish_reason"] == "length"
+    )
     assert (bad["index"], bad["text"], bad["finish_reason"]) == (1, "", "error")
     assert "40 prompt tokens leave no room for output in max_model_len 40" in bad["error"]
-    assert bad["error"] + "\n" in printed.err and "1 of 3 prompts ended with an error, named above" in printed.err
+    assert (
+        bad["error"] + "\n" in printed.err
+        and "1 of 3 prompts ended with an error, named above" in printed.err
+    )
 
 
 def test_hits_of_the_prefix_cache_are_told(model_dir, answer, call, capsys, tmp_path):
     """The second prompt waits for the first, and begins like it."""
     (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n{PROMPT}\n")
-    options = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 8, "--max-num-seqs", 1, "--json"]
+    options = [
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--max-tokens",
+        8,
+        "--max-num-seqs",
+        1,
+        "--json",
+    ]
     assert call(app, "--model", model_dir, *options, "--enable-prefix-caching", "--k", 2) == 0
     printed = capsys.readouterr()
     first, second = map(json.loads, printed.out.splitlines())
@@ -290,14 +400,22 @@ def test_without_a_tokenizer_there_is_no_text(model_dir, call, capsys, tmp_path)
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
     options = ["--model", tmp_path, "--prompts", tmp_path / "ids.jsonl", "--max-tokens", 4]
     assert call(app, *options) == 0
-    assert "has no tokenizer, so there is no text: --json prints token ids" in capsys.readouterr().err
+    assert (
+        "has no tokenizer, so there is no text: --json prints token ids" in capsys.readouterr().err
+    )
     assert call(app, *options, "--json") == 0
     printed = capsys.readouterr()
     assert "tokenizer" not in printed.err and len(json.loads(printed.out)["token_ids"]) == 4
 
 
-def test_the_memory_plan_is_printed_on_a_gpu_or_when_asked_for(model_dir, call, capsys, monkeypatch):
-    for options, total, printed in (([], 0, False), (["--memory-plan"], 0, True), ([], 1 << 30, True)):
+def test_the_memory_plan_is_printed_on_a_gpu_or_when_asked_for(
+    model_dir, call, capsys, monkeypatch
+):
+    for options, total, printed in (
+        ([], 0, False),
+        (["--memory-plan"], 0, True),
+        ([], 1 << 30, True),
+    ):
         make = LLM.__init__
 
         def plan(llm, *args, total=total, make=make, **named):
@@ -312,7 +430,8 @@ def test_the_memory_plan_is_printed_on_a_gpu_or_when_asked_for(model_dir, call, 
 
 def test_an_error_has_a_line_of_its_own(model_dir, call, capsys, monkeypatch):
     """Though the text before it had none of its own yet."""
-    step, steps = Engine.step, []
+    step = Engine.step
+    steps = []
 
     def failing(engine, *args):
         steps.append(engine)
@@ -323,4 +442,8 @@ def test_an_error_has_a_line_of_its_own(model_dir, call, capsys, monkeypatch):
     monkeypatch.setattr(Engine, "step", failing)
     assert call(app, "--model", model_dir, PROMPT, "--max-tokens", 40) != 0
     said = capsys.readouterr()
-    assert said.out.strip() and said.out.endswith("\n") and said.err.splitlines()[-1].endswith("rank 1 has died")
+    assert (
+        said.out.strip()
+        and said.out.endswith("\n")
+        and said.err.splitlines()[-1].endswith("rank 1 has died")
+    )

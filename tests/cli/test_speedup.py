@@ -19,20 +19,39 @@ def prompts(tmp_path):
 
 def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_path, monkeypatch):
     options = (
-        "--k 2 1 --batch-size 2 --max-tokens 6 --repeats 1 --num-prompts 2 --temperature 0.8 --seed 3 --block-size 4"
+        "--k 2 1 --batch-size 2 --max-tokens 6 --repeats 1 --num-prompts 2 --temperature 0.8 --seed"
+        " 3 --block-size 4"
     )
-    options += " --state-rollback snapshot --ignore-eos --dtype float32 --gpu-memory-utilization 0.5"
-    options += f" --state-dtype bfloat16 --draft-sampling --draft-vocab {tmp_path / 'vocab.json'} --enforce-eager"
+    options += (
+        " --state-rollback snapshot --ignore-eos --dtype float32 --gpu-memory-utilization 0.5"
+    )
+    options += (
+        f" --state-dtype bfloat16 --draft-sampling --draft-vocab {tmp_path / 'vocab.json'}"
+        " --enforce-eager"
+    )
     (tmp_path / "vocab.json").write_text(json.dumps({"token_ids": [5, 6, 7, 9], "vocab_size": 300}))
     engines = []
-    monkeypatch.setattr(speedup, "LLM", lambda *args, **named: engines.append(LLM(*args, **named)) or engines[-1])
+    monkeypatch.setattr(
+        speedup, "LLM", lambda *args, **named: engines.append(LLM(*args, **named)) or engines[-1]
+    )
     out = tmp_path / "out"
-    assert call(app, "--model", model_dir, "--prompts", prompts, "--output", out, *options.split()) == 0
+    assert (
+        call(app, "--model", model_dir, "--prompts", prompts, "--output", out, *options.split())
+        == 0
+    )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["batch_size"], row["k"]) for row in report["rows"]] == [(2, 0), (2, 1), (2, 2)]
     settings = json.loads((out / "report.json").read_text())["settings"]
-    assert (settings["prompts"], settings["block_size"], settings["state_rollback"]) == (2, 4, "snapshot")
-    assert (settings["state_dtype"], settings["enforce_eager"], settings["gpu_memory_utilization"]) == (
+    assert (settings["prompts"], settings["block_size"], settings["state_rollback"]) == (
+        2,
+        4,
+        "snapshot",
+    )
+    assert (
+        settings["state_dtype"],
+        settings["enforce_eager"],
+        settings["gpu_memory_utilization"],
+    ) == (
         "bfloat16",
         True,
         0.5,
@@ -42,7 +61,11 @@ def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_pat
         assert config.draft_sampling and llm.engine.layout.sizes.state_dtype == torch.bfloat16
         assert llm.engine.executor.drafter.draft_token_ids.tolist() == [5, 6, 7, 9]
     sampling = settings["sampling"]
-    assert (sampling["temperature"], sampling["seed"], sampling["max_tokens"]) == (0.8, 3, 6) and sampling["ignore_eos"]
+    assert (sampling["temperature"], sampling["seed"], sampling["max_tokens"]) == (
+        0.8,
+        3,
+        6,
+    ) and sampling["ignore_eos"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +76,10 @@ def test_options_reach_the_measurement(model_dir, prompts, call, capsys, tmp_pat
 def test_changed_tokens_fail_greedy_fp32_alone(
     dtype, options, code, prompts, call, capsys, tmp_path, monkeypatch, model_dir
 ):
-    rows = [speedup.SpeedupRow(1, 0, 10, 1, 1, [], 1), speedup.SpeedupRow(1, 1, 20, 2, 1.5, [0.5], 2 / 3)]
+    rows = [
+        speedup.SpeedupRow(1, 0, 10, 1, 1, [], 1),
+        speedup.SpeedupRow(1, 1, 20, 2, 1.5, [0.5], 2 / 3),
+    ]
     report = speedup.SpeedupReport(rows, "dir", "cpu", dtype, None)
     monkeypatch.setattr(speedup, "measure_speedup", lambda *_: report)
     out = tmp_path / "out"
@@ -76,8 +102,13 @@ def test_changed_tokens_fail_greedy_fp32_alone(
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     out, code, says, prompts, tmp_path, call, capsys, monkeypatch
 ):
-    monkeypatch.setattr(speedup, "measure_speedup", lambda *_: pytest.fail("it is found out too late"))
-    assert call(app, "--model", tmp_path, "--prompts", prompts, "--output", out.format(prompts)) == code
+    monkeypatch.setattr(
+        speedup, "measure_speedup", lambda *_: pytest.fail("it is found out too late")
+    )
+    assert (
+        call(app, "--model", tmp_path, "--prompts", prompts, "--output", out.format(prompts))
+        == code
+    )
     assert says.format(prompts) in capsys.readouterr().err
 
 
@@ -107,9 +138,14 @@ def test_sampling_options_reach_the_requests(model_dir, prompts, call, capsys, o
     ],
     ids=["distinct", "distinct mamba", "one depth", "five depths", "no heads"],
 )
-def test_k_is_by_default_what_the_model_has(heads, ks, says, save_model, prompts, call, capsys, tmp_path):
-    model, brief = save_model(**heads), ["--batch-size", 1, "--max-tokens", 4, "--repeats", 1, "--num-prompts", 1]
-    assert call(app, "--model", model, "--prompts", prompts, "--output", tmp_path / "out", *brief) == 0
+def test_k_is_by_default_what_the_model_has(
+    heads, ks, says, save_model, prompts, call, capsys, tmp_path
+):
+    model = save_model(**heads)
+    brief = ["--batch-size", 1, "--max-tokens", 4, "--repeats", 1, "--num-prompts", 1]
+    assert (
+        call(app, "--model", model, "--prompts", prompts, "--output", tmp_path / "out", *brief) == 0
+    )
     printed = capsys.readouterr()
     assert [row["k"] for row in json.loads(printed.out.splitlines()[-1])["rows"]] == ks
     assert (f"{model} {says}\n" if says else "") in printed.err and "not trained" not in printed.err
@@ -119,8 +155,16 @@ def test_k_is_by_default_what_the_model_has(heads, ks, says, save_model, prompts
 @pytest.mark.parametrize(
     ("heads", "k", "says"),
     [
-        (dict(mtp_num_depths=2, mtp_use_repeated_layer=False), 3, "the model has 2 distinct MTP heads: set it to 2"),
-        (dict(mtp_num_depths=0, mtp_pattern=""), 1, "the model has no MTP heads: train some, or set it to 0"),
+        (
+            dict(mtp_num_depths=2, mtp_use_repeated_layer=False),
+            3,
+            "the model has 2 distinct MTP heads: set it to 2",
+        ),
+        (
+            dict(mtp_num_depths=0, mtp_pattern=""),
+            1,
+            "the model has no MTP heads: train some, or set it to 0",
+        ),
     ],
     ids=["distinct", "no heads"],
 )
@@ -128,10 +172,17 @@ def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(
     heads, k, says, save_model, prompts, call, capsys, tmp_path, monkeypatch
 ):
     model = save_model(**heads)
-    monkeypatch.setattr("mtpkit.checkpoint.load_model", lambda *_, **__: pytest.fail("weights are read"))
-    assert call(app, "--model", model, "--prompts", prompts, "--output", tmp_path / "out", "--k", 0, k) == 2
+    monkeypatch.setattr(
+        "mtpkit.checkpoint.load_model", lambda *_, **__: pytest.fail("weights are read")
+    )
+    assert (
+        call(app, "--model", model, "--prompts", prompts, "--output", tmp_path / "out", "--k", 0, k)
+        == 2
+    )
     printed = capsys.readouterr()
-    assert f"--k is {k}, but" in printed.err and says in printed.err and printed.err.count("\n") == 1
+    assert (
+        f"--k is {k}, but" in printed.err and says in printed.err and printed.err.count("\n") == 1
+    )
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=f"num_speculative_tokens is {k}, but .*{says}"):
         LLM(model, k)

@@ -23,21 +23,37 @@ def installed(tmp_path):
     about = tmp_path / "site" / "declared-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1\n")
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in points.items()]
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items())
+        for group, names in points.items()
+    ]
     (about / "entry_points.txt").write_text("".join(lines))
     return {**os.environ, "PYTHONPATH": f"{about.parent}:{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(env, *words):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *words,
+    ]
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=env, cwd=ROOT, timeout=120
+    )
 
 
 def test_an_error_of_all_ranks_is_one_line(installed):
-    done = torchrun(installed, "train/train_mtp.py", "model=nowhere", "output=none", "data.train=[a.txt]")
+    done = torchrun(
+        installed, "train/train_mtp.py", "model=nowhere", "output=none", "data.train=[a.txt]"
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "mtpkit: error: nowhere: no such model directory; name one that holds config.json or a Megatron checkpoint"
+        "mtpkit: error: nowhere: no such model directory; name one that holds config.json or a"
+        " Megatron checkpoint"
     ]
 
 
@@ -77,7 +93,12 @@ def test_rank_0_alone_warns_but_no_error_is_lost(installed, tmp_path):
 def test_one_process_speaks_for_those_of_a_torchrun(tmp_path, monkeypatch):
     (tmp_path / "attempt_0" / "3").mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "3" / "error.json"))
-    assert [errors._speaks_for_all(line) for line in ("a", "a", "b", "a")] == [True, False, True, False]
+    assert [errors._speaks_for_all(line) for line in ("a", "a", "b", "a")] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     assert errors._speaks_for_all("a") and errors._speaks_for_all("a")
 
@@ -101,7 +122,8 @@ def test_only_what_was_told_is_left_out_of_the_report(tmp_path, monkeypatch, cod
         if rank in told:
             errors._tell_torchrun("k is -1")
         failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(file))
-    error, shown = ChildFailedError("job", failures), []
+    error = ChildFailedError("job", failures)
+    shown = []
     monkeypatch.setattr(sys, "__excepthook__", lambda *args: shown.append(args))
     report._report(type(error), error, None)
     assert bool(shown) is not quiet and (not told or "k is -1" in str(error))
@@ -113,7 +135,11 @@ def test_other_programs_are_left_alone(tmp_path, monkeypatch):
     other = tmp_path / "other.py"
     other.write_text("import torch\n")
     before = sys.excepthook
-    for words in (["--nproc-per-node", "2", str(other)], ["-m", "mtpkitten"], [str(tmp_path / "gone.py")]):
+    for words in (
+        ["--nproc-per-node", "2", str(other)],
+        ["-m", "mtpkitten"],
+        [str(tmp_path / "gone.py")],
+    ):
         monkeypatch.setattr(sys, "argv", ["torchrun", *words])
         report.handler()
         assert sys.excepthook is before

@@ -1,4 +1,5 @@
-"""Values that no option can take: every option of every command refuses them in one line, and nothing is left."""
+"""Values that no option can take: every option of every command refuses them in one line, and
+nothing is left."""
 
 import inspect
 import io
@@ -17,7 +18,9 @@ from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.cli.command import Command
 from mtpkit.cli.main import COMMANDS
 
-LOOP, LONG, UNWRITABLE = "loop/x", "x" * 5000, "/proc/x/y"
+LOOP = "loop/x"
+LONG = "x" * 5000
+UNWRITABLE = "/proc/x/y"
 
 
 class Parameter(NamedTuple):
@@ -41,7 +44,9 @@ def commands() -> dict[str, Any]:
     for name in COMMANDS:
         command: Any = typer.main.get_command(import_module(f"mtpkit.cli.{name}").app)
         parts = getattr(command, "commands", None)
-        found |= {f"{name} {one}": part for one, part in parts.items()} if parts else {name: command}
+        found |= (
+            {f"{name} {one}": part for one, part in parts.items()} if parts else {name: command}
+        )
     return found
 
 
@@ -62,14 +67,22 @@ def parameters() -> list[Parameter]:
         for param in command.params:
             flag = param.opts[0] if param.opts[0].startswith("-") else ""
             found.append(
-                Parameter(line, tuple(line.split()[1:]), param.name, flag, kind_of(hints[param.name].annotation))
+                Parameter(
+                    line,
+                    tuple(line.split()[1:]),
+                    param.name,
+                    flag,
+                    kind_of(hints[param.name].annotation),
+                )
             )
     return found
 
 
 ALL = parameters()
 NUMBERS = [
-    one for one in ALL if one.kind in (int, float) or (one.flag == "--num-speculative-tokens" and one.kind is str)
+    one
+    for one in ALL
+    if one.kind in (int, float) or (one.flag == "--num-speculative-tokens" and one.kind is str)
 ]
 PATHS = [one for one in ALL if one.kind is Path]
 TEXTS = [one for one in ALL if one.kind is str and one.flag and one not in NUMBERS]
@@ -86,12 +99,16 @@ PLACES = {
     "convert stitch destination": "out",
     "speedup --output": "out",
     "acceptance --output": "out.json",
-    **{f"bench {name} --output": "out" for name in ("decode", "prefill", "load", "train", "kernels", "roofline")},
+    **{
+        f"bench {name} --output": "out"
+        for name in ("decode", "prefill", "load", "train", "kernels", "roofline")
+    },
     **dict.fromkeys(("bench convert --output", "bench convert --directory"), "out"),
     "bench load --save-requests": "out.json",
     "demo --output": "out",
 }
-"""What is written, and as what: a name with a suffix is a file, another one a directory. All else is read."""
+"""What is written, and as what: a name with a suffix is a file, another one a directory. All else
+is read."""
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +120,8 @@ def megatron_dir(model_dir, tmp_path_factory):
 
 @pytest.fixture
 def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
-    """The one line that a command prints when a parameter has a value, all that it needs being there."""
+    """The one line that a command prints when a parameter has a value, all that it needs being
+    there."""
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "prompts.txt").write_text("the cat\n" * 8)
     (tmp_path / "data.jsonl").write_text('{"prompt": "the cat", "response": " sat on the mat"}\n')
@@ -127,7 +145,8 @@ def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
     def attempt(parameter: Parameter, value: object) -> tuple[int, str]:
         before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
         needed = {one.flag or one.name: one for one in ALL if one.command == parameter.command}
-        command, model = commands()[parameter.command], valid["--model"]
+        command = commands()[parameter.command]
+        model = valid["--model"]
         valid["source"] = megatron_dir if parameter.command == "convert export" else model
         required = {param.opts[0] for param in command.params if param.required}
         if parameter.command.startswith("bench"):
@@ -137,7 +156,13 @@ def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
         line: list[object] = list(parameter.words)
         for name in needed:
             if name == (parameter.flag or parameter.name):
-                line += [f"{name}={value}"] if parameter.flag else ["--", value] if str(value)[:1] == "-" else [value]
+                line += (
+                    [f"{name}={value}"]
+                    if parameter.flag
+                    else ["--", value]
+                    if str(value)[:1] == "-"
+                    else [value]
+                )
             elif name in required:
                 line += [name, valid[name]] if name.startswith("-") else [valid[name]]
         monkeypatch.setattr("sys.stdin", io.StringIO("the cat"))
@@ -145,9 +170,13 @@ def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
         code = call(app, *line)
         os.chdir(tmp_path)  # the demo goes elsewhere
         printed = capsys.readouterr()
-        assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, "something is left"
+        assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, (
+            "something is left"
+        )
         assert not printed.out and printed.err.count("\n") == 1, printed.err[-800:]
-        assert printed.err.startswith("mtpkit: error: ") and len(printed.err) <= 400, printed.err[:800]
+        assert printed.err.startswith("mtpkit: error: ") and len(printed.err) <= 400, printed.err[
+            :800
+        ]
         return code, printed.err
 
     return attempt
@@ -155,9 +184,15 @@ def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
 
 def says(line: str, parameter: Parameter, value: str = "") -> bool:
     """Whether an error names the parameter, or the path that it was given."""
-    names = [parameter.name, parameter.name.upper(), parameter.flag.replace("-", "_") or parameter.name]
+    names = [
+        parameter.name,
+        parameter.name.upper(),
+        parameter.flag.replace("-", "_") or parameter.name,
+    ]
     normal, *names = (re.sub("[^a-zA-Z]", "_", text) for text in (line, *names))
-    return any(f"_{name}_" in normal for name in names) or bool(value and value.split("/")[0][:80] in line)
+    return any(f"_{name}_" in normal for name in names) or bool(
+        value and value.split("/")[0][:80] in line
+    )
 
 
 def test_all_commands_look_at_their_values() -> None:
@@ -167,7 +202,11 @@ def test_all_commands_look_at_their_values() -> None:
 @pytest.mark.parametrize("parameter", NUMBERS, ids=str)
 def test_numbers(parameter, attempt):
     negative = TURNED_OFF.get(parameter.name, 0) - 1
-    values = ["nan", "inf", "-inf", "1e400"] if parameter.kind is float else [10**30, -(10**30), "9" * 5000]
+    values = (
+        ["nan", "inf", "-inf", "1e400"]
+        if parameter.kind is float
+        else [10**30, -(10**30), "9" * 5000]
+    )
     if parameter.name in MAY_BE_INFINITE:
         values = ["nan", "-inf"]
     for value in (negative, *values):
@@ -181,7 +220,9 @@ def test_empty_texts(parameter, attempt):
     assert code == 2 and says(line, parameter), line
 
 
-@pytest.mark.parametrize("parameter", [*PATHS, *(one for one in TEXTS if one.flag in ("--model", "--data"))], ids=str)
+@pytest.mark.parametrize(
+    "parameter", [*PATHS, *(one for one in TEXTS if one.flag in ("--model", "--data"))], ids=str
+)
 def test_paths_in_circles_and_too_long_ones(parameter, attempt):
     for value in ("loop", LOOP, LONG):
         code, line = attempt(parameter, value)
@@ -191,7 +232,10 @@ def test_paths_in_circles_and_too_long_ones(parameter, attempt):
 @pytest.mark.parametrize("parameter", PATHS, ids=str)
 def test_a_directory_where_a_file_belongs_and_the_other_way_round(parameter, attempt):
     place = PLACES.get(str(parameter))
-    reads_directory = parameter.name in ("model", "source", "first", "second") or str(parameter) == "report output"
+    reads_directory = (
+        parameter.name in ("model", "source", "first", "second")
+        or str(parameter) == "report output"
+    )
     value = "prompts.txt" if reads_directory or (place and "." not in place) else "directory"
     code, line = attempt(parameter, value)
     assert code == 2 and says(line, parameter, value), line

@@ -59,9 +59,16 @@ class Record:
 
 
 def test_records_of_files_hold_lists_and_objects():
-    values = {"ids": (1, 2), "sizes": {"a": [3]}, "losses": [{"beta": 1}, Loss()], "named": {"b": {"seed": 3}}}
+    values = {
+        "ids": (1, 2),
+        "sizes": {"a": [3]},
+        "losses": [{"beta": 1}, Loss()],
+        "named": {"b": {"seed": 3}},
+    }
     record = from_file(Record, values | {"best": {}, "notes": [{"c": 1}]}, "file")
-    assert record == Record([1, 2], {"a": [3]}, [Loss(beta=1), Loss()], {"b": Loss(seed=3)}, Loss(), [{"c": 1}])
+    assert record == Record(
+        [1, 2], {"a": [3]}, [Loss(beta=1), Loss()], {"b": Loss(seed=3)}, Loss(), [{"c": 1}]
+    )
     assert from_file(Record, {}, "file") == Record()
 
 
@@ -99,7 +106,10 @@ def test_what_is_wrong_in_a_file_is_named(values, message):
         ({"steps": 0}, ["steps is 0, must be from 1 to 64"]),
         ({"steps": 10**400}, ["steps is a int, must be from 1 to 64"]),
         ({"name": b"a"}, ["name is b'a', must be a text"]),
-        ({"quick": 1, "steps": None}, ["steps is None, must be a whole number", "quick is 1, must be True or False"]),
+        (
+            {"quick": 1, "steps": None},
+            ["steps is None, must be a whole number", "quick is 1, must be True or False"],
+        ),
         ({"loss": 3}, ["loss is 3, must be a group of values"]),
         ({"stepz": 3, "a\nb": 1}, ["stepz is unknown", r"'a\nb' is unknown"]),
         (
@@ -115,8 +125,14 @@ def test_what_is_wrong_in_a_file_is_named(values, message):
         ({"loss": {"kind": "tv", "beta": 0.1}}, ["loss.loss_beta is too small for tv"]),
         ({"loss": {"beta": float("nan")}}, ["loss.loss_beta is nan, must be a finite number"]),
         ({"loss": {"beta": 10**400}}, ["loss.loss_beta is a int, must be a finite number"]),
-        ({"loss": {"weights": [1, INF]}}, ["loss.loss_weights is [1, inf], must be a list of finite numbers"]),
-        ({"loss": {"weights": 1.0}}, ["loss.loss_weights is 1.0, must be a list of finite numbers"]),
+        (
+            {"loss": {"weights": [1, INF]}},
+            ["loss.loss_weights is [1, inf], must be a list of finite numbers"],
+        ),
+        (
+            {"loss": {"weights": 1.0}},
+            ["loss.loss_weights is 1.0, must be a list of finite numbers"],
+        ),
         ({"loss": {"pair": [1]}}, ["loss.loss_pair is [1], must be a list of 2 finite numbers"]),
         ({"loss": {"seed": "x"}}, ["loss.loss_seed is 'x', must be a whole number or None"]),
         ({"loss": {"seed": -1}}, ["loss.loss_seed is -1, must be at least 0"]),
@@ -149,9 +165,20 @@ def test_positions_names_and_keys():
 
 
 def test_values_become_those_of_the_types_declared():
-    loss = Loss(beta=np.float32(0.5), depths=np.int64(2), weights=[1, np.float64(2)], pair=(0, INF), seed=np.uint8(3))
+    loss = Loss(
+        beta=np.float32(0.5),
+        depths=np.int64(2),
+        weights=[1, np.float64(2)],
+        pair=(0, INF),
+        seed=np.uint8(3),
+    )
     assert loss == Loss(depths=2, weights=(1.0, 2.0), seed=3)
-    assert [type(loss.beta), type(loss.depths), *map(type, loss.weights)] == [float, int, float, float]
+    assert [type(loss.beta), type(loss.depths), *map(type, loss.weights)] == [
+        float,
+        int,
+        float,
+        float,
+    ]
     assert type(Loss(scale=2).scale) is int, "int | float keeps what was given"
 
 
@@ -162,12 +189,16 @@ def test_they_are_frozen_and_made_anew_by_replace():
     assert dataclasses.replace(run, loss={"depths": 1}).loss.depths == 1
     with pytest.raises(UserError, match="steps is 0"):
         dataclasses.replace(run, steps=0)
-    assert copy.deepcopy(run) == pickle.loads(pickle.dumps(run)) == run and hash(run) == hash(Run("a"))
+    assert copy.deepcopy(run) == pickle.loads(pickle.dumps(run)) == run and hash(run) == hash(
+        Run("a")
+    )
 
 
 def test_clauses_of_several_objects_can_be_gathered():
     clauses = []
-    assert attempt(Loss, {"kind": "x"}, clauses) is None and attempt(Run, {}, clauses, "here.") is None
+    assert (
+        attempt(Loss, {"kind": "x"}, clauses) is None and attempt(Run, {}, clauses, "here.") is None
+    )
     assert attempt(Loss, {}, clauses) == Loss()
     assert clauses == ["loss_kind is 'x', must be 'kl' or 'tv'", "here.name is missing"]
 
@@ -222,7 +253,9 @@ def test_a_shared_field_refuses_what_the_other_refuses(values, says):
 
 
 def test_a_shared_field_is_written_with_the_type_that_it_has():
-    with pytest.raises(TypeError, match=r"^Wrong\.most is written as <class 'int'>, but the shared .*\[int\]$"):
+    with pytest.raises(
+        TypeError, match=r"^Wrong\.most is written as <class 'int'>, but the shared .*\[int\]$"
+    ):
 
         @checked("wrong")
         class Wrong:

@@ -10,7 +10,9 @@ from mtpkit.config.sections import MoeConfig
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.toy_config import toy_config
 
-VALUES = toy_config(pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, moe_ffn_hidden_size=16).values()
+VALUES = toy_config(
+    pattern="M*-E", mtp_num_depths=2, num_moe_experts=4, moe_ffn_hidden_size=16
+).values()
 
 SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
 
@@ -19,10 +21,28 @@ ORDER = [
     *("mtp_pattern", "mtp_num_depths", "mtp_depths_known", "mtp_use_repeated_layer"),
     *("num_attention_heads", "num_query_groups", "kv_channels", "position_embedding_type"),
     *("rotary_base", "rotary_percent", "qk_layernorm", "ffn_hidden_size", "activation"),
-    *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel"),
-    *("mamba_chunk_size", "mamba_dt_limit", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *(
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "mamba_state_dim",
+        "mamba_num_groups",
+        "mamba_conv_kernel",
+    ),
+    *(
+        "mamba_chunk_size",
+        "mamba_dt_limit",
+        "num_moe_experts",
+        "moe_router_topk",
+        "moe_ffn_hidden_size",
+    ),
     *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_router_topk_scaling_factor"),
-    *("moe_router_num_groups", "moe_router_group_topk", "layernorm_epsilon", "tie_word_embeddings", "init_std"),
+    *(
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "layernorm_epsilon",
+        "tie_word_embeddings",
+        "init_std",
+    ),
     *("bos_token_id", "eos_token_ids", "pad_token_id"),
 ]
 """Keys of `mtpkit.json` as files have had them from the start."""
@@ -32,9 +52,14 @@ def test_files_have_later_settings_only_where_they_differ():
     assert list(ModelConfig.of(**VALUES).to_dict()) == ORDER
     later = dict(layernorm_zero_centered_gamma=True, attention_output_gate=True)
     config = ModelConfig.of(**VALUES | later)
-    assert set(config.to_dict()) == {*ORDER, *later} and ModelConfig.from_dict(config.to_dict()) == config
+    assert (
+        set(config.to_dict()) == {*ORDER, *later}
+        and ModelConfig.from_dict(config.to_dict()) == config
+    )
     assert config.departures() == later and ModelConfig.of(**VALUES).departures() == {}
-    assert config.replace(pattern="-", mtp_pattern="-").departures() == dict(layernorm_zero_centered_gamma=True)
+    assert config.replace(pattern="-", mtp_pattern="-").departures() == dict(
+        layernorm_zero_centered_gamma=True
+    )
     assert all(ModelConfig.of(**VALUES).value(key) is False for key in later)
 
 
@@ -47,10 +72,19 @@ def test_files_have_later_settings_only_where_they_differ():
         ),
         (dict(moe_router_score_function="softmax"), ["moe_router_enable_expert_bias", "'softmax'"]),
         (dict(moe_router_pre_softmax=True), ["moe_router_pre_softmax", "'softmax'"]),
-        (dict(SOFTMAX, moe_router_normalize=True), ["moe_router_normalize", "moe_router_pre_softmax"]),
+        (
+            dict(SOFTMAX, moe_router_normalize=True),
+            ["moe_router_normalize", "moe_router_pre_softmax"],
+        ),
         (dict(SOFTMAX, moe_router_num_groups=2), ["moe_router_num_groups 2", "'softmax'"]),
-        (dict(moe_shared_expert_gate=True), ["moe_shared_expert_gate", "moe_shared_expert_intermediate_size"]),
-        (dict(moe_router_num_groups=2, moe_router_group_best=3), ["best 3", "group of 2", "moe_router_group_best"]),
+        (
+            dict(moe_shared_expert_gate=True),
+            ["moe_shared_expert_gate", "moe_shared_expert_intermediate_size"],
+        ),
+        (
+            dict(moe_router_num_groups=2, moe_router_group_best=3),
+            ["best 3", "group of 2", "moe_router_group_best"],
+        ),
         (dict(moe_router_num_groups=2, moe_router_topk=3), ["moe_router_topk 3", "groups of 2"]),
         (dict(pattern="MX*Q"), ["pattern", "'Q'", "'X'", "M (Mamba2)"]),
         (dict(mtp_pattern="*?"), ["mtp_pattern", "'?'"]),
@@ -59,7 +93,10 @@ def test_files_have_later_settings_only_where_they_differ():
         (dict(mtp_num_depths=0), ["mtp_pattern", "mtp_num_depths"]),
         (dict(mtp_num_depths=-1), ["mtp_num_depths"]),
         (dict(mtp_depths_known=False), ["mtp_depths_known", "mtp_num_depths 1"]),
-        (dict(mtp_depths_known=False, mtp_num_depths=1, mtp_use_repeated_layer=False), ["mtp_depths_known"]),
+        (
+            dict(mtp_depths_known=False, mtp_num_depths=1, mtp_use_repeated_layer=False),
+            ["mtp_depths_known"],
+        ),
         (dict(vocab_size=0), ["vocab_size"]),
         (dict(hidden_size=-4), ["hidden_size"]),
         (dict(max_position_embeddings=0), ["max_position_embeddings"]),
@@ -81,26 +118,50 @@ def test_files_have_later_settings_only_where_they_differ():
         (dict(moe_router_topk=5), ["moe_router_topk 5", "num_moe_experts 4"]),
         (dict(moe_router_num_groups=3), ["num_moe_experts 4", "moe_router_num_groups 3"]),
         (dict(moe_router_group_topk=2), ["moe_router_group_topk 2", "moe_router_num_groups 1"]),
-        (dict(position_embedding_type="yarn"), ["position_embedding_type", "'yarn'", "none", "rope"]),
+        (
+            dict(position_embedding_type="yarn"),
+            ["position_embedding_type", "'yarn'", "none", "rope"],
+        ),
         (dict(activation="gelu"), ["activation", "'gelu'", "relu2", "swiglu"]),
         (dict(hidden_size="32"), ["hidden_size", "'32'"]),
         (dict(vocab_size=None), ["vocab_size", "None"]),
         (dict(vocab_size=64.5), ["vocab_size", "64.5"]),
         (dict(layernorm_epsilon="x"), ["layernorm_epsilon is 'x', must be a finite number"]),
         (dict(init_std=float("nan")), ["init_std is nan, must be a finite number"]),
-        (dict(pattern="+-", mtp_pattern="*"), ["multi-head latent attention and attention (+, *)", "one model"]),
-        (dict(pattern="+", mtp_pattern="+", kv_lora_rank=0, v_head_dim=0), ["kv_lora_rank, v_head_dim"]),
-        (dict(pattern="+", mtp_pattern="+", qk_pos_emb_head_dim=5), ["qk_pos_emb_head_dim 5 is odd"]),
+        (
+            dict(pattern="+-", mtp_pattern="*"),
+            ["multi-head latent attention and attention (+, *)", "one model"],
+        ),
+        (
+            dict(pattern="+", mtp_pattern="+", kv_lora_rank=0, v_head_dim=0),
+            ["kv_lora_rank, v_head_dim"],
+        ),
+        (
+            dict(pattern="+", mtp_pattern="+", qk_pos_emb_head_dim=5),
+            ["qk_pos_emb_head_dim 5 is odd"],
+        ),
         (
             dict(pattern="+", mtp_pattern="+", q_lora_rank=4, q_proj_layernorm=True),
             ["q_proj_layernorm", "q_lora_rank 0"],
         ),
-        (dict(pattern="+", mtp_pattern="+", beta_slow=40), ["beta_slow 40 must be below beta_fast 32"]),
-        (dict(rotary_base=10**30), ["rotary_base is 1000000000000000000000000000000, must be from 1 to 1e+15"]),
+        (
+            dict(pattern="+", mtp_pattern="+", beta_slow=40),
+            ["beta_slow 40 must be below beta_fast 32"],
+        ),
+        (
+            dict(rotary_base=10**30),
+            ["rotary_base is 1000000000000000000000000000000, must be from 1 to 1e+15"],
+        ),
         (dict(tie_word_embeddings=1), ["tie_word_embeddings is 1, must be True or False"]),
         (dict(bos_token_id="<s>"), ["bos_token_id is '<s>', must be a whole number or None"]),
-        (dict(eos_token_ids=("</s>",)), ["eos_token_ids is ('</s>',), must be a list of whole numbers"]),
-        (dict(mamba_dt_limit=(0.1, None)), ["mamba_dt_limit is (0.1, None), must be a list of 2 finite numbers"]),
+        (
+            dict(eos_token_ids=("</s>",)),
+            ["eos_token_ids is ('</s>',), must be a list of whole numbers"],
+        ),
+        (
+            dict(mamba_dt_limit=(0.1, None)),
+            ["mamba_dt_limit is (0.1, None), must be a list of 2 finite numbers"],
+        ),
     ],
     ids=str,
 )
@@ -115,7 +176,9 @@ def test_messages_name_the_field(changes, named):
 def test_all_problems_at_once():
     with pytest.raises(UserError) as error:
         ModelConfig.of(**VALUES | dict(pattern="Z", vocab_size=0, hidden_size=0, mtp_num_depths=0))
-    assert all(part in str(error.value) for part in ("'Z'", "mtp_num_depths", "vocab_size", "hidden_size"))
+    assert all(
+        part in str(error.value) for part in ("'Z'", "mtp_num_depths", "vocab_size", "hidden_size")
+    )
 
 
 def test_sizes_of_absent_layers_are_not_asked_for():
@@ -138,7 +201,9 @@ def test_physical_layers_and_depths(changes, physical, pattern):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(mamba_dt_limit=(0.01, 0.5)), dict(eos_token_ids=(1, 2), bos_token_id=0)], ids=str
+    "changes",
+    [{}, dict(mamba_dt_limit=(0.01, 0.5)), dict(eos_token_ids=(1, 2), bos_token_id=0)],
+    ids=str,
 )
 def test_round_trip_through_json(changes):
     config = ModelConfig.of(**VALUES | changes)
@@ -148,12 +213,24 @@ def test_round_trip_through_json(changes):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (dict(mtp_reads_of_depth="before_norm"), "mtp_reads_of_depth is 'before_norm', must be 'after_final_norm' or"),
-        (dict(mtp_reads_of_base="logits"), "mtp_reads_of_base is 'logits', must be 'after_final_norm' or"),
-        (dict(mtp_zero_first_embedding="no"), "mtp_zero_first_embedding is 'no', must be True or False"),
+        (
+            dict(mtp_reads_of_depth="before_norm"),
+            "mtp_reads_of_depth is 'before_norm', must be 'after_final_norm' or",
+        ),
+        (
+            dict(mtp_reads_of_base="logits"),
+            "mtp_reads_of_base is 'logits', must be 'after_final_norm' or",
+        ),
+        (
+            dict(mtp_zero_first_embedding="no"),
+            "mtp_zero_first_embedding is 'no', must be True or False",
+        ),
         (dict(mtp={}), "mtp is unknown"),
         (dict(sections=[], pattern=3), "sections is unknown; pattern is 3, must be a text"),
-        (dict(mamba_num_heads=-1, eos_token_ids=(3, 99)), "mamba_num_heads is -1, .*; eos_token_ids 99 is not in the"),
+        (
+            dict(mamba_num_heads=-1, eos_token_ids=(3, 99)),
+            "mamba_num_heads is -1, .*; eos_token_ids 99 is not in the",
+        ),
     ],
     ids=str,
 )
@@ -192,7 +269,9 @@ def test_unknown_and_missing_keys_are_all_named():
     values = {key: value for key, value in VALUES.items() if key not in ("vocab_size", "pattern")}
     with pytest.raises(UserError) as error:
         ModelConfig.from_dict(values | {"hidden_sizes": 3, "experts": 4})
-    assert all(name in str(error.value) for name in ("hidden_sizes", "experts", "vocab_size", "pattern"))
+    assert all(
+        name in str(error.value) for name in ("hidden_sizes", "experts", "vocab_size", "pattern")
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +296,8 @@ def test_replace_checks_again():
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "also"), [(MtpkitError, 1, Exception), (UserError, 2, ValueError), (StorageError, 1, OSError)]
+    ("kind", "code", "also"),
+    [(MtpkitError, 1, Exception), (UserError, 2, ValueError), (StorageError, 1, OSError)],
 )
 def test_exit_codes(kind, code, also):
     error = kind("what is wrong")

@@ -9,4 +9,6 @@ from mtpkit.data.documents import Document
 
 def in_memory(documents: Iterable[Document], sequence_length: int, pad_id: int) -> PackedDataset:
     """A data set of one source."""
-    return PackedDataset([pack_documents("data", documents, sequence_length)], sequence_length, pad_id)
+    return PackedDataset(
+        [pack_documents("data", documents, sequence_length)], sequence_length, pad_id
+    )

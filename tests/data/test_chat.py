@@ -1,4 +1,5 @@
-"""Masks of conversations: what the template marks and what is found without its marks are the same tokens."""
+"""Masks of conversations: what the template marks and what is found without its marks are the same
+tokens."""
 
 import json
 import logging
@@ -16,36 +17,37 @@ from mtpkit.errors import UserError
 from tests.data.packed import in_memory
 
 CHATML = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{"
+    " m.content }}<|end|>{% endgeneration %}{{ '\n' }}{% else %}{{ m.content }}<|end|>\n{% endif"
+    " %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 NO_GENERATION_PROMPT = (
-    "{{ eos_token }}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}[{{ m.content }}] {% endif %}{% endfor %}"
+    "{{ eos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{"
+    " m.content | trim }}{{ eos_token }}{% endgeneration %}{% else %}[{{ m.content }}] {% endif"
+    " %}{% endfor %}"
 )
 STRICT = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
-    "{% endif %}{% endfor %}{% if messages | length < 2 %}{{ raise_exception('too short') }}{% endif %}" + CHATML
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{"
+    " raise_exception('alternate') }}{% endif %}{% endfor %}{% if messages | length < 2 %}{{"
+    " raise_exception('too short') }}{% endif %}" + CHATML
 )
 THINKING = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>"
-    "{% endif %}>{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}</call>{% endfor %}<|end|>{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last"
+    " = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}\n{% if"
+    " m.role == 'assistant' %}{% generation %}{% if m.reasoning_content and loop.index0 > ns.last"
+    " %}<think>{{ m.reasoning_content }}</think>{% endif %}>{{ m.content }}{% for call in"
+    " m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson"
+    " }}</call>{% endfor %}<|end|>{% endgeneration %}{{ '\n' }}{% else %}{{ m.content }}<|end|>\n{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 TOOLS_LAST = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}<|bot|>{% generation %}{{ m.content }}"
-    "{% if loop.last %}<|user|>{% elif messages[loop.index0 + 1].role == 'user' %}<|user|>{% else %}<|tool|>{% endif %}"
-    "{% endgeneration %}{% else %}{% if loop.first %}<|user|>{% endif %}"
-    "{% if loop.index0 == ns.last %}{{ tools | tojson }}{% endif %}{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|bot|>{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last"
+    " = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant'"
+    " %}<|bot|>{% generation %}{{ m.content }}{% if loop.last %}<|user|>{% elif"
+    " messages[loop.index0 + 1].role == 'user' %}<|user|>{% else %}<|tool|>{% endif %}{%"
+    " endgeneration %}{% else %}{% if loop.first %}<|user|>{% endif %}{% if loop.index0 == ns.last"
+    " %}{{ tools | tojson }}{% endif %}{{ m.content }}{% endif %}{% endfor %}{% if"
+    " add_generation_prompt %}<|bot|>{% endif %}"
 )
 
 TEMPLATES = {
@@ -56,7 +58,12 @@ TEMPLATES = {
     "tools last": TOOLS_LAST,
 }
 SPECIAL = ["<|start|>", "<|end|>", "<|bot|>", "<|user|>", "<|tool|>"]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 def user(content):
@@ -110,7 +117,9 @@ def test_the_same_tokens_with_and_without_marks(tokenizer, name, turns) -> None:
 def test_what_is_learnt_ends_with_the_turn(tokenizer) -> None:
     tokenizer.chat_template = unmarked(CHATML)
     assert learnt(tokenizer, TURNS[:4]) == ["sat on the mat<|end|>", "the cat<|end|>"]
-    assert learnt(tokenizer, [{"role": "system", "content": "def"}, assistant("cat"), user("x")]) == ["cat<|end|>"]
+    assert learnt(
+        tokenizer, [{"role": "system", "content": "def"}, assistant("cat"), user("x")]
+    ) == ["cat<|end|>"]
     tokenizer.chat_template = unmarked(TOOLS_LAST)
     assert learnt(tokenizer, TURNS[:4], TOOLS) == ["sat on the mat<|user|>", "the cat<|user|>"]
 
@@ -129,7 +138,8 @@ def test_reasoning_that_older_turns_lose(tokenizer) -> None:
     for template in (THINKING, unmarked(THINKING)):
         tokenizer.chat_template = template
         assert learnt(tokenizer, turns) == want
-    # A generation prompt that opens the reasoning is not learnt; where history shows none, neither is its place.
+    # A generation prompt that opens the reasoning is not learnt; where history shows none, neither
+    # is its place.
     tokenizer.chat_template = unmarked(THINKING).replace(
         "<|start|>assistant\n{% endif", "<|start|>assistant\n<think>{% endif"
     )
@@ -137,15 +147,20 @@ def test_reasoning_that_older_turns_lose(tokenizer) -> None:
 
 
 def test_a_call_that_cannot_be_exchanged(tokenizer) -> None:
-    """A template without generation prompt that refuses a result without its call, and puts tools where it likes."""
+    """A template without generation prompt that refuses a result without its call, and puts tools
+    where it likes."""
     marked = (
-        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
-        "{{ raise_exception('no call') }}{% endif %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}{{ eos_token }}"
-        "{% endgeneration %}{% else %}{% if loop.index0 == place %}{{ tools | tojson }}{% endif %}[{{ m.content }}]"
-        "{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls"
+        " %}{{ raise_exception('no call') }}{% endif %}{% if m.role == 'assistant' %}{% generation"
+        " %}{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name"
+        " }}</call>{% endfor %}{{ eos_token }}{% endgeneration %}{% else %}{% if loop.index0 =="
+        " place %}{{ tools | tojson }}{% endif %}[{{ m.content }}]{% endif %}{% endfor %}"
     )
-    turns = [user("a"), assistant("", tool_calls=[{"function": {"name": "f"}}]), {"role": "tool", "content": "3"}]
+    turns = [
+        user("a"),
+        assistant("", tool_calls=[{"function": {"name": "f"}}]),
+        {"role": "tool", "content": "3"},
+    ]
     turns = [*turns, assistant("b"), user("c"), assistant("d")]
     for template in (marked, unmarked(marked)):
         tokenizer.chat_template = "{% set place = 0 %}" + template
@@ -200,11 +215,14 @@ def test_conversations_that_cannot_be_learnt(tokenizer, template) -> None:
 
 def test_samples_whose_mask_is_empty_are_listed(tokenizer, caplog) -> None:
     tokenizer.chat_template = CHATML.replace("{% generation %}", "").replace(
-        "<|end|>{% endgeneration %}", "{% if m.train %}{% generation %}<|end|>{% endgeneration %}{% endif %}", 1
+        "<|end|>{% endgeneration %}",
+        "{% if m.train %}{% generation %}<|end|>{% endgeneration %}{% endif %}",
+        1,
     )
     samples = [
         Sample(
-            messages=[user("the cat"), assistant("sat", train=number != 2)] if number else [], name=f"a.jsonl:{number}"
+            messages=[user("the cat"), assistant("sat", train=number != 2)] if number else [],
+            name=f"a.jsonl:{number}",
         )
         for number in range(4)
     ]
@@ -223,7 +241,10 @@ def test_a_tokenizer_without_template(tokenizer) -> None:
 
 def test_prompts_end_where_the_answer_begins(tokenizer) -> None:
     tokenizer.chat_template = CHATML
-    assert Chat(tokenizer).prompt(TURNS[:1], None) == "<|start|>user\nthe cat<|end|>\n<|start|>assistant\n"
+    assert (
+        Chat(tokenizer).prompt(TURNS[:1], None)
+        == "<|start|>user\nthe cat<|end|>\n<|start|>assistant\n"
+    )
     call = {"function": {"name": "add", "arguments": json.dumps({"left": 1})}}
     tokenizer.chat_template = THINKING
     text = Chat(tokenizer).prompt([user("a"), assistant("", tool_calls=[call]), user("b")], TOOLS)

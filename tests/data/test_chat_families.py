@@ -1,4 +1,5 @@
-"""What is learnt of conversations is what the assistant writes when it is served, in the manner of every family."""
+"""What is learnt of conversations is what the assistant writes when it is served, in the manner of
+every family."""
 
 import json
 
@@ -15,7 +16,12 @@ from mtpkit.data.tokenizer import load_tokenizer
 from tests.data.chat_families import ENDS, SPECIAL, TEMPLATES, TOKENS
 
 WITH_CALLS = [name for name in TEMPLATES if name != "parts only"]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 ARGUMENTS = {"left": 1, "right": "the cat"}
 CALL_ENDS = {"deepseek": "<|/calls|><eos>", "glm": "</tool_call><|observation|>"}
 
@@ -48,7 +54,11 @@ def assistant(content, **more):
 
 
 def call(arguments=ARGUMENTS, **more):
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}], **more}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "add", "arguments": arguments}}],
+        **more,
+    }
 
 
 def parts(content):
@@ -69,17 +79,22 @@ def in_parts(family, messages):
     """The messages as the family's template reads them."""
     if family != "parts only":
         return messages
-    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
 
 
 def served(tokenizer, family, messages, **kwargs):
-    """What the model writes for the last message: its prompt is rendered, and the rendering goes on until the end."""
+    """What the model writes for the last message: its prompt is rendered, and the rendering goes on
+    until the end."""
     messages = in_parts(family, messages)
 
     def render(some, **more):
         return tokenizer.apply_chat_template(some, tokenize=False, **kwargs, **more)
 
-    whole, prompt = render(messages), render(messages[:-1], add_generation_prompt=True)
+    whole = render(messages)
+    prompt = render(messages[:-1], add_generation_prompt=True)
     assert whole.startswith(prompt)
     end = ENDS.get(family, "<|im_end|>")
     if family == "glm":
@@ -94,19 +109,24 @@ TWICE = [*ANSWERED, user("def add"), assistant("return left")]
 
 @pytest.mark.parametrize("messages", [ANSWERED, TWICE])
 def test_an_answer_is_what_is_served_without_thinking(tokenizer, family, messages) -> None:
-    """With `enable_thinking` off, the template's empty reasoning belongs to the prompt, and is not learnt."""
+    """With `enable_thinking` off, the template's empty reasoning belongs to the prompt, and is not
+    learnt."""
     want = served(tokenizer, family, messages, enable_thinking=False)
     assert messages[-1]["content"] in want and "think" not in want
     assert learnt(tokenizer, messages, kwargs={"enable_thinking": False})[-1] == want
     # The same holds of an empty reasoning if nothing is said about thinking.
     assert learnt(tokenizer, messages)[-1] == want
-    before = [f"{message['content']}{ENDS.get(family, '<|im_end|>')}" for message in messages[1:-2:2]]
+    before = [
+        f"{message['content']}{ENDS.get(family, '<|im_end|>')}" for message in messages[1:-2:2]
+    ]
     assert [text.strip() for text in learnt(tokenizer, messages)[:-1]] == before
 
 
 def test_what_is_rendered_is_what_the_template_renders(tokenizer, family) -> None:
     token_ids, _ = Chat(tokenizer, {"enable_thinking": False}).encode(TWICE)
-    rendered = tokenizer.apply_chat_template(in_parts(family, TWICE), tokenize=False, enable_thinking=False)
+    rendered = tokenizer.apply_chat_template(
+        in_parts(family, TWICE), tokenize=False, enable_thinking=False
+    )
     stop = "<|user|>" if family == "glm" else ""
     assert tokenizer.decode(token_ids) == rendered + stop
     assert token_ids.tolist() == tokenizer(rendered + stop, add_special_tokens=False)["input_ids"]
@@ -123,7 +143,9 @@ def test_reasoning_is_served_and_learnt(tokenizer, family) -> None:
     *earlier, last = learnt(tokenizer, turns)
     assert last == served(tokenizer, family, turns) and "a" in last and "hm" not in "".join(earlier)
     # One sample per turn keeps the reasoning that later turns would lose.
-    samples = tokenize([Sample(messages=turns)], tokenizer, options=DataOptions(sample_per_turn=True))
+    samples = tokenize(
+        [Sample(messages=turns)], tokenizer, options=DataOptions(sample_per_turn=True)
+    )
     found = [runs(tokenizer, one.token_ids, one.loss_mask) for one in samples]
     assert found == [[served(tokenizer, family, turns[:2])], [served(tokenizer, family, turns)]]
     assert "hm" in found[0][0]
@@ -131,14 +153,21 @@ def test_reasoning_is_served_and_learnt(tokenizer, family) -> None:
 
 @pytest.mark.parametrize("family", WITH_CALLS, indirect=True)
 def test_calls_are_rendered_as_the_template_wants_them(tokenizer, family) -> None:
-    """Arguments as objects and as JSON, messages without content, with null and with an empty one: all the same."""
+    """Arguments as objects and as JSON, messages without content, with null and with an empty one:
+    all the same."""
     turns = [user("the cat"), call(), {"role": "tool", "content": "3"}, assistant("mat")]
     want = Chat(tokenizer).encode(turns, TOOLS)
     text = tokenizer.decode(want[0])
-    assert "add" in learnt(tokenizer, turns, TOOLS)[0] and "{'left'" not in text and "None" not in text
+    assert (
+        "add" in learnt(tokenizer, turns, TOOLS)[0] and "{'left'" not in text and "None" not in text
+    )
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
         for more in ({}, {"content": None}, {"content": ""}):
-            flat = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": arguments}], **more}
+            flat = {
+                "role": "assistant",
+                "tool_calls": [{"name": "add", "arguments": arguments}],
+                **more,
+            }
             for message in (call(arguments, **more), flat):
                 found = Chat(tokenizer).encode([turns[0], message, *turns[2:]], TOOLS)
                 np.testing.assert_array_equal(found[0], want[0])
@@ -150,22 +179,40 @@ def test_calls_are_rendered_as_the_template_wants_them(tokenizer, family) -> Non
     assert learnt(tokenizer, turns[:2], TOOLS)[0] == first
 
 
-@pytest.mark.parametrize(("family", "content"), [("parts only", ""), ("deepseek", "the cat")], indirect=["family"])
-def test_calls_that_a_template_leaves_out_are_not_learnt_as_an_end(tokenizer, family, content) -> None:
-    """A template without calls, and one that renders them only beside no text: the rendered turn ends at once."""
-    messages = [*QUESTION, call(content=content), {"role": "tool", "content": "3"}, assistant("sat on the mat")]
-    with pytest.raises(SampleError, match="the chat template does not render all calls of message 2"):
+@pytest.mark.parametrize(
+    ("family", "content"), [("parts only", ""), ("deepseek", "the cat")], indirect=["family"]
+)
+def test_calls_that_a_template_leaves_out_are_not_learnt_as_an_end(
+    tokenizer, family, content
+) -> None:
+    """A template without calls, and one that renders them only beside no text: the rendered turn
+    ends at once."""
+    messages = [
+        *QUESTION,
+        call(content=content),
+        {"role": "tool", "content": "3"},
+        assistant("sat on the mat"),
+    ]
+    with pytest.raises(
+        SampleError, match="the chat template does not render all calls of message 2"
+    ):
         Chat(tokenizer).encode(messages, TOOLS)
-    assert learnt(tokenizer, messages, TOOLS, loss="last_turn") == [f"sat on the mat{ENDS.get(family, '<|im_end|>')}"]
+    assert learnt(tokenizer, messages, TOOLS, loss="last_turn") == [
+        f"sat on the mat{ENDS.get(family, '<|im_end|>')}"
+    ]
     unlearnt = [messages[0], {**messages[1], "weight": 0}, *messages[2:]]
-    assert learnt(tokenizer, unlearnt, TOOLS) == learnt(tokenizer, messages, TOOLS, loss="last_turn")
+    assert learnt(tokenizer, unlearnt, TOOLS) == learnt(
+        tokenizer, messages, TOOLS, loss="last_turn"
+    )
 
 
 @pytest.mark.parametrize("family", ["deepseek"], indirect=True)
 def test_arguments_that_a_template_takes_as_text_stay_what_they_are(tokenizer) -> None:
     written = '{"left":1,  "right":"the cat"}'
     turns = [user("a"), call(written)]
-    assert learnt(tokenizer, turns) == [f"<|calls|><|call|>function<|sep|>add\n{written}<|/call|><|/calls|><eos>"]
+    assert learnt(tokenizer, turns) == [
+        f"<|calls|><|call|>function<|sep|>add\n{written}<|/call|><|/calls|><eos>"
+    ]
     assert learnt(tokenizer, [user("a"), call("no JSON")])[0].count("no JSON<|/call|>") == 1
 
 
@@ -180,7 +227,9 @@ def test_a_prompt_with_calls_is_rendered_as_the_template_wants_them(tokenizer) -
 def test_contents_in_parts_are_texts(tokenizer) -> None:
     row = {"messages": [{**message, "content": parts(message["content"])} for message in TWICE]}
     found = read_conversation(row, "messages", "row").messages
-    for one, other in zip(Chat(tokenizer).encode(found), Chat(tokenizer).encode(TWICE), strict=True):
+    for one, other in zip(
+        Chat(tokenizer).encode(found), Chat(tokenizer).encode(TWICE), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
     assert "return left" in learnt(tokenizer, found)[-1] and "type" not in tokenizer.decode(
         Chat(tokenizer).encode(found)[0]
@@ -212,7 +261,8 @@ def test_only_the_last_turn(tokenizer, family) -> None:
 
 @pytest.mark.parametrize("family", ["glm"], indirect=True)
 def test_turns_that_no_token_of_their_own_ends(tokenizer) -> None:
-    """The header of a second answer is not learnt as the end of the first; the last turn ends like the others."""
+    """The header of a second answer is not learnt as the end of the first; the last turn ends like
+    the others."""
     assert learnt(tokenizer, [user("a"), assistant("b"), assistant("c")]) == ["\nb", "\nc<|user|>"]
     assert learnt(tokenizer, [user("a"), call(), user("b")])[0].endswith("</tool_call><|user|>")
     assert learnt(tokenizer, [user("a"), assistant("b")], complete=False) == ["\nb"]
@@ -221,7 +271,9 @@ def test_turns_that_no_token_of_their_own_ends(tokenizer) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "deepseek", "nemotron3"], indirect=True)
 def test_two_answers_in_a_row(tokenizer, family) -> None:
     end = ENDS.get(family, "<|im_end|>")
-    found = learnt(tokenizer, [user("a"), assistant("b"), assistant("c")], kwargs={"enable_thinking": False})
+    found = learnt(
+        tokenizer, [user("a"), assistant("b"), assistant("c")], kwargs={"enable_thinking": False}
+    )
     assert found == [f"b{end}", f"c{end}"]
 
 
@@ -229,7 +281,10 @@ def test_two_answers_in_a_row(tokenizer, family) -> None:
 def test_no_end_is_learnt_of_what_was_cut_off(tokenizer) -> None:
     token_ids, mask = Chat(tokenizer).encode(ANSWERED, complete=False)
     assert runs(tokenizer, token_ids, mask) == ["sat on the mat"]
-    assert runs(tokenizer, *Chat(tokenizer).encode(TWICE, complete=False))[0] == learnt(tokenizer, ANSWERED)[0]
+    assert (
+        runs(tokenizer, *Chat(tokenizer).encode(TWICE, complete=False))[0]
+        == learnt(tokenizer, ANSWERED)[0]
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)
@@ -241,7 +296,9 @@ def test_empty_answers_are_left_out(tokenizer) -> None:
         {"role": "assistant"},
         assistant("", tool_calls=[]),
     ):
-        assert learnt(tokenizer, [*QUESTION, empty, *TWICE]) == learnt(tokenizer, [*QUESTION, assistant(""), *TWICE])
+        assert learnt(tokenizer, [*QUESTION, empty, *TWICE]) == learnt(
+            tokenizer, [*QUESTION, assistant(""), *TWICE]
+        )
         assert len(learnt(tokenizer, [*QUESTION, empty, *TWICE])) == 2
         with pytest.raises(NothingToLearn, match="empty answer"):
             Chat(tokenizer).encode([*QUESTION, empty])
@@ -252,8 +309,10 @@ def test_empty_answers_are_left_out(tokenizer) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3.5"], indirect=True)
 def test_variables_of_the_row_take_precedence(tokenizer) -> None:
-    """With thinking on, the model writes the empty reasoning; the token that holds the prompt's end is not its own."""
-    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    """With thinking on, the model writes the empty reasoning; the token that holds the prompt's end
+    is not its own."""
+    on = {"enable_thinking": True}
+    off = {"enable_thinking": False}
     samples = [Sample(messages=ANSWERED, template_kwargs=on), Sample(messages=ANSWERED)]
     documents = list(tokenize(samples, tokenizer, options=DataOptions(chat_template_kwargs=off)))
     found = [runs(tokenizer, one.token_ids, one.loss_mask) for one in documents]
@@ -284,4 +343,6 @@ def test_marks_of_the_template_and_flags_of_messages(tokenizer) -> None:
         for more in ({}, {"loss": "last_turn"})
         if more == {} or messages is TWICE
     ]
-    assert found == want and want[2] == [text for text in learnt(tokenizer, turns) if "y" not in text]
+    assert found == want and want[2] == [
+        text for text in learnt(tokenizer, turns) if "y" not in text
+    ]

@@ -1,4 +1,5 @@
-"""Files that mtpkit writes and reads again, changed by somebody else: prepared data, draft vocabularies, journals."""
+"""Files that mtpkit writes and reads again, changed by somebody else: prepared data, draft
+vocabularies, journals."""
 
 import json
 import os
@@ -40,15 +41,26 @@ def tokenizer(tokenizer_dir):
 def prepared(tmp_path, tokenizer) -> Path:
     for name, text in (("a", "the cat sat on the mat " * 20), ("b", "def add(left, right) " * 20)):
         (tmp_path / f"{name}.txt").write_text(text)
-    prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer, LENGTH, tmp_path / "out", num_proc=1)
+    prepare(
+        [tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer, LENGTH, tmp_path / "out", num_proc=1
+    )
     return tmp_path / "out"
 
 
 HARMLESS = (
-    *("tokenizer_name", "source_files", "name", "num_documents", "num_left_out", "max_token", "fingerprint"),
+    *(
+        "tokenizer_name",
+        "source_files",
+        "name",
+        "num_documents",
+        "num_left_out",
+        "max_token",
+        "fingerprint",
+    ),
     *("num_long", "num_empty_answers", "left_out_by_reason", "options"),
 )
-"""Keys under which another value of the right type is as good, or cannot be told from the right one."""
+"""Keys under which another value of the right type is as good, or cannot be told from the right
+one."""
 
 
 def test_manifests_of_prepared_data(prepared, tokenizer) -> None:
@@ -74,11 +86,18 @@ def test_manifests_of_prepared_data(prepared, tokenizer) -> None:
 def test_a_manifest_ties_the_data_to_a_tokenizer(prepared, tokenizer, tokenizer_says) -> None:
     path = prepared / "mtpkit_data.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": tokenizer_says}))
-    refuse("tokenizer", lambda: read_manifest(prepared), "mtpkit_data.json", "tokenizer is", "prepare the data again")
+    refuse(
+        "tokenizer",
+        lambda: read_manifest(prepared),
+        "mtpkit_data.json",
+        "tokenizer is",
+        "prepare the data again",
+    )
 
 
 @pytest.mark.parametrize(
-    "files", [None, 5, {}, [], {"a.txt": 1}, {"../out/data-00000-of-00001.arrow": 1}, {"a.arrow": "1"}]
+    "files",
+    [None, 5, {}, [], {"a.txt": 1}, {"../out/data-00000-of-00001.arrow": 1}, {"a.arrow": "1"}],
 )
 def test_a_manifest_names_data_files_beside_it(prepared, files) -> None:
     path = prepared / "mtpkit_data.json"
@@ -127,10 +146,19 @@ def test_recorded_tokens_are_refused_when_the_data_is_opened(prepared, tokenizer
     largest = max(source.max_token or 0 for source in read_manifest(prepared).sources)
     assert largest == max(map(max, load(prepared)["input_ids"].to_pylist()))
     assert len(build_dataset([prepared], tokenizer, LENGTH, vocab_size=largest + 1))
-    refuse("opened", lambda: build_dataset([prepared], tokenizer, LENGTH, vocab_size=largest), f"has token {largest}, ")
+    refuse(
+        "opened",
+        lambda: build_dataset([prepared], tokenizer, LENGTH, vocab_size=largest),
+        f"has token {largest}, ",
+    )
     path = prepared / "mtpkit_data.json"
     path.write_text(path.read_text().replace(f'"max_token": {largest}', f'"max_token": {10**30}'))
-    refuse("damaged", lambda: read_manifest(prepared), "max_token is 1000", "must be at least 0 and below 2147483648")
+    refuse(
+        "damaged",
+        lambda: read_manifest(prepared),
+        "max_token is 1000",
+        "must be at least 0 and below 2147483648",
+    )
 
 
 def test_data_of_other_columns_or_lengths(prepared, tokenizer) -> None:
@@ -138,13 +166,23 @@ def test_data_of_other_columns_or_lengths(prepared, tokenizer) -> None:
     ids, mask, lengths = (column.to_pylist() for column in table.columns)
     cases = {
         "int64 ids": table.set_column(0, "input_ids", lists(ids, pa.int64())),
-        "float ids": table.set_column(0, "input_ids", lists([[float(i) for i in row] for row in ids], pa.float64())),
-        "text ids": table.set_column(0, "input_ids", lists([[str(i) for i in row] for row in ids], pa.string())),
+        "float ids": table.set_column(
+            0, "input_ids", lists([[float(i) for i in row] for row in ids], pa.float64())
+        ),
+        "text ids": table.set_column(
+            0, "input_ids", lists([[str(i) for i in row] for row in ids], pa.string())
+        ),
         "numbers": table.set_column(0, "input_ids", pa.array(range(len(ids)))),
         "null rows": table.set_column(0, "input_ids", lists([None, *ids[1:]], pa.int32())),
-        "null tokens": table.set_column(0, "input_ids", lists([[None, *ids[0][1:]], *ids[1:]], pa.int32())),
-        "null mask": table.set_column(1, "loss_mask", lists([[None, *mask[0][1:]], *mask[1:]], pa.bool_())),
-        "integer mask": table.set_column(1, "loss_mask", lists([[int(m) for m in row] for row in mask], pa.int32())),
+        "null tokens": table.set_column(
+            0, "input_ids", lists([[None, *ids[0][1:]], *ids[1:]], pa.int32())
+        ),
+        "null mask": table.set_column(
+            1, "loss_mask", lists([[None, *mask[0][1:]], *mask[1:]], pa.bool_())
+        ),
+        "integer mask": table.set_column(
+            1, "loss_mask", lists([[int(m) for m in row] for row in mask], pa.int32())
+        ),
         "no mask": table.drop_columns(["loss_mask"]),
         "no lengths": table.drop_columns(["document_lengths"]),
         "one more": table.append_column("more", lists(ids, pa.int32())),
@@ -153,11 +191,20 @@ def test_data_of_other_columns_or_lengths(prepared, tokenizer) -> None:
     }
     for what, other in cases.items():
         rewrite(prepared, other)
-        refuse(what, lambda: build_dataset([prepared], tokenizer, LENGTH), str(prepared), "prepare the data again")
+        refuse(
+            what,
+            lambda: build_dataset([prepared], tokenizer, LENGTH),
+            str(prepared),
+            "prepare the data again",
+        )
     later = {
         "short mask": table.set_column(1, "loss_mask", lists([mask[0][1:], *mask[1:]], pa.bool_())),
-        "short documents": table.set_column(2, "document_lengths", lists([[1], *lengths[1:]], pa.int32())),
-        "no documents": table.set_column(2, "document_lengths", lists([[], *lengths[1:]], pa.int32())),
+        "short documents": table.set_column(
+            2, "document_lengths", lists([[1], *lengths[1:]], pa.int32())
+        ),
+        "no documents": table.set_column(
+            2, "document_lengths", lists([[], *lengths[1:]], pa.int32())
+        ),
         "less than nothing": table.set_column(
             2, "document_lengths", lists([[sum(lengths[0]) + 1, -1], *lengths[1:]], pa.int32())
         ),
@@ -176,7 +223,8 @@ def test_data_of_other_columns_or_lengths(prepared, tokenizer) -> None:
 
 def test_data_files_with_other_bytes(prepared, tokenizer) -> None:
     (file,) = prepared.glob("*.arrow")
-    content, rng = file.read_bytes(), random.Random(0)
+    content = file.read_bytes()
+    rng = random.Random(0)
     for _ in range(150):
         other = bytearray(content)
         for _ in range(rng.choice((1, 4, 40))):
@@ -203,12 +251,16 @@ def test_draft_vocabularies(tmp_path) -> None:
                 assert told_length(error) < 400 and str(path) in str(error), (what, error)
             else:
                 told = json.loads(content)
-                assert ids and all(type(token) is int and 0 <= token < told["vocab_size"] for token in ids), what
+                assert ids and all(
+                    type(token) is int and 0 <= token < told["vocab_size"] for token in ids
+                ), what
 
 
 SETTINGS = {"model": "m", "prompts": "2 of digest d", "seed": 1}
 PROMPTS = [Prompt("p.jsonl:1", "a", [1]), Prompt("p.jsonl:2", "b", [2])]
-ANSWER = Answer(0, "p.jsonl:1", "a", "c", "stop", "mark", [1], [3, 0], [{"role": "user", "content": "a"}])
+ANSWER = Answer(
+    0, "p.jsonl:1", "a", "c", "stop", "mark", [1], [3, 0], [{"role": "user", "content": "a"}]
+)
 
 
 @dataclass(frozen=True)
@@ -236,13 +288,19 @@ def resume(output: Path) -> None:
 
 
 def test_journals_go_on_or_are_refused_and_kept(tmp_path) -> None:
-    output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    first, answer = json.dumps(SETTINGS), ANSWER.to_json().rstrip()
+    output = tmp_path / "out.jsonl"
+    journal = tmp_path / "out.jsonl.partial"
+    first = json.dumps(SETTINGS)
+    answer = ANSWER.to_json().rstrip()
     lines = [(what, json.dumps(value)) for what, value in changed(json.loads(answer))]
     contents = [(what, f"{first}\n{line}\n{answer}\n".encode()) for what, line in lines]
-    contents += [(what, json.dumps(value).encode() + f"\n{answer}\n".encode()) for what, value in changed(SETTINGS)]
     contents += [
-        (what, first.encode() + b"\n" + text + b"\n" + answer.encode() + b"\n") for what, text in texts(answer)
+        (what, json.dumps(value).encode() + f"\n{answer}\n".encode())
+        for what, value in changed(SETTINGS)
+    ]
+    contents += [
+        (what, first.encode() + b"\n" + text + b"\n" + answer.encode() + b"\n")
+        for what, text in texts(answer)
     ]
     contents += [(what, text + b"\n" + answer.encode() + b"\n") for what, text in texts(first)]
     contents += [
@@ -274,7 +332,8 @@ def test_journals_go_on_or_are_refused_and_kept(tmp_path) -> None:
 
 
 def test_a_journal_torn_in_any_place_goes_on(tmp_path) -> None:
-    output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    output = tmp_path / "out.jsonl"
+    journal = tmp_path / "out.jsonl.partial"
     whole = f"{json.dumps(SETTINGS)}\n{ANSWER.to_json()}".encode()
     for end in range(len(whole) + 1):
         journal.write_bytes(whole[:end])
@@ -294,7 +353,9 @@ def test_answers_to_prompts_that_are_not_there(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["folder", "loop", "fifo"])
 def test_a_journal_that_is_no_regular_file(tmp_path, kind) -> None:
     journal = tmp_path / "out.jsonl.partial"
-    {"folder": journal.mkdir, "loop": lambda: os.symlink(journal.name, journal), "fifo": lambda: os.mkfifo(journal)}[
-        kind
-    ]()
+    {
+        "folder": journal.mkdir,
+        "loop": lambda: os.symlink(journal.name, journal),
+        "fifo": lambda: os.mkfifo(journal),
+    }[kind]()
     refuse(kind, lambda: resume(tmp_path / "out.jsonl"), "out.jsonl.partial is not a regular file")

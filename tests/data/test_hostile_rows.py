@@ -68,15 +68,25 @@ def write(path: Path, *rows: object) -> Path:
 @pytest.mark.parametrize("wrong", WRONG_TOKENS)
 def test_token_ids_that_are_none_name_the_row(tmp_path, generated, column, wrong) -> None:
     rows = [generated, b"", {**generated, column: [5, wrong, 6]}]
-    assert f"{tmp_path / 'a.jsonl'}:3: {column!r} holds " in refused(write(tmp_path / "a.jsonl", *rows))
+    assert f"{tmp_path / 'a.jsonl'}:3: {column!r} holds " in refused(
+        write(tmp_path / "a.jsonl", *rows)
+    )
     as_text = [{**row, column: json.dumps(row[column])} for row in (generated, rows[2])]
-    assert f"{tmp_path / 'b.jsonl'}:2: {column!r} holds " in refused(write(tmp_path / "b.jsonl", *as_text))
+    assert f"{tmp_path / 'b.jsonl'}:2: {column!r} holds " in refused(
+        write(tmp_path / "b.jsonl", *as_text)
+    )
 
 
-@pytest.mark.parametrize("column", ["prompt_token_ids", "completion_token_ids", "messages", "tools"])
+@pytest.mark.parametrize(
+    "column", ["prompt_token_ids", "completion_token_ids", "messages", "tools"]
+)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_columns_of_lists_that_hold_something_else(tmp_path, generated, column, wrong) -> None:
-    row = generated if column.endswith("ids") else {"messages": [{"role": "assistant", "content": "a"}]}
+    row = (
+        generated
+        if column.endswith("ids")
+        else {"messages": [{"role": "assistant", "content": "a"}]}
+    )
     message = refused(write(tmp_path / "a.jsonl", row, {**row, column: wrong}))
     assert message.startswith(f"data: {tmp_path / 'a.jsonl'}:2: ") and repr(column) in message
 
@@ -87,16 +97,21 @@ def test_token_ids_come_in_pairs(tmp_path, generated) -> None:
         ("completion_token_ids", "no completion_token_ids"),
     ):
         file = write(tmp_path / "a.jsonl", generated, {**generated, column: None})
-        assert f"a.jsonl:2 has {'completion' if 'prompt' in column else 'prompt'}_token_ids, but {says}" in refused(
-            file
+        assert (
+            f"a.jsonl:2 has {'completion' if 'prompt' in column else 'prompt'}_token_ids, but"
+            f" {says}" in refused(file)
         )
-    both = write(tmp_path / "a.jsonl", {**generated, "prompt_token_ids": None, "completion_token_ids": None})
+    both = write(
+        tmp_path / "a.jsonl", {**generated, "prompt_token_ids": None, "completion_token_ids": None}
+    )
     assert next(read_samples([both])).completion_token_ids is None
 
 
 @pytest.mark.parametrize("column", ["prompt_token_ids", "completion_token_ids"])
 @pytest.mark.parametrize("token", [300, 99_999, 2**31, 10**14, 10**400])
-def test_tokens_outside_of_the_vocabulary_name_the_row(tmp_path, tokenizer, generated, column, token) -> None:
+def test_tokens_outside_of_the_vocabulary_name_the_row(
+    tmp_path, tokenizer, generated, column, token
+) -> None:
     file = write(tmp_path / "a.jsonl", generated, {**generated, column: [5, token]})
     says = f"a.jsonl:2: '{column}' holds .*, but the vocabulary has the tokens 0 to 299"
     with pytest.raises(UserError, match=says):
@@ -118,7 +133,10 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer(tmp_path, tokenizer, ge
     with pytest.raises(UserError, match="'prompt_token_ids' holds 1000000"):
         bare = {"prompt_token_ids": [10**14], "completion_token_ids": []}
         build_dataset([write(tmp_path / "a.jsonl", {**generated, **bare})], tokenizer, LENGTH)
-    foreign = write(tmp_path / "b.jsonl", {**generated, "tokenizer": "another", "completion_token_ids": [10**14]})
+    foreign = write(
+        tmp_path / "b.jsonl",
+        {**generated, "tokenizer": "another", "completion_token_ids": [10**14]},
+    )
     assert len(build_dataset([foreign], tokenizer, 4)), "its text is learnt"
 
 
@@ -131,7 +149,10 @@ def test_texts_that_are_none_name_the_row(tmp_path, tokenizer, wrong) -> None:
         ("completion", {"prompt": "a", "completion": "b"}),
     ):
         file = write(tmp_path / "a.jsonl", row, {**row, column: wrong})
-        says = f"data: {file}:2: column {column!r} holds {type(wrong).__name__}, not text; --on-bad-row skip leaves"
+        says = (
+            f"data: {file}:2: column {column!r} holds {type(wrong).__name__}, not text;"
+            " --on-bad-row skip leaves"
+        )
         assert refused(file).startswith(says)
     with pytest.raises(UserError, match=r"a.jsonl:2: column 'prompt' holds"):
         read_prompts([write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": wrong})], tokenizer)
@@ -140,16 +161,30 @@ def test_texts_that_are_none_name_the_row(tmp_path, tokenizer, wrong) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        *(5, "a", None, [], {}, {"content": "a"}, {"role": 5, "content": "a"}, {"role": None, "content": "a"}),
+        *(
+            5,
+            "a",
+            None,
+            [],
+            {},
+            {"content": "a"},
+            {"role": 5, "content": "a"},
+            {"role": None, "content": "a"},
+        ),
         *({"role": "user", "content": wrong} for wrong in (5, True, {}, [5], [None], 1.5)),
-        *({"role": "user", "tool_calls": wrong} for wrong in (5, "x", {}, [5], [None], [{"function": None}], True)),
+        *(
+            {"role": "user", "tool_calls": wrong}
+            for wrong in (5, "x", {}, [5], [None], [{"function": None}], True)
+        ),
     ],
 )
 @pytest.mark.parametrize("as_text", [False, True])
 def test_messages_that_are_none_name_the_row(tmp_path, tokenizer, message, as_text) -> None:
     rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
     rows.append([*rows[0], message])
-    file = write(tmp_path / "a.jsonl", *({"messages": json.dumps(one) if as_text else one} for one in rows))
+    file = write(
+        tmp_path / "a.jsonl", *({"messages": json.dumps(one) if as_text else one} for one in rows)
+    )
     assert refused(file).startswith(f"data: {file}:2: ")
     with pytest.raises(UserError, match=r"a.jsonl:2: "):
         read_prompts([file], tokenizer)
@@ -191,7 +226,10 @@ def test_deep_nesting(tmp_path, tokenizer, depth) -> None:
         (b'{"text": "a"}\n{"text": "\xed\xa0\x80"}\n', ":2 is not UTF-8 text"),
         (b'{"text": "a"}\n\0\n', ":2 has a NUL byte"),
         (b'{"text": "a\0b"}\n', ":1 has a NUL byte"),
-        (b'{"text": "a"}\n\n{"text": "half \\ud83d"}\n', ":3: column 'text' has '\\ud83d', half of a surrogate"),
+        (
+            b'{"text": "a"}\n\n{"text": "half \\ud83d"}\n',
+            ":3: column 'text' has '\\ud83d', half of a surrogate",
+        ),
         (b'{"text": "a"}\n[{"text": "a"}]\n', ":2 is not an object with columns"),
         *(
             (b'{"text": "a"}\n' + row + b"\n", ":2 is not an object")
@@ -207,7 +245,9 @@ def test_deep_nesting(tmp_path, tokenizer, depth) -> None:
 )
 def test_lines_of_json(tmp_path, content, says) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    assert f"{tmp_path / 'a.jsonl'}{'' if says.startswith(':') else ' '}{says}" in refused(tmp_path / "a.jsonl")
+    assert f"{tmp_path / 'a.jsonl'}{'' if says.startswith(':') else ' '}{says}" in refused(
+        tmp_path / "a.jsonl"
+    )
 
 
 @pytest.mark.parametrize("place", ["content", "role", "name", "tools"])
@@ -223,7 +263,9 @@ def test_halves_of_characters_in_conversations(tmp_path, place) -> None:
 def test_a_file_that_is_cut_off_anywhere(tmp_path, generated) -> None:
     whole = write(tmp_path / "whole.jsonl", generated, generated).read_bytes()
     parquet = tmp_path / "whole.parquet"
-    pyarrow.parquet.write_table(pa.table({key: [value] * 3 for key, value in generated.items()}), parquet)
+    pyarrow.parquet.write_table(
+        pa.table({key: [value] * 3 for key, value in generated.items()}), parquet
+    )
     second = whole.index(b"\n") + 1
     for end in range(second + 1, len(whole) - 2, 7):
         (tmp_path / "a.jsonl").write_bytes(whole[:end])
@@ -236,8 +278,14 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path, generated) -> None:
 
 def test_bytes_that_were_changed_are_an_error_or_other_rows(tmp_path, generated) -> None:
     rng = random.Random(0)
-    files = [write(tmp_path / "a.jsonl", *[generated] * 3), tmp_path / "b.parquet", tmp_path / "c.csv"]
-    pyarrow.parquet.write_table(pa.table({key: [value] * 3 for key, value in generated.items()}), files[1])
+    files = [
+        write(tmp_path / "a.jsonl", *[generated] * 3),
+        tmp_path / "b.parquet",
+        tmp_path / "c.csv",
+    ]
+    pyarrow.parquet.write_table(
+        pa.table({key: [value] * 3 for key, value in generated.items()}), files[1]
+    )
     files[2].write_text('prompt,completion\n"a, b",c\nd,"e\n""f"""\n')
     for file in files:
         content = file.read_bytes()
@@ -266,11 +314,21 @@ def test_bytes_that_were_changed_are_an_error_or_other_rows(tmp_path, generated)
         ({"messages": pa.array([5, 6])}, ":1: 'messages' holds int"),
         ({"messages": pa.array(["[5]"])}, ":1: 'messages' must be a list of objects"),
         (
-            {"prompt": ["a"], "completion": ["b"], "prompt_token_ids": [[1.5]], "completion_token_ids": [[1]]},
+            {
+                "prompt": ["a"],
+                "completion": ["b"],
+                "prompt_token_ids": [[1.5]],
+                "completion_token_ids": [[1]],
+            },
             ":1: 'prompt",
         ),
         (
-            {"prompt": ["a"], "completion": ["b"], "prompt_token_ids": [[1]], "completion_token_ids": [[None]]},
+            {
+                "prompt": ["a"],
+                "completion": ["b"],
+                "prompt_token_ids": [[1]],
+                "completion_token_ids": [[None]],
+            },
             ":1: 'comp",
         ),
         ({}, " has no rows"),
@@ -323,7 +381,9 @@ def test_texts_stay_what_they_are(tmp_path) -> None:
         "a\r\nb\u2028c",
         "\u0000",
     ]
-    samples = list(read_samples([write(tmp_path / "a.jsonl", *({"text": text, "n": 2**70} for text in texts))]))
+    samples = list(
+        read_samples([write(tmp_path / "a.jsonl", *({"text": text, "n": 2**70} for text in texts))])
+    )
     assert [sample.text for sample in samples] == texts
     assert samples[-1].name == f"{tmp_path / 'a.jsonl'}:{len(texts)}"
     # An empty key is a column like others.
@@ -371,7 +431,10 @@ def test_csv_is_read_by_columns(tmp_path, tokenizer, generated) -> None:
     quoted = json.dumps(messages).replace('"', '""')
     (tmp_path / "c.csv").write_text(f'messages,tools\n"{quoted}",\n')
     assert [one.messages for one in read_samples([tmp_path / "c.csv"])] == [messages]
-    row = {key: value if isinstance(value, str) else json.dumps(value) for key, value in generated.items()}
+    row = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in generated.items()
+    }
     quoted = ",".join('"' + value + '"' for value in row.values())
     (tmp_path / "d.csv").write_text(f"{','.join(row)}\n{quoted}\n")
     (document,) = tokenize(read_samples([tmp_path / "d.csv"]), tokenizer)
@@ -403,18 +466,25 @@ def test_csv_that_cannot_be_used(tmp_path, content, says) -> None:
     assert f"{tmp_path / 'a.csv'}{says}" in refused(tmp_path / "a.csv")
 
 
-@pytest.mark.parametrize("name", ["a.bin", "a.csv.gz", "a.jsonl.gz", "a.pdf", "a.xlsx", "a.arrow", "a", "a.ipynb"])
+@pytest.mark.parametrize(
+    "name", ["a.bin", "a.csv.gz", "a.jsonl.gz", "a.pdf", "a.xlsx", "a.arrow", "a", "a.ipynb"]
+)
 def test_kinds_that_are_not_known(tmp_path, name) -> None:
     (tmp_path / name).write_text("text\na\n")
     says = refused(tmp_path / name)
-    assert says.startswith(f"data: {tmp_path / name} is of an unknown kind") and ".csv .json .jsonl" in says
+    assert (
+        says.startswith(f"data: {tmp_path / name} is of an unknown kind")
+        and ".csv .json .jsonl" in says
+    )
     (tmp_path / "b.txt").write_text("b")
     assert name in refused(f"{tmp_path}/*")
     with pytest.raises(UserError, match="unknown kind"):
         list(read_samples([tmp_path / name]))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "A.MD", "a.rst", "a.py", "a.c", "a.rs", "a.js", "a.tex", "a.yaml", "a.sh"])
+@pytest.mark.parametrize(
+    "name", ["a.txt", "A.MD", "a.rst", "a.py", "a.c", "a.rs", "a.js", "a.tex", "a.yaml", "a.sh"]
+)
 def test_text_stays_one_document(tmp_path, name) -> None:
     (tmp_path / name).write_text("text\na\n")
     (sample,) = read_samples(find_files([tmp_path / name]))

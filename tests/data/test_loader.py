@@ -1,4 +1,5 @@
-"""The stream of batches: the same for every number of ranks, resumable anywhere, shuffled by seed and epoch."""
+"""The stream of batches: the same for every number of ranks, resumable anywhere, shuffled by seed
+and epoch."""
 
 from collections.abc import Iterable
 from itertools import chain, islice
@@ -26,7 +27,10 @@ def make_dataset(sequences: int = SEQUENCES) -> PackedDataset:
 
 def steps(loader: PackedLoader, count: int) -> list[list[int]]:
     """Which sequences each of the next steps holds."""
-    return [torch.cat([batch.token_ids[:, 0] for batch in batches]).tolist() for batches in islice(loader, count)]
+    return [
+        torch.cat([batch.token_ids[:, 0] for batch in batches]).tolist()
+        for batches in islice(loader, count)
+    ]
 
 
 def flat(lists: Iterable[list[int]]) -> list[int]:
@@ -44,14 +48,21 @@ def test_global_batches_do_not_depend_on_the_ranks(dp_size: int, micro: int, see
 
 
 def test_docstring_example() -> None:
-    loaders = [PackedLoader(make_dataset(), 4, 1, shuffle=False, dp_rank=rank, dp_size=2) for rank in range(2)]
-    assert [steps(loader, 3) for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    loaders = [
+        PackedLoader(make_dataset(), 4, 1, shuffle=False, dp_rank=rank, dp_size=2)
+        for rank in range(2)
+    ]
+    assert [steps(loader, 3) for loader in loaders] == [
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7], [0, 1]],
+    ]
     assert len(next(loaders[0])) == 2
 
 
 def test_each_epoch_holds_every_sequence_once_in_a_new_order() -> None:
     loader = PackedLoader(make_dataset(), 5, 5, seed=1)
-    first, second = flat(steps(loader, 2)), flat(steps(loader, 2))
+    first = flat(steps(loader, 2))
+    second = flat(steps(loader, 2))
     assert loader.consumed == 2 * SEQUENCES
     assert sorted(first) == sorted(second) == list(range(SEQUENCES))
     assert first != second and first != sorted(first)
@@ -85,7 +96,9 @@ def test_other_data_of_the_same_size_is_refused() -> None:
         other.load_state_dict(PackedLoader(make_dataset(), 4, 1).state_dict())
 
 
-@pytest.mark.parametrize(("batch", "micro", "dp_size"), [(0, 1, 1), (4, 0, 1), (6, 4, 1), (4, 2, 4)])
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp_size"), [(0, 1, 1), (4, 0, 1), (6, 4, 1), (4, 2, 4)]
+)
 def test_batch_sizes_that_do_not_divide(batch: int, micro: int, dp_size: int) -> None:
     with pytest.raises(UserError, match="global_batch_size"):
         PackedLoader(make_dataset(), batch, micro, dp_size=dp_size)

@@ -1,4 +1,5 @@
-"""Prepared data: the same sequences as packed on the fly, mapped from files, and refused where it does not fit."""
+"""Prepared data: the same sequences as packed on the fly, mapped from files, and refused where it
+does not fit."""
 
 import json
 import logging
@@ -27,8 +28,9 @@ from mtpkit.files import check_destination
 
 LENGTH = 24
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{"
+    " m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{%"
+    " endfor %}"
 )
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "def", "add", "left", "right", "return"]
 
@@ -42,28 +44,45 @@ def tokenizer(tokenizer_dir):
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Every kind of source: chat, prompts and responses, text in Parquet, a folder of text files."""
-    folder, rng = tmp_path_factory.mktemp("sources"), random.Random(0)
+    """Every kind of source: chat, prompts and responses, text in Parquet, a folder of text
+    files."""
+    folder = tmp_path_factory.mktemp("sources")
+    rng = random.Random(0)
 
     def words():
         return " ".join(rng.choices(WORDS, k=rng.randrange(1, 20)))
 
     def turns():
         return [
-            {"role": role, "content": words()} for _ in range(rng.randrange(1, 3)) for role in ("user", "assistant")
+            {"role": role, "content": words()}
+            for _ in range(rng.randrange(1, 3))
+            for role in ("user", "assistant")
         ]
 
     rows = {
-        "chat": [{"messages": [{"role": "user", "content": "the"}]}, *({"messages": turns()} for _ in range(30))],
-        "pairs": [{"prompt": "a", "completion": ""}, *({"prompt": words(), "completion": words()} for _ in range(30))],
+        "chat": [
+            {"messages": [{"role": "user", "content": "the"}]},
+            *({"messages": turns()} for _ in range(30)),
+        ],
+        "pairs": [
+            {"prompt": "a", "completion": ""},
+            *({"prompt": words(), "completion": words()} for _ in range(30)),
+        ],
     }
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pa.parquet.write_table(pa.table({"text": [words() for _ in range(20)]}), folder / "rows.parquet")
+    pa.parquet.write_table(
+        pa.table({"text": [words() for _ in range(20)]}), folder / "rows.parquet"
+    )
     (folder / "texts").mkdir()
     for number in range(12):
         (folder / "texts" / f"{number}.txt").write_text(words() * 3)
-    return [folder / "chat.jsonl", f"answers={folder}/p*.jsonl", folder / "rows.parquet", folder / "texts"]
+    return [
+        folder / "chat.jsonl",
+        f"answers={folder}/p*.jsonl",
+        folder / "rows.parquet",
+        folder / "texts",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +102,8 @@ def same(left, right):
 
 
 def test_the_same_as_packed_on_the_fly(prepared, tokenizer, paths) -> None:
-    raw, mapped = build_dataset(paths, tokenizer, LENGTH), build_dataset([prepared], tokenizer, LENGTH)
+    raw = build_dataset(paths, tokenizer, LENGTH)
+    mapped = build_dataset([prepared], tokenizer, LENGTH)
     assert mapped.counts == raw.counts and mapped.fingerprint == raw.fingerprint
     assert mapped.sources == ["chat", "answers", "rows", "texts"]
     assert [counts.num_left_out for counts in mapped.counts] == [1, 1, 0, 0]
@@ -91,7 +111,8 @@ def test_the_same_as_packed_on_the_fly(prepared, tokenizer, paths) -> None:
 
 
 def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, tokenizer, paths) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     before = prepare([paths[0], paths[3]], tokenizer, LENGTH, one, num_proc=1)
     monkeypatch.setattr("mtpkit.data.documents.BATCH", 4)
     after = prepare([paths[0], paths[3]], tokenizer, LENGTH, two, num_proc=2)
@@ -101,7 +122,9 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, tokenize
 
 
 @pytest.mark.parametrize("before", [None, "true"])
-def test_several_processes_leave_the_environment_as_it_was(tmp_path, monkeypatch, tokenizer, paths, before) -> None:
+def test_several_processes_leave_the_environment_as_it_was(
+    tmp_path, monkeypatch, tokenizer, paths, before
+) -> None:
     """The same object too: others hold it, and would not see what is set in another one."""
     environ = os.environ
     monkeypatch.setattr(os, "environ", environ)  # so that a failure here is none of later tests
@@ -118,13 +141,19 @@ def test_what_is_left_out_is_listed(tmp_path, tokenizer, paths, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         prepare(paths, tokenizer, LENGTH, tmp_path)
     chat, pairs = (tmp_path / "left_out.txt").read_text().splitlines()
-    assert chat.endswith("chat.jsonl:1 (no assistant message)") and pairs.endswith("pairs.jsonl:1 (empty answer)")
+    assert chat.endswith("chat.jsonl:1 (no assistant message)") and pairs.endswith(
+        "pairs.jsonl:1 (empty answer)"
+    )
     (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat on the mat"}\n{"foo": 1}\n' * 9)
     options = DataOptions(on_bad_row="skip", bad_rows_allowed=0.5)
     prepare([tmp_path / "rows.jsonl"], tokenizer, LENGTH, tmp_path / "rows", options=options)
     first = (tmp_path / "rows" / "left_out.txt").read_text().splitlines()[0]
     assert first.endswith("rows.jsonl:2 (no column 'text'; it has: foo)")
-    assert "1 of 31 documents" in caplog.text and chat in caplog.text and "left_out.txt lists all" in caplog.text
+    assert (
+        "1 of 31 documents" in caplog.text
+        and chat in caplog.text
+        and "left_out.txt lists all" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -144,7 +173,9 @@ def test_regenerated_answers_with_and_without_messages(tmp_path, tokenizer, orde
         assert learnt == [[4, 0], [8, 0]] and context == [[1, 2], [5, 6, 7]]
     else:
         assert [tokenizer.decode(ids) for ids in learnt] == [" mat<eos>", " sat on<eos>"]
-    (counts,) = prepare([tmp_path / "a.jsonl"], tokenizer, LENGTH, tmp_path / "prepared", num_proc=1).sources
+    (counts,) = prepare(
+        [tmp_path / "a.jsonl"], tokenizer, LENGTH, tmp_path / "prepared", num_proc=1
+    ).sources
     assert (counts.num_documents, counts.num_left_out) == (8, 0)
     assert counts.num_target_tokens == 4 * sum(map(len, learnt))
 
@@ -152,7 +183,9 @@ def test_regenerated_answers_with_and_without_messages(tmp_path, tokenizer, orde
 def test_other_programs_read_it_too(prepared, tokenizer) -> None:
     rows = load_from_disk(str(prepared))
     batch = everything(build_dataset([prepared], tokenizer, LENGTH))
-    for row, ids, mask, documents in zip(rows, batch.token_ids, batch.loss_mask, batch.documents, strict=True):
+    for row, ids, mask, documents in zip(
+        rows, batch.token_ids, batch.loss_mask, batch.documents, strict=True
+    ):
         held = len(row["input_ids"])
         assert row["input_ids"] == ids[:held].tolist() and row["loss_mask"] == mask[:held].tolist()
         assert torch.bincount(documents[:held]).tolist() == row["document_lengths"]
@@ -173,18 +206,25 @@ def test_tokens_stay_on_the_disk(tmp_path, tokenizer) -> None:
 def test_resuming_in_the_middle_of_an_epoch_on_another_number_of_ranks(prepared, tokenizer) -> None:
     def loaders(ranks):
         dataset = build_dataset([prepared], tokenizer, LENGTH)
-        return [PackedLoader(dataset, 4, 1, seed=3, dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
+        return [
+            PackedLoader(dataset, 4, 1, seed=3, dp_rank=rank, dp_size=ranks)
+            for rank in range(ranks)
+        ]
 
     def steps(loaders, count):
         shares = [islice(loader, count) for loader in loaders]
-        return [torch.cat([batch.token_ids for batch in chain(*step)]) for step in zip(*shares, strict=True)]
+        return [
+            torch.cat([batch.token_ids for batch in chain(*step)])
+            for step in zip(*shares, strict=True)
+        ]
 
     (alone,) = loaders(1)
     epoch = len(alone.dataset)
     count = 2 * epoch // 4
     whole = steps([alone], count)
     for before, after in ((1, 2), (2, 4), (4, 1)):
-        first, second = loaders(before), loaders(after)
+        first = loaders(before)
+        second = loaders(after)
         begun = steps(first, epoch // 4 // 2)
         assert 0 < first[0].consumed < epoch
         for loader in second:
@@ -207,11 +247,16 @@ def test_it_lies_beside_raw_files(prepared, tokenizer, paths, tmp_path) -> None:
 def test_another_tokenizer_or_length_is_refused(prepared, tokenizer, tokenizer_dir) -> None:
     with pytest.raises(
         UserError,
-        match=r"for sequences of 24 tokens, not 32; set data\.sequence_length=24 in training, --sequence-length 24",
+        match=(
+            r"for sequences of 24 tokens, not 32; set data\.sequence_length=24 in training,"
+            r" --sequence-length 24"
+        ),
     ):
         build_dataset([prepared], tokenizer, 32)
     other = load_tokenizer(tokenizer_dir)
-    assert len(build_dataset([prepared], other, LENGTH)), "another chat template is no other tokenizer"
+    assert len(build_dataset([prepared], other, LENGTH)), (
+        "another chat template is no other tokenizer"
+    )
     other.add_tokens(["cat"])
     with pytest.raises(UserError, match=r"which is not that in .*; prepare it again with --model"):
         build_dataset([prepared], other, LENGTH)
@@ -222,13 +267,22 @@ def test_damaged_data_is_refused(tmp_path, tokenizer) -> None:
     out = tmp_path / "out"
     prepare([tmp_path / "a.txt"], tokenizer, LENGTH, out)
     (data,) = out.glob("*.arrow")
-    content, manifest = data.read_bytes(), (out / "mtpkit_data.json").read_text()
+    content = data.read_bytes()
+    manifest = (out / "mtpkit_data.json").read_text()
     damages = [
         (data, content[:-8], "has .* bytes, not"),
         (data, bytes(len(content)), "cannot be read"),
         (out / "mtpkit_data.json", manifest[:-20], "mtpkit_data.json cannot be read as JSON"),
-        (out / "mtpkit_data.json", manifest.replace('"format": 1', '"format": 9'), "has format 9, this mtpkit reads 1"),
-        (out / "mtpkit_data.json", manifest.replace('"num_sequences": ', '"num_sequences": 1'), "sequences, not"),
+        (
+            out / "mtpkit_data.json",
+            manifest.replace('"format": 1', '"format": 9'),
+            "has format 9, this mtpkit reads 1",
+        ),
+        (
+            out / "mtpkit_data.json",
+            manifest.replace('"num_sequences": ', '"num_sequences": 1'),
+            "sequences, not",
+        ),
     ]
     for file, damaged, message in damages:
         file.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
@@ -260,7 +314,10 @@ def test_mistakes_leave_no_work_behind(tmp_path, tokenizer, content, message) ->
     (tmp_path / "b.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
         prepare([tmp_path / "b.jsonl"], tokenizer, LENGTH, tmp_path / "out")
-    assert not (tmp_path / "out" / ".work").exists() and not (tmp_path / "out" / "mtpkit_data.json").exists()
+    assert (
+        not (tmp_path / "out" / ".work").exists()
+        and not (tmp_path / "out" / "mtpkit_data.json").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +332,9 @@ def test_mistakes_that_another_process_meets(tmp_path, tokenizer_dir, content, m
     (tmp_path / "in" / "a.txt").write_text("the cat")
     (tmp_path / "in" / "b.jsonl").write_text(content)
     with pytest.raises(UserError, match=message) as caught:
-        prepare([tmp_path / "in"], load_tokenizer(tokenizer_dir), LENGTH, tmp_path / "out", num_proc=2)
+        prepare(
+            [tmp_path / "in"], load_tokenizer(tokenizer_dir), LENGTH, tmp_path / "out", num_proc=2
+        )
     assert "\n" not in str(caught.value)
 
 

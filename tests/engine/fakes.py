@@ -1,4 +1,5 @@
-"""Small stand-ins for a model and its heads, which go through the engine's real caches and interfaces."""
+"""Small stand-ins for a model and its heads, which go through the engine's real caches and
+interfaces."""
 
 import random
 from collections.abc import Callable
@@ -42,8 +43,10 @@ class HashModel:
 
     @torch.inference_mode()
     def choices(self, prompt: list[int], output: list[int], params: SamplingParams) -> list[int]:
-        """The token that each one of an output had to be, given those before it: `decode`, all at once."""
-        value, values = 0, []
+        """The token that each one of an output had to be, given those before it: `decode`, all at
+        once."""
+        value = 0
+        values = []
         for token_id in [*prompt, *output]:
             value = extend_hash(value, token_id)
             values.append(value)
@@ -59,7 +62,13 @@ class HashModel:
         numbers = sampling.uniform(torch.full_like(places, params.seed or 0), places, TOKEN_STREAM)
         return sampling.sample(sampling.probabilities(logits, temperature), numbers).tolist()
 
-    def check(self, prompt: list[int], output: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> None:
+    def check(
+        self,
+        prompt: list[int],
+        output: list[int],
+        params: SamplingParams,
+        eos: tuple[int, ...] = (),
+    ) -> None:
         """Compare an output with what `decode` returns, without decoding.
 
         Raises:
@@ -68,33 +77,52 @@ class HashModel:
         assert output, "no tokens"
         want = self.choices(prompt, output, params)
         assert output == want, f"{output} where {want} was right, each given those before it"
-        ends = [index for index, token_id in enumerate(output, 1) if token_id in (*eos, *params.stop_token_ids)]
+        ends = [
+            index
+            for index, token_id in enumerate(output, 1)
+            if token_id in (*eos, *params.stop_token_ids)
+        ]
         last = min([*ends[:1], params.max_tokens])
-        assert len(output) == last, f"{len(output)} tokens, the last of which had to be number {last}"
+        assert len(output) == last, (
+            f"{len(output)} tokens, the last of which had to be number {last}"
+        )
 
-    def _penalties(self, logits: torch.Tensor, prompt: list[int], counts: torch.Tensor, params: SamplingParams):
+    def _penalties(
+        self, logits: torch.Tensor, prompt: list[int], counts: torch.Tensor, params: SamplingParams
+    ):
         """[N, V] logits of one request, whose outputs so far have [N, V] counts."""
         seen = torch.zeros(len(counts), self.vocab_size, dtype=torch.bool)
         seen[:, prompt] = True
         weights = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         numbers = (torch.full((len(counts),), float(weight)) for weight in weights)
         rows = torch.arange(len(counts))
-        return sampling.apply_penalties(logits, seen, counts, *numbers, rows, torch.zeros(0, 0, dtype=torch.int64))
+        return sampling.apply_penalties(
+            logits, seen, counts, *numbers, rows, torch.zeros(0, 0, dtype=torch.int64)
+        )
 
-    def _penalised(self, logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams):
-        counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocab_size)[None]
+    def _penalised(
+        self, logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams
+    ):
+        counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocab_size)[
+            None
+        ]
         return self._penalties(logits, prompt, counts, params)
 
-    def decode(self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> list[int]:
+    def decode(
+        self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()
+    ) -> list[int]:
         """Decode without an engine: one token at a time from the whole sequence."""
-        tokens, value = list(prompt), 0
+        tokens = list(prompt)
+        value = 0
         for token_id in prompt:
             value = extend_hash(value, token_id)
         while True:
             temperature = torch.tensor([0.0 if params.greedy else params.temperature])
             logits = self._penalised(self.logits([value]), prompt, tokens[len(prompt) :], params)
             probs = sampling.probabilities(logits, temperature)
-            numbers = sampling.uniform(torch.tensor([params.seed or 0]), torch.tensor([len(tokens)]), TOKEN_STREAM)
+            numbers = sampling.uniform(
+                torch.tensor([params.seed or 0]), torch.tensor([len(tokens)]), TOKEN_STREAM
+            )
             tokens.append(int(sampling.sample(probs, numbers)))
             value = extend_hash(value, tokens[-1])
             output = tokens[len(prompt) :]
@@ -106,22 +134,28 @@ HASH_SPECS = {"hash": (ReplaySpec((), {"token": Part((), torch.int64)}), Snapsho
 
 
 class HashRunner:
-    """`HashModel` over caches of its own: pages of tokens, a snapshot a token, and a state with a ring behind it.
+    """`HashModel` over caches of its own: pages of tokens, a snapshot a token, and a state with a
+    ring behind it.
 
     All three must tell the same history. What the step must not read is broken before it.
     """
 
-    def __init__(self, model: HashModel, num_blocks: int, num_slots: int, layout: StateLayout) -> None:
+    def __init__(
+        self, model: HashModel, num_blocks: int, num_slots: int, layout: StateLayout
+    ) -> None:
         self.ring, self.newest = layout.counters
         self.hidden_size = 1
-        self.model, self.block_size, self.ring_length = model, layout.sizes.block_size, self.ring.length
+        self.model = model
+        self.block_size = layout.sizes.block_size
+        self.ring_length = self.ring.length
         self.pages = [None] * (num_blocks * self.block_size)
         self.snapshots = [[None] * layout.sizes.decode_width for _ in range(num_slots)]
         self.states = [None] * num_slots
         self.rings = [[None] * self.ring_length for _ in range(num_slots)]
 
     def run(self, batch) -> StepOutput:
-        inputs, tokens = batch.inputs, batch.token_ids.tolist()
+        inputs = batch.inputs
+        tokens = batch.token_ids.tolist()
         for kv_slot, token_id in zip(inputs.kv_slots.tolist(), tokens, strict=True):
             if kv_slot >= 0:
                 self.pages[kv_slot] = token_id
@@ -137,16 +171,25 @@ class HashRunner:
                 values += [0] * (end - start)
                 continue
             parents = trees[row] if decoding else range(-1, end - start - 1)
-            values += self._row(inputs, row, slot, tokens[start:end], parents, stays[row] if decoding else None)
+            values += self._row(
+                inputs, row, slot, tokens[start:end], parents, stays[row] if decoding else None
+            )
         hidden = torch.tensor(values, dtype=torch.float32)
-        return StepOutput(self.model.logits([values[i] for i in batch.logit_indices.tolist()]), hidden[:, None, None])
+        return StepOutput(
+            self.model.logits([values[i] for i in batch.logit_indices.tolist()]),
+            hidden[:, None, None],
+        )
 
-    def _row(self, inputs, row: int, slot: int, tokens: list[int], parents, base: int | None) -> list[int]:
+    def _row(
+        self, inputs, row: int, slot: int, tokens: list[int], parents, base: int | None
+    ) -> list[int]:
         context = int(inputs.context_lens[row])
         table = inputs.block_tables[row].tolist()
         paged = 0
         for position in range(context):
-            token_id = self.pages[table[position // self.block_size] * self.block_size + position % self.block_size]
+            token_id = self.pages[
+                table[position // self.block_size] * self.block_size + position % self.block_size
+            ]
             paged = extend_hash(paged, token_id)
         if context:
             snapshot = self.snapshots[slot][int(inputs.committed.counts[self.newest][row])]
@@ -172,12 +215,14 @@ class HashRunner:
         """Move what was written of the accepted tokens of trees to where a chain has them."""
         inputs = batch.inputs
         for row, path in enumerate(verdict.path.tolist()):
-            slot, context = int(inputs.state_slots[row]), int(inputs.context_lens[row])
+            slot = int(inputs.state_slots[row])
+            context = int(inputs.context_lens[row])
             places = inputs.kv_slots[row * inputs.decode_width :].tolist()
             for to in range(1, int(verdict.accepted[row]) + 1) if slot >= 0 else ():
                 self.pages[places[to]] = self.pages[places[path[to]]]
                 self.snapshots[slot][to] = self.snapshots[slot][path[to]]
-                ring, length = self.rings[slot], self.ring_length
+                ring = self.rings[slot]
+                length = self.ring_length
                 ring[(context + to) % length] = ring[(context + path[to]) % length]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -186,14 +231,19 @@ class HashRunner:
     def fold(self, states, slots, context_lens, committed) -> None:
         """Bring both histories of slots to where a chunk leaves them."""
         counts = (committed.counts[self.newest].tolist(), committed.counts[self.ring].tolist())
-        for slot, end, newest, count in zip(slots.tolist(), context_lens.tolist(), *counts, strict=True):
+        for slot, end, newest, count in zip(
+            slots.tolist(), context_lens.tolist(), *counts, strict=True
+        ):
             self.snapshots[slot][0] = self.snapshots[slot][newest]
             for position in range(end - count, end):
-                self.states[slot] = extend_hash(self.states[slot], self.rings[slot][position % self.ring_length])
+                self.states[slot] = extend_hash(
+                    self.states[slot], self.rings[slot][position % self.ring_length]
+                )
 
     def forget(self, blocks: list[int], slots: list[int]) -> None:
         """Break what nobody holds."""
-        size, nothing = self.block_size, [None] * self.block_size
+        size = self.block_size
+        nothing = [None] * self.block_size
         for block in blocks:
             self.pages[block * size : (block + 1) * size] = nothing
         for slot in slots:
@@ -203,7 +253,8 @@ class HashRunner:
 
 
 class KnownTokens:
-    """All tokens of each slot's request, from what the steps fed and chose: the host may be a step behind."""
+    """All tokens of each slot's request, from what the steps fed and chose: the host may be a step
+    behind."""
 
     def __init__(self) -> None:
         self._by_slot: dict[int, list[int]] = {}
@@ -220,7 +271,8 @@ class KnownTokens:
         """The tokens of each row that samples, after the step. Called once a step."""
         for row, planned in enumerate(batch.plan.rows):
             slot = int(batch.inputs.state_slots[row])
-            accepted, token_ids = int(verdict.accepted[row]), verdict.token_ids[row].tolist()
+            accepted = int(verdict.accepted[row])
+            token_ids = verdict.token_ids[row].tolist()
             if slot < 0:  # a request that has ended
                 self._by_slot[slot] = []
                 continue
@@ -235,12 +287,20 @@ class KnownTokens:
 
 
 class RuleDrafter:
-    """The best draft is what `rule(tokens so far)` says, the others of a tree are the tokens before that one."""
+    """The best draft is what `rule(tokens so far)` says, the others of a tree are the tokens before
+    that one."""
 
     earlier = (0, 0)
 
-    def __init__(self, rule: Callable[[list[int]], int], depths: int, vocab_size: int, tree: Tree | None) -> None:
-        self.rule, self.depths, self.vocab_size, self.known = rule, depths, vocab_size, KnownTokens()
+    def __init__(
+        self, rule: Callable[[list[int]], int], depths: int, vocab_size: int, tree: Tree | None
+    ) -> None:
+        self.rule, self.depths, self.vocab_size, self.known = (
+            rule,
+            depths,
+            vocab_size,
+            KnownTokens(),
+        )
         self.shape = Shape(tree, CPU) if tree else None
 
     def draft(self, hidden, batch, verdict) -> Drafts:
@@ -265,7 +325,10 @@ class RuleDrafter:
             if growth.depth <= self.depths:
                 level = growth.levels[-1]
                 rows = zip(fronts, level.tokens.tolist(), level.above.tolist(), strict=True)
-                fronts = [[[*front[a], t] for t, a in zip(ts, above, strict=True)] for front, ts, above in rows]
+                fronts = [
+                    [[*front[a], t] for t, a in zip(ts, above, strict=True)]
+                    for front, ts, above in rows
+                ]
         token_ids, parents = growth.drafts()
         return Drafts(token_ids, None, parents, growth.best())
 
@@ -281,13 +344,18 @@ class RuleDrafter:
 
 
 class HashStore(CheckpointStore):
-    """Checkpoints of the histories of a `HashRunner`, and of the heads' entries of a `HeadDrafter`."""
+    """Checkpoints of the histories of a `HashRunner`, and of the heads' entries of a
+    `HeadDrafter`."""
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config
-        count, fold = config.num_checkpoints, engine.executor.runner.fold
-        super().__init__(engine.layout, engine.executor.states, engine.executor.state, count, torch.float32, fold)
-        self.engine, self.kept = engine, [None] * count
+        count = config.num_checkpoints
+        fold = engine.executor.runner.fold
+        super().__init__(
+            engine.layout, engine.executor.states, engine.executor.state, count, torch.float32, fold
+        )
+        self.engine = engine
+        self.kept = [None] * count
 
     def save(self, saves) -> None:
         super().save(saves)
@@ -297,7 +365,8 @@ class HashStore(CheckpointStore):
 
     def restore(self, restores) -> None:
         super().restore(restores)
-        runner, size = self.engine.executor.runner, self.engine.config.block_size
+        runner = self.engine.executor.runner
+        size = self.engine.config.block_size
         pairs = [pair for one in restores for pair in one.blocks]
         for pages in (runner.pages, getattr(self.engine.executor.drafter, "entries", [])):
             blocks = [pages[old * size : (old + 1) * size] for old, _ in pairs]
@@ -308,22 +377,32 @@ class HashStore(CheckpointStore):
 
 
 class HeadDrafter(RuleDrafter):
-    """A `RuleDrafter` whose heads have an entry for each position j, made of all tokens up to j + 1 + `before`.
+    """A `RuleDrafter` whose heads have an entry for each position j, made of all tokens up to j + 1
+    + `before`.
 
-    Entries must be right for all positions up to `before` ones before a step. Those are made again by each step, which
-    needs their tokens and the base's hidden states.
+    Entries must be right for all positions up to `before` ones before a step. Those are made again
+    by each step, which needs their tokens and the base's hidden states.
     """
 
-    def __init__(self, runner: HashRunner, rule: Callable[[list[int]], int], config: EngineConfig, before: int) -> None:
+    def __init__(
+        self,
+        runner: HashRunner,
+        rule: Callable[[list[int]], int],
+        config: EngineConfig,
+        before: int,
+    ) -> None:
         super().__init__(rule, config.num_speculative_tokens, runner.model.vocab_size, config.tree)
-        self.runner, self.block_size, self.entries = runner, config.block_size, [None] * len(runner.pages)
+        self.runner = runner
+        self.block_size = config.block_size
+        self.entries = [None] * len(runner.pages)
         self.earlier = before, runner.hidden_size
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         if verdict.path is not None:
             self.runner.keep_path(batch, verdict)
         drafts = super().draft(hidden, batch, verdict)
-        inputs, before = batch.inputs, self.earlier[0]
+        inputs = batch.inputs
+        before = self.earlier[0]
         for row, slot in enumerate(inputs.state_slots.tolist()):
             if slot < 0:
                 continue
@@ -331,11 +410,19 @@ class HeadDrafter(RuleDrafter):
             tokens = self.known.of(slot)
             if row >= batch.plan.num_sampling_rows:
                 tokens += [token for token in batch.lookahead[row].tolist() if token >= 0]
-            table, context = inputs.block_tables[row].tolist(), int(inputs.context_lens[row])
+            table = inputs.block_tables[row].tolist()
+            context = int(inputs.context_lens[row])
             self._check_earlier(batch, row, tokens[:context])
             for position in range(context + end - start):
-                place = table[position // self.block_size] * self.block_size + position % self.block_size
-                right = hash(tuple(tokens[: position + 2 + before])) if position + 1 + before < len(tokens) else None
+                place = (
+                    table[position // self.block_size] * self.block_size
+                    + position % self.block_size
+                )
+                right = (
+                    hash(tuple(tokens[: position + 2 + before]))
+                    if position + 1 + before < len(tokens)
+                    else None
+                )
                 if position < context - before:
                     assert self.entries[place] == right, (position, context)
                 self.entries[place] = right
@@ -344,10 +431,13 @@ class HeadDrafter(RuleDrafter):
     def _check_earlier(self, batch, row: int, tokens: list[int]) -> None:
         """What the step has of the positions before it, whose `tokens` are given."""
         index = -torch.arange(1, min(self.earlier[0], len(tokens)) + 1)
-        rows, values = torch.full_like(index, row), [0]
+        rows = torch.full_like(index, row)
+        values = [0]
         for token_id in tokens:
             values.append(extend_hash(values[-1], token_id))
-        assert batch.token_ids_at(rows, index).tolist() == [tokens[place] for place in index.tolist()]
+        assert batch.token_ids_at(rows, index).tolist() == [
+            tokens[place] for place in index.tolist()
+        ]
         hidden = batch.hidden_at(rows, index, torch.full((len(batch.token_ids), 1, 1), torch.nan))
         assert hidden[:, 0].tolist() == [values[place] for place in index.tolist()]
 
@@ -382,8 +472,12 @@ def fake_engine(
     layout = StateLayout(HASH_SPECS, state_sizes(config))
     runner = HashRunner(model, num_blocks, config.max_num_seqs, layout)
     heads = config.num_speculative_tokens > 0
-    drafter = HeadDrafter(runner, make_rule(model, drafts), config, before) if heads else NoDrafter()
-    engine = Engine(config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos)
+    drafter = (
+        HeadDrafter(runner, make_rule(model, drafts), config, before) if heads else NoDrafter()
+    )
+    engine = Engine(
+        config, layout, num_blocks, runner, drafter, model.vocab_size, CPU, tokenizer, eos
+    )
     if engine.executor.checkpoints:
         engine.executor.checkpoints = HashStore(engine)
     return engine
@@ -395,7 +489,9 @@ def check_batches(scheduler: Scheduler) -> list[int]:
     Returns:
         A list that gets the batch of each step.
     """
-    plan, steps, count = scheduler.plan, list[int](), scheduler.config.num_batches
+    plan = scheduler.plan
+    steps = list[int]()
+    count = scheduler.config.num_batches
 
     def checked() -> list[Plan]:
         plans = plan()

@@ -1,6 +1,8 @@
-"""What no step may read: all that is free, and all that is held but not written yet, taken back, or never to be read.
+"""What no step may read: all that is free, and all that is held but not written yet, taken back, or
+never to be read.
 
-In an engine with a prefix cache, idle blocks stay as far as a prompt can be found in them, and so do checkpoints.
+In an engine with a prefix cache, idle blocks stay as far as a prompt can be found in them, and so
+do checkpoints.
 """
 
 import math
@@ -32,17 +34,21 @@ def poison(engine) -> None:
     """Fill with NaN, between two steps of an engine:
 
     - free blocks, slots and checkpoints, and the null rows' block and slot;
-    - in the slots of requests, the entries of rings, windows and snapshots that are not committed, and hidden states of
-      positions before 0;
-    - in the blocks of requests, the positions that are not committed, and those that the heads compute again;
-    - in idle blocks of a checkpoint's tail, the positions after the checkpoint, and those that the heads compute again.
+    - in the slots of requests, the entries of rings, windows and snapshots that are not committed,
+      and hidden states of positions before 0;
+    - in the blocks of requests, the positions that are not committed, and those that the heads
+      compute again;
+    - in idle blocks of a checkpoint's tail, the positions after the checkpoint, and those that the
+      heads compute again.
 
-    Numbers of free slots become others. On a pipeline stage whose last step is not stored yet, all that the step wrote
-    may still be committed, and stays.
+    Numbers of free slots become others. On a pipeline stage whose last step is not stored yet, all
+    that the step wrote may still be committed, and stays.
     """
     poison_free(engine)
-    executor, scheduler = engine.executor, engine.scheduler
-    state, free = executor.state, scheduler.slots.free_ids
+    executor = engine.executor
+    scheduler = engine.scheduler
+    state = executor.state
+    free = scheduler.slots.free_ids
     null = [executor.graphs.null_block] if executor.graphs else []
     for tensor in state.tensors:
         tensor[free] = JUNK.get(tensor.dtype, math.nan)
@@ -58,11 +64,14 @@ def poison(engine) -> None:
     plans = [one.launched.plan for one in executor._open]
     chunks = {row.request: row for plan in plans for row in plan.chunks}
     decoded = {row.request: row for plan in plans for row in plan.decode_rows}
-    held = {one.slot: _held(one, chunks.get(one), decoded.get(one), state) for one in scheduler.running}
+    held = {
+        one.slot: _held(one, chunks.get(one), decoded.get(one), state) for one in scheduler.running
+    }
     for slot, one in held.items():
         _poison_earlier(state.earlier, slot, one.computed)
     for name, states in executor.states.layers.items():
-        # Of a position's entries, the heads compute the last ones again: before each step, and after a checkpoint.
+        # Of a position's entries, the heads compute the last ones again: before each step, and
+        # after a checkpoint.
         again = engine.layout.behind if name.startswith("mtp.") else 0
         ahead = scheduler.prefix.ahead if scheduler.prefix and name.startswith("mtp.") else 0
         if scheduler.prefix and scheduler.prefix.successors:
@@ -82,7 +91,9 @@ def _held(request, chunk, decoded, state) -> _Held:
         return _Held(request.num_computed, request.num_computed, True, chunk is not None)
     # The host may be a step behind the device while a request decodes.
     computed = int(state.num_computed[request.slot])
-    return _Held(computed + (decoded.length if decoded else 0), computed, False, decoded is not None)
+    return _Held(
+        computed + (decoded.length if decoded else 0), computed, False, decoded is not None
+    )
 
 
 def _poison_earlier(earlier, slot: int, computed: int) -> None:
@@ -97,7 +108,8 @@ def _poison_tails(prefix, state, ahead: int) -> None:
     """Fill what idle blocks hold beyond the checkpoints to whose tails they belong."""
     if prefix is None:
         return
-    blocks, live = prefix.blocks, {}
+    blocks = prefix.blocks
+    live = {}
     for entry in prefix._entries.values():
         for key in entry.tails:
             block = blocks.find(key)
@@ -113,7 +125,9 @@ def _poison_of(request, held: _Held, state, behind: int, counts) -> None:
     slot = request.slot
     if state.unit == "block":
         first = next(iter(state.tensors.values()))
-        positions = torch.arange(max(0, held.computed - behind), len(request.block_table) * first.shape[1])
+        positions = torch.arange(
+            max(0, held.computed - behind), len(request.block_table) * first.shape[1]
+        )
         blocks = torch.tensor(request.block_table)[positions // first.shape[1]]
         for tensor in state.tensors.values():
             tensor[blocks, positions % first.shape[1]] = math.nan
@@ -130,7 +144,8 @@ def _poison_of(request, held: _Held, state, behind: int, counts) -> None:
 
 
 def _committed(state, slot: int, held: _Held, counts) -> dict[str, torch.Tensor | None]:
-    """For each tensor of a state with a slot for each request, the places that are committed; None: all of it."""
+    """For each tensor of a state with a slot for each request, the places that are committed; None:
+    all of it."""
     counter = state.ring if isinstance(state, Replay) else state.newest
     count = counter.start if held.chunked else int(counts[counter][slot])
     if isinstance(state, Snapshot):

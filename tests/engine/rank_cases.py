@@ -26,7 +26,13 @@ PARAMS = [
     SamplingParams(seed=4, temperature=0.7, top_k=5, max_tokens=MAX_TOKENS, ignore_eos=True),
     SamplingParams(seed=5, temperature=1.5, top_p=0.7, max_tokens=MAX_TOKENS, ignore_eos=True),
     SamplingParams(
-        seed=6, top_k=9, top_p=0.8, min_p=0.05, presence_penalty=0.9, max_tokens=MAX_TOKENS, ignore_eos=True
+        seed=6,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.05,
+        presence_penalty=0.9,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
     ),
 ]
 PENALISED = penalised(MAX_TOKENS)
@@ -60,7 +66,11 @@ class Case:
         return self.k == 2 and not self.penalised
 
 
-FOR_FOUR = {"M": dict(mamba_num_groups=4), "G": dict(linear_num_key_heads=4), "E": dict(num_moe_experts=8)}
+FOR_FOUR = {
+    "M": dict(mamba_num_groups=4),
+    "G": dict(linear_num_key_heads=4),
+    "E": dict(num_moe_experts=8),
+}
 """Sizes that four tensor-parallel ranks can divide, by layer."""
 
 
@@ -75,11 +85,14 @@ def config(base: str, ranks: int = 2):
 
 
 def cases() -> list[Case]:
-    """K = 0 .. 3 and the ways of running of each base, a few to a kind: machines that run tests have few cores."""
+    """K = 0 .. 3 and the ways of running of each base, a few to a kind: machines that run tests
+    have few cores."""
     every = [Case(base, k, settings=MIXED if k == 2 else {}) for base in BASES for k in range(4)]
     once = ("recurrent experts", "distinct heads")
     every = [case for case in every if case.base not in once or case.k == 2]
-    every += [Case(base, 3, settings=PREEMPTED) for base in ("mamba2", "delta", "latent", "attention")]
+    every += [
+        Case(base, 3, settings=PREEMPTED) for base in ("mamba2", "delta", "latent", "attention")
+    ]
     every += [
         Case("mamba2", 2, penalised=True, settings=dict(state_rollback="snapshot")),
         Case("mamba2", 3, settings=dict(async_scheduling=True, **MIXED)),
@@ -88,14 +101,25 @@ def cases() -> list[Case]:
         Case("attention", 2, settings=dict(async_scheduling=True, **PREEMPTED)),
         Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)),
         Case("delta", 2, guided=False, settings=dict(draft_vocab=[1, 5, 31, 32, 60])),
-        Case("attention", 2, guided=False, settings=dict(draft_vocab=[33, 40], draft_sampling=True)),
+        Case(
+            "attention", 2, guided=False, settings=dict(draft_vocab=[33, 40], draft_sampling=True)
+        ),
     ]
-    every += [Case("latent", k, True) for k in (0, 3)] + [Case("recurrent experts", 2, True, settings=MIXED)]
-    return [*every, Case("latent", 3, True, settings=PREEMPTED), Case("latent", 1, True, settings=CACHED)]
+    every += [Case("latent", k, True) for k in (0, 3)] + [
+        Case("recurrent experts", 2, True, settings=MIXED)
+    ]
+    return [
+        *every,
+        Case("latent", 3, True, settings=PREEMPTED),
+        Case("latent", 1, True, settings=CACHED),
+    ]
 
 
 def names(case: Case) -> str:
-    return f"{case.base} K={case.k} {'EP ' if case.whole_experts else ''}{case.settings or ''}{case.penalised or ''}"
+    return (
+        f"{case.base} K={case.k}"
+        f" {'EP ' if case.whole_experts else ''}{case.settings or ''}{case.penalised or ''}"
+    )
 
 
 def one_rank(tested: Sequence[Case], ranks: int = 2, **settings) -> list[list[list[int]]]:
@@ -113,31 +137,45 @@ def one_rank(tested: Sequence[Case], ranks: int = 2, **settings) -> list[list[li
         if key not in known:
             plain = case if drawn else replace(case, guided=False, settings={})
             plain = replace(plain, settings=plain.settings | settings)
-            known[key] = decode(build_model(config(case.base, ranks), device="cpu", seed=1), plain)[0]
+            known[key] = decode(build_model(config(case.base, ranks), device="cpu", seed=1), plain)[
+                0
+            ]
         found.append(known[key])
     return found
 
 
 def decode(model, case: Case, truth: list[list[int]] | None = None) -> tuple[list[list[int]], Any]:
-    """Output tokens of each prompt, and the engine. With a prefix cache, those of the second time; heads that keep
-    recurrent state find something the third time, at the checkpoint that the second one left within a prompt.
+    """Output tokens of each prompt, and the engine. With a prefix cache, those of the second time;
+    heads that keep recurrent state find something the third time, at the checkpoint that the second
+    one left within a prompt.
 
     Args:
-        truth: what follows each prompt, of which the drafts have some; None: drafts are the heads' own.
+        truth: what follows each prompt, of which the drafts have some; None: drafts are the heads'
+            own.
     """
     llm = make_llm(model, case.k, **case.settings)
     if case.guided and case.k and truth:
-        guide(llm, PROMPTS, truth=[prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)])
+        guide(
+            llm,
+            PROMPTS,
+            truth=[prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)],
+        )
     engine = llm.engine
     recurrent_heads = case.k and set(BASES[case.base][1]) & set("MG")
     for _ in range(2 + bool(recurrent_heads) if engine.executor.checkpoints else 1):
-        ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, case.params, strict=True)]
+        ids = [
+            engine.add_request(prompt, params)
+            for prompt, params in zip(PROMPTS, case.params, strict=True)
+        ]
         finished = {}
         while engine.has_unfinished:
             finished |= {output.request_id: output for output in engine.step() if output.finished}
             engine.scheduler.check_integrity()
-    prompts, cached = sum(map(len, PROMPTS)), llm.stats().cached_tokens
-    assert not engine.executor.checkpoints or (0 < cached < prompts if recurrent_heads else cached == prompts)
+    prompts = sum(map(len, PROMPTS))
+    cached = llm.stats().cached_tokens
+    assert not engine.executor.checkpoints or (
+        0 < cached < prompts if recurrent_heads else cached == prompts
+    )
     return [finished[name].outputs[0].token_ids for name in ids], llm
 
 

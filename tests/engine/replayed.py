@@ -1,4 +1,5 @@
-"""A stand-in for CUDA graphs: engines on a CPU run the steps that a GPU replays, filled up and from fixed tensors."""
+"""A stand-in for CUDA graphs: engines on a CPU run the steps that a GPU replays, filled up and from
+fixed tensors."""
 
 from contextlib import nullcontext
 
@@ -10,7 +11,8 @@ from mtpkit.engine.step import Drafts
 
 
 class Replayed:
-    """Runs a function again where a graph would replay it, and leaves the result where the first run left it."""
+    """Runs a function again where a graph would replay it, and leaves the result where the first
+    run left it."""
 
     def __init__(self, function) -> None:
         self.function = function
@@ -40,21 +42,26 @@ def replay_on_cpu(monkeypatch) -> None:
 
 
 class TruthOnDevice:
-    """Makes some of the heads' drafts right, by slot and position, in tensor code alone: it can be captured."""
+    """Makes some of the heads' drafts right, by slot and position, in tensor code alone: it can be
+    captured."""
 
     def __init__(self, inner, truth: list[list[int]], device: str) -> None:
         self.inner = inner
         # The null rows' entry, the last, is never right.
-        self.truth = torch.full((len(truth) + 9, max(map(len, truth)) + 1), -1, dtype=torch.int64, device=device)
+        self.truth = torch.full(
+            (len(truth) + 9, max(map(len, truth)) + 1), -1, dtype=torch.int64, device=device
+        )
         for slot, tokens in enumerate(truth):
             self.truth[slot, : len(tokens)] = torch.tensor(tokens)
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
-        count, depths = batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
+        count = batch.plan.num_sampling_rows
+        depths = batch.plan.num_speculative_tokens
         slots, (_, newest) = batch.inputs.state_slots[:count], batch.newest(verdict.accepted)
         places = newest[:, None] + 2 + torch.arange(depths, device=slots.device)
         right = self.truth[slots[:, None], places.clamp(max=self.truth.shape[1] - 1)]
-        count_right = ((newest * 2654435761 + slots) >> 7) % (depths + 1)  # a hash: any number may follow any other
+        # a hash: any number may follow any other
+        count_right = ((newest * 2654435761 + slots) >> 7) % (depths + 1)
         use = (torch.arange(depths, device=slots.device) < count_right[:, None]) & (right >= 0)
         return Drafts(torch.where(use, right, drafts.token_ids), drafts.probs)

@@ -1,4 +1,5 @@
-"""Arguments and methods of vLLM's that are not there are answered in one line, before a model is opened."""
+"""Arguments and methods of vLLM's that are not there are answered in one line, before a model is
+opened."""
 
 import copy
 import inspect
@@ -14,8 +15,14 @@ from tests.engine.tiny import greedy, make_llm, tiny_model
 TABLES = {
     "LLM": (lambda **named: LLM("nowhere", **named), absent.LLM_ARGUMENTS),
     "SamplingParams": (SamplingParams, absent.SAMPLING_ARGUMENTS),
-    "LLM.generate": (lambda **named: LLM.generate(object.__new__(LLM), [[1]], **named), absent.GENERATE_ARGUMENTS),
-    "LLM.stream": (lambda **named: LLM.stream(object.__new__(LLM), [[1]], **named), absent.GENERATE_ARGUMENTS),
+    "LLM.generate": (
+        lambda **named: LLM.generate(object.__new__(LLM), [[1]], **named),
+        absent.GENERATE_ARGUMENTS,
+    ),
+    "LLM.stream": (
+        lambda **named: LLM.stream(object.__new__(LLM), [[1]], **named),
+        absent.GENERATE_ARGUMENTS,
+    ),
 }
 CALLS = [(what, name) for what, (_, table) in TABLES.items() for name in table]
 
@@ -36,7 +43,8 @@ def test_each_is_answered_unless_its_value_asks_for_nothing(what, name):
     for value in (None, [], *table[name].neutral):
         try:
             call(**{name: value})
-        except (UserError, AttributeError) as error:  # there is no model in the places that are called here
+        # there is no model in the places that are called here
+        except (UserError, AttributeError) as error:
             assert "no argument" not in str(error)
 
 
@@ -66,14 +74,25 @@ def test_no_table_hides_an_argument_that_is_there():
 
 def test_all_are_named_and_misspelt_ones_are_guessed():
     wrong = dict(data_parallel_size=2, max_modellen=3, zzz=1)
-    assert message_of(TABLES["LLM"][0], **wrong) == (
-        "LLM has no argument data_parallel_size (use mtpkit generate --data-parallel, or mtpkit.engine.Replicas), "
-        "max_modellen (did you mean max_model_len?), zzz; see help(LLM)"
+    assert (
+        message_of(TABLES["LLM"][0], **wrong)
+        == "LLM has no argument data_parallel_size (use mtpkit generate --data-parallel, or"
+        " mtpkit.engine.Replicas), max_modellen (did you mean max_model_len?), zzz; see"
+        " help(LLM)"
     )
-    names = ["data_parallel_size", "quantization", "trust_remote_code", "swap_space", "speculative_config"]
+    names = [
+        "data_parallel_size",
+        "quantization",
+        "trust_remote_code",
+        "swap_space",
+        "speculative_config",
+    ]
     names += ["kv_cache_dtype", "hf_overrides", "enable_lora"]
     text = message_of(TABLES["LLM"][0], **dict.fromkeys(names, "x"))
-    assert not [name for name in names if name not in text] and absent.LLM_ARGUMENTS["quantization"].advice in text
+    assert (
+        not [name for name in names if name not in text]
+        and absent.LLM_ARGUMENTS["quantization"].advice in text
+    )
     assert text.endswith("more; see help(LLM)")
 
 
@@ -83,7 +102,10 @@ def test_all_are_named_and_misspelt_ones_are_guessed():
         (lambda: LLM(), "LLM: missing a required argument: 'model'"),
         (lambda: LLM("a", 0, model="b"), "LLM: multiple values for argument 'model'"),
         (lambda: SamplingParams(*range(99)), "SamplingParams: too many positional arguments"),
-        (lambda: LLM.generate(object.__new__(LLM)), "LLM.generate: missing a required argument: 'prompts'"),
+        (
+            lambda: LLM.generate(object.__new__(LLM)),
+            "LLM.generate: missing a required argument: 'prompts'",
+        ),
     ],
 )
 def test_missing_and_doubled_arguments_are_one_line_too(call, says):
@@ -91,17 +113,30 @@ def test_missing_and_doubled_arguments_are_one_line_too(call, says):
 
 
 def test_neutral_arguments_change_nothing():
-    llm = LLM(tiny_model(), num_blocks=50, tensor_parallel_size=1, quantization=None, trust_remote_code=False)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=None, min_tokens=0, best_of=1)
+    llm = LLM(
+        tiny_model(),
+        num_blocks=50,
+        tensor_parallel_size=1,
+        quantization=None,
+        trust_remote_code=False,
+    )
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, logprobs=None, min_tokens=0, best_of=1
+    )
     got = llm.generate([[1, 2]], params, lora_request=None)[0].outputs[0].token_ids
-    want = make_llm(tiny_model(), 0).generate([[1, 2]], greedy(max_tokens=8))[0].outputs[0].token_ids
+    want = (
+        make_llm(tiny_model(), 0).generate([[1, 2]], greedy(max_tokens=8))[0].outputs[0].token_ids
+    )
     assert got == want
 
 
 def test_methods_of_vllm_say_what_to_do():
     llm = object.__new__(LLM)
     for name, advice in absent.LLM_METHODS.items():
-        assert message_of(lambda name=name: getattr(llm, name)) == f"'LLM' object has no attribute {name!r}: {advice}"
+        assert (
+            message_of(lambda name=name: getattr(llm, name))
+            == f"'LLM' object has no attribute {name!r}: {advice}"
+        )
         assert not hasattr(llm, name)
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'zzz'"):
         llm.zzz  # noqa: B018

@@ -1,4 +1,5 @@
-"""A step ahead of the host: what decides a step lies on the device, whatever the heads and the penalties.
+"""A step ahead of the host: what decides a step lies on the device, whatever the heads and the
+penalties.
 
 On a CPU this is the data flow of CUDA graphs, see `test_graphs`.
 """
@@ -8,7 +9,16 @@ import functools
 import pytest
 
 from mtpkit.engine import SamplingParams
-from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts, penalised, tiny_model
+from tests.engine.tiny import (
+    decode,
+    generate,
+    greedy,
+    guide,
+    make_llm,
+    make_prompts,
+    penalised,
+    tiny_model,
+)
 
 PROMPTS = make_prompts()
 HEADS = [
@@ -52,7 +62,8 @@ def mixed_alone(heads: str) -> list[list[int]]:
 
 
 def alone(model, params) -> list[list[int]]:
-    """The output of each prompt decoded without drafts, in an engine of its own, each step after the last's results."""
+    """The output of each prompt decoded without drafts, in an engine of its own, each step after
+    the last's results."""
     outputs = []
     for prompt, one in zip(PROMPTS, params, strict=True):
         llm = make_llm(model, 0, tokenizer=Words(), async_scheduling=False)
@@ -64,11 +75,14 @@ def ahead(model, k: int, longest: list[list[int]], **settings):
     """An engine a step ahead of the host, a part of whose drafts continues `longest` outputs."""
     llm = make_llm(model, k, async_scheduling=True, tokenizer=Words(), **settings)
     assert llm.engine.config.async_scheduling
-    return guide(llm, PROMPTS, truth=[p + tokens for p, tokens in zip(PROMPTS, longest, strict=True)])
+    return guide(
+        llm, PROMPTS, truth=[p + tokens for p, tokens in zip(PROMPTS, longest, strict=True)]
+    )
 
 
 def run_all(llm, params) -> list[list[int]]:
-    """Outputs of all prompts at once, with slots and blocks that nobody holds broken before each step."""
+    """Outputs of all prompts at once, with slots and blocks that nobody holds broken before each
+    step."""
     one = iter(params)
     ids = []
     for prompt in PROMPTS:
@@ -107,7 +121,8 @@ def test_penalised_output_is_that_of_plain_decoding(heads, k, settings):
 
 @pytest.mark.parametrize("heads, k", [("repeated", 3), ("distinct", 3)])
 def test_what_ends_a_request_inside_its_drafts(heads, k):
-    """Stop tokens and stop strings are seen a step late; counts and earlier positions of the next one are its own."""
+    """Stop tokens and stop strings are seen a step late; counts and earlier positions of the next
+    one are its own."""
     model = tiny_model(heads)
     whole = alone(model, [penalised(24)] * len(PROMPTS))
     params = [
@@ -115,7 +130,10 @@ def test_what_ends_a_request_inside_its_drafts(heads, k):
         for tokens, n in zip(whole, (7, 8, 9, 10, 11), strict=True)
     ]
     want = alone(model, params)
-    assert all(len(short) < 24 and short == tokens[: len(short)] for short, tokens in zip(want, whole, strict=True))
+    assert all(
+        len(short) < 24 and short == tokens[: len(short)]
+        for short, tokens in zip(want, whole, strict=True)
+    )
     llm = ahead(model, k, whole, max_num_seqs=2)
     assert run_all(llm, params) == want
     assert run_all(llm, MIXED) == mixed_alone(heads)
@@ -126,6 +144,8 @@ def test_drawn_drafts_do_not_depend_on_when_the_host_looks(heads):
     model = tiny_model(heads)
     params = [penalised(14, temperature=0.8, seed=index) for index in range(len(PROMPTS))]
     settings = {"draft_sampling": True, "max_num_batched_tokens": 12, "max_num_seqs": 3}
-    together, later = (make_llm(model, 3, async_scheduling=wait, **settings) for wait in (False, True))
+    together, later = (
+        make_llm(model, 3, async_scheduling=wait, **settings) for wait in (False, True)
+    )
     assert run_all(together, params) == run_all(later, params)
     assert together.stats().acceptance == later.stats().acceptance

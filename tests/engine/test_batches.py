@@ -20,8 +20,12 @@ def lasting(max_tokens: int) -> SamplingParams:
 
 def recorded(num_batches: int, **settings):
     """An engine that is ahead of its results, and what it launches and commits: (what, batch)."""
-    engine = fake_engine(MODEL, num_blocks=400, num_batches=num_batches, async_scheduling=True, **settings)
-    launch, commit, events = engine.executor.launch, engine.scheduler.commit, []
+    engine = fake_engine(
+        MODEL, num_blocks=400, num_batches=num_batches, async_scheduling=True, **settings
+    )
+    launch = engine.executor.launch
+    commit = engine.scheduler.commit
+    events = []
 
     def launching(plan):
         events.append(("launch", plan.batch))
@@ -31,7 +35,8 @@ def recorded(num_batches: int, **settings):
         events.append(("commit", plan.batch))
         return commit(plan, result)
 
-    engine.executor.launch, engine.scheduler.commit = launching, committing
+    engine.executor.launch = launching
+    engine.scheduler.commit = committing
     return engine, events
 
 
@@ -81,7 +86,8 @@ def test_without_steps_ahead_all_is_committed_at_once():
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("count", range(1, 9))
 def test_few_requests_are_spread(num_batches, together, count):
-    """Also those that come one after the other; and a batch whose requests have ended gets the next ones."""
+    """Also those that come one after the other; and a batch whose requests have ended gets the next
+    ones."""
     engine, _ = recorded(num_batches, max_num_seqs=8)
     for _ in range(count):
         engine.add_request([1, 2, 3], lasting(300))
@@ -89,7 +95,9 @@ def test_few_requests_are_spread(num_batches, together, count):
             engine.step()
     for _ in range(num_batches):
         engine.step()
-    assert sum(in_batches(engine)) == count and max(in_batches(engine)) - min(in_batches(engine)) <= 1
+    assert (
+        sum(in_batches(engine)) == count and max(in_batches(engine)) - min(in_batches(engine)) <= 1
+    )
     for request in [one for one in engine.scheduler.running if one.slot % num_batches == 0]:
         engine.abort(request.request_id)
     for _ in range(2):
@@ -100,9 +108,12 @@ def test_few_requests_are_spread(num_batches, together, count):
 
 
 def test_a_request_that_waits_has_a_batch_while_a_slot_is_free():
-    """However running requests lie in slots, some batch may take one more; with none free no batch may."""
+    """However running requests lie in slots, some batch may take one more; with none free no batch
+    may."""
     for num_batches, num_slots in itertools.product((1, 2, 3), range(1, 8)):
-        scheduler = Scheduler(EngineConfig(64, 0, max_num_seqs=num_slots, num_batches=num_batches), *[IdPool(8)] * 2)
+        scheduler = Scheduler(
+            EngineConfig(64, 0, max_num_seqs=num_slots, num_batches=num_batches), *[IdPool(8)] * 2
+        )
         for taken in range(2**num_slots):
             slots = [slot for slot in range(num_slots) if taken >> slot & 1]
             scheduler.running = [SimpleNamespace(slot=slot) for slot in slots]
@@ -116,14 +127,17 @@ def test_a_request_that_waits_has_a_batch_while_a_slot_is_free():
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_batches", [2, 3, 5])
 def test_few_blocks_are_given_up_across_batches(num_batches, ahead):
-    """The oldest request proceeds whatever its batch; another may come back in another batch. A batch that lacks blocks
-    is planned again when the steps under way are committed, before others can take what these leave."""
+    """The oldest request proceeds whatever its batch; another may come back in another batch. A
+    batch that lacks blocks is planned again when the steps under way are committed, before others
+    can take what these leave."""
     settings = dict(num_blocks=20, block_size=2, num_speculative_tokens=3, max_num_seqs=5)
     engine = fake_engine(MODEL, num_batches=num_batches, async_scheduling=ahead, **settings)
     scheduler = engine.scheduler
     check_batches(scheduler)
-    seen, admit = {}, scheduler._admit
-    waits, plan_decode = [], scheduler._plan_decode
+    seen = {}
+    admit = scheduler._admit
+    waits = []
+    plan_decode = scheduler._plan_decode
 
     def admitted(restores):
         request = admit(restores)
@@ -136,7 +150,8 @@ def test_few_blocks_are_given_up_across_batches(num_batches, ahead):
         waits.append((scheduler._turn, rows is None))
         return rows
 
-    scheduler._admit, scheduler._plan_decode = admitted, planned
+    scheduler._admit = admitted
+    scheduler._plan_decode = planned
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1], [2, 2], [3, 1, 4], [1, 5]]
     ids = [engine.add_request(prompt, lasting(24)) for prompt in prompts]
     outputs = run(engine)

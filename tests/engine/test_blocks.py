@@ -11,7 +11,8 @@ from mtpkit.errors import MtpkitError
 class PoolHistory(RuleBasedStateMachine):
     @initialize(size=st.integers(1, 12))
     def start(self, size):
-        self.pool, self.held = IdPool(size), []
+        self.pool = IdPool(size)
+        self.held = []
 
     @rule(data=st.data())
     def allocate(self, data):

@@ -1,4 +1,5 @@
-"""Drafts whose activations are not finite, and which the base rejects, change nothing but how many are accepted."""
+"""Drafts whose activations are not finite, and which the base rejects, change nothing but how many
+are accepted."""
 
 import dataclasses
 import math
@@ -42,18 +43,25 @@ MODELS = [
 DRAFTS = {"chain": dict(num_speculative_tokens=3), "fixed": FIXED, "grown": GROWN}
 
 
-@pytest.mark.parametrize(("kinds", "drafts", "rollback"), covering(MODELS, DRAFTS, ("replay", "snapshot")))
+@pytest.mark.parametrize(
+    ("kinds", "drafts", "rollback"), covering(MODELS, DRAFTS, ("replay", "snapshot"))
+)
 def test_a_rejected_draft_that_is_not_finite_changes_no_token(kinds, drafts, rollback):
-    """One token's embedding is NaN. The heads do not know it, but it is put among the drafts of every step."""
+    """One token's embedding is NaN. The heads do not know it, but it is put among the drafts of
+    every step."""
     model = tiny_model(*kinds)
     want = [decode(model, prompt, 16) for prompt in PROMPTS]
-    seen = {token for prompt, tokens in zip(PROMPTS, want, strict=True) for token in (*prompt, *tokens)}
+    seen = {
+        token for prompt, tokens in zip(PROMPTS, want, strict=True) for token in (*prompt, *tokens)
+    }
     bad = next(token for token in range(VOCAB_SIZE) if token not in seen)
     broken = build_model(model.mtpkit_config, device="cpu", seed=1)
     with torch.no_grad():
         dict(broken.named_parameters())[EMBEDDING][bad] = math.nan
     known = [token for token in range(VOCAB_SIZE) if token != bad]
-    settings = dict(draft_vocab=known, state_rollback=rollback, async_scheduling=rollback == "replay")
+    settings = dict(
+        draft_vocab=known, state_rollback=rollback, async_scheduling=rollback == "replay"
+    )
     llm = tree_llm(broken, DRAFTS[drafts], **settings)
     drafter = llm.engine.executor.drafter = WithBroken(llm.engine.executor.drafter, bad)
     assert generate(llm, PROMPTS, greedy(16)) == want

@@ -1,4 +1,5 @@
-"""Two directories decoded by the engine: what differs in the base shows in tokens, what differs in heads in drafts."""
+"""Two directories decoded by the engine: what differs in the base shows in tokens, what differs in
+heads in drafts."""
 
 import shutil
 
@@ -22,7 +23,10 @@ def mimo(tmp_path_factory):
 
 def changed(mimo, directory, part):
     shutil.copytree(mimo, directory)
-    edit(directory, lambda tensors: [t.add_(0.5 * t.roll(1)) for name, t in tensors.items() if part in name])
+    edit(
+        directory,
+        lambda tensors: [t.add_(0.5 * t.roll(1)) for name, t in tensors.items() if part in name],
+    )
     return directory
 
 
@@ -34,7 +38,12 @@ def test_the_same_weights_decode_alike(mimo):
 
 def test_other_heads_draft_otherwise_and_decode_alike(mimo, tmp_path):
     found = compare_decoding(mimo, changed(mimo, tmp_path / "other", "mtp_layers"), 2)
-    assert found.same_tokens == 1 and found.same_drafts < 0.9 and not found.identical and found.num_drafts == 2
+    assert (
+        found.same_tokens == 1
+        and found.same_drafts < 0.9
+        and not found.identical
+        and found.num_drafts == 2
+    )
 
 
 def test_another_base_decodes_otherwise(mimo, tmp_path):
@@ -43,20 +52,36 @@ def test_another_base_decodes_otherwise(mimo, tmp_path):
 
 
 def test_what_is_recorded_are_the_drafts_of_whole_sequences(mimo):
-    model, prompt = load_model(mimo), [5, 7, 9, 2]
+    model = load_model(mimo)
+    prompt = [5, 7, 9, 2]
     llm = make_llm(model, 3)
     recorder = llm.engine.executor.drafter = Recorder(llm.engine.executor.drafter, len(prompt))
     (tokens,) = generate(llm, [prompt], greedy(12))
     text = tuple(prompt + tokens)
     known = [count for count in recorder.drafts if count <= len(text)]
     assert known[0] == len(prompt) + 1 and len(known) > 3
-    assert all(recorder.drafts[count] == teacher_forced_drafts(model, text[:count], 3) for count in known)
+    assert all(
+        recorder.drafts[count] == teacher_forced_drafts(model, text[:count], 3) for count in known
+    )
 
 
 def test_verify_says_so(mimo, tmp_path, capsys, monkeypatch):
     assert convert("verify", mimo, mimo, "--logits") == 0
-    assert "decoding with K = 3: 100.0% of tokens and 100.0% of drafts the same, acceptance" in capsys.readouterr().out
-    assert convert("verify", mimo, changed(mimo, tmp_path / "other", "mtp_layers"), "--logits", "--tolerance", 9) == 1
+    assert (
+        "decoding with K = 3: 100.0% of tokens and 100.0% of drafts the same, acceptance"
+        in capsys.readouterr().out
+    )
+    assert (
+        convert(
+            "verify",
+            mimo,
+            changed(mimo, tmp_path / "other", "mtp_layers"),
+            "--logits",
+            "--tolerance",
+            9,
+        )
+        == 1
+    )
     assert "100.0% of drafts" not in capsys.readouterr().out
     assert lack_of_memory(mimo) == ""
     monkeypatch.setattr(compare, "_BESIDE_WEIGHTS", 10**16)

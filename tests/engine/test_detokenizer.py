@@ -35,7 +35,11 @@ class ByteFallback:
         for is_byte, group in itertools.groupby(kept, lambda token_id: token_id < 256):
             ids = list(group)
             try:
-                text += bytes(ids).decode() if is_byte else "".join(chr(97 + token_id - 256) for token_id in ids)
+                text += (
+                    bytes(ids).decode()
+                    if is_byte
+                    else "".join(chr(97 + token_id - 256) for token_id in ids)
+                )
             except UnicodeDecodeError:
                 text += "\ufffd" * len(ids)
         return text
@@ -60,19 +64,25 @@ def test_text_grows_by_whole_characters_to_the_full_text(text, prompt):
 
 @given(st.text(min_size=1), st.data())
 def test_text_is_the_same_however_often_it_is_looked_at(text, data):
-    """A look decodes all that came since the last one, but for an unfinished character, which U+FFFD looks like."""
-    detokenizer, encoded = Detokenizer(Bytes(), []), text.encode()
+    """A look decodes all that came since the last one, but for an unfinished character, which
+    U+FFFD looks like."""
+    detokenizer = Detokenizer(Bytes(), [])
+    encoded = text.encode()
     looks = data.draw(st.sets(st.integers(1, len(encoded))))
     for count, byte in enumerate(encoded, 1):
         detokenizer.append(byte)
         if count in looks:
-            assert detokenizer.visible_text(False) == encoded[:count].decode(errors="ignore").rstrip("\ufffd")
+            assert detokenizer.visible_text(False) == encoded[:count].decode(
+                errors="ignore"
+            ).rstrip("\ufffd")
     detokenizer.flush()
     assert detokenizer.visible_text(True) == text
 
 
 fallback_tokens = st.lists(
-    st.sampled_from([[256], [257], [999], [0x80], [0xF0], list("é".encode()), list("😀".encode()), list(b"ab")])
+    st.sampled_from(
+        [[256], [257], [999], [0x80], [0xF0], list("é".encode()), list("😀".encode()), list(b"ab")]
+    )
 ).map(lambda groups: [token_id for group in groups for token_id in group])
 
 
@@ -91,7 +101,8 @@ def test_broken_characters_look_the_same_however_often_they_are_looked_at(prompt
 
 
 def test_a_broken_byte_takes_no_more_of_the_text_before_it_for_being_seldom_looked_at():
-    tokens, texts = [*"😀😁😂".encode(), 0x80, 256], []
+    tokens = [*"😀😁😂".encode(), 0x80, 256]
+    texts = []
     for looks in (range(14), [11], []):
         detokenizer = Detokenizer(ByteFallback(), [])
         for count, token_id in enumerate(tokens):
@@ -138,14 +149,18 @@ letters = st.text("abc", min_size=1, max_size=4)
 @given(st.text("abc", min_size=1, max_size=30), st.lists(letters, min_size=1, max_size=3))
 def test_stop_strings_cut_at_the_token_that_completes_one(text, stops):
     detokenizer = Detokenizer(Bytes(), [], tuple(stops))
-    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    ends = [
+        end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)
+    ]
     for count, byte in enumerate(text.encode(), 1):
         shown = detokenizer.visible_text(False)
         stopped = detokenizer.append(byte)
         assert stopped == (count in ends)
         if stopped:
             final = detokenizer.visible_text(True)
-            assert final == min((text[:count].removesuffix(s) for s in stops if text[:count].endswith(s)), key=len)
+            assert final == min(
+                (text[:count].removesuffix(s) for s in stops if text[:count].endswith(s)), key=len
+            )
             assert final.startswith(shown)
             return
     assert not ends and detokenizer.visible_text(True) == text
@@ -182,7 +197,8 @@ def test_stop_strings_among_accepted_drafts(k, ahead):
 
 def shown_in_steps(tokenizer, prompt, tokens, ends, stops=()):
     """What is visible after each step, and at the end; a step ends before each of `ends`."""
-    detokenizer, shown = Detokenizer(tokenizer, prompt, stops), []
+    detokenizer = Detokenizer(tokenizer, prompt, stops)
+    shown = []
     for count, token_id in enumerate(tokens, 1):
         detokenizer.append(token_id)
         if count in ends:
@@ -196,9 +212,13 @@ def decode(tokenizer, token_ids):
 
 
 def late_breaks(tokenizer, token_ids):
-    """Whether a run of byte tokens has a character before what makes it no UTF-8: `decode` replaces the character too,
-    which was shown by then."""
-    tokens = [token for token in tokenizer.convert_ids_to_tokens(token_ids) if token not in tokenizers.SPECIAL]
+    """Whether a run of byte tokens has a character before what makes it no UTF-8: `decode` replaces
+    the character too, which was shown by then."""
+    tokens = [
+        token
+        for token in tokenizer.convert_ids_to_tokens(token_ids)
+        if token not in tokenizers.SPECIAL
+    ]
     for is_byte, group in itertools.groupby(tokens, lambda token: token.startswith("<0x")):
         try:
             if is_byte:
@@ -211,10 +231,16 @@ def late_breaks(tokenizer, token_ids):
 
 @st.composite
 def tokens_of(draw, kind):
-    """Prompt and output of few kinds of tokens, since bytes drawn from all seldom make a character."""
-    tokenizer, names = tokenizers.of_kind(kind), tokenizers.letters_of_bytes()
+    """Prompt and output of few kinds of tokens, since bytes drawn from all seldom make a
+    character."""
+    tokenizer = tokenizers.of_kind(kind)
+    names = tokenizers.letters_of_bytes()
     bytes_ = [0x80, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x20, 0x41, 0xEF, 0xBF, 0xBD]
-    names = [names[byte] for byte in bytes_] if kind == "byte_level" else [f"<0x{byte:02X}>" for byte in bytes_]
+    names = (
+        [names[byte] for byte in bytes_]
+        if kind == "byte_level"
+        else [f"<0x{byte:02X}>" for byte in bytes_]
+    )
     vocabulary = tokenizer.get_vocab()
     texts = sorted(token for token in vocabulary if len(token) > 1 and not token.startswith("<0x"))
     pool = st.sampled_from([vocabulary[name] for name in [*names, *texts] if name in vocabulary])
@@ -232,12 +258,17 @@ def test_the_text_is_that_of_the_whole_in_steps_of_any_size(kind, data):
     shown = shown_in_steps(tokenizer, prompt, tokens, ends)
     assert all(shown[-1].startswith(before) for before in shown)
     assert shown[-1] == shown_in_steps(tokenizer, prompt, tokens, range(99))[-1]
-    whole, before = decode(tokenizer, prompt + tokens), decode(tokenizer, prompt)
-    if whole.startswith(before) and not (before.endswith("\ufffd") or late_breaks(tokenizer, prompt + tokens)):
+    whole = decode(tokenizer, prompt + tokens)
+    before = decode(tokenizer, prompt)
+    if whole.startswith(before) and not (
+        before.endswith("\ufffd") or late_breaks(tokenizer, prompt + tokens)
+    ):
         assert shown[-1] == whole[len(before) :]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "word_piece, as written", "unigram, as written"])
+@pytest.mark.parametrize(
+    "kind", ["byte_level", "byte_fallback", "word_piece, as written", "unigram, as written"]
+)
 @given(data=st.data())
 def test_no_more_than_a_character_is_held_back(kind, data):
     tokenizer = tokenizers.of_kind(kind)
@@ -245,21 +276,32 @@ def test_no_more_than_a_character_is_held_back(kind, data):
     *shown, _ = shown_in_steps(tokenizer, [], tokens, range(99))
     for count, text in enumerate(shown, 1):
         held = decode(tokenizer, tokens[:count])[len(text) :]
-        assert late_breaks(tokenizer, tokens[:count]) or held in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
+        assert late_breaks(tokenizer, tokens[:count]) or held in (
+            "",
+            "\ufffd",
+            "\ufffd" * 2,
+            "\ufffd" * 3,
+        )
 
 
-@pytest.mark.parametrize("make", [Bytes, ByteFallback, tokenizers.byte_level, tokenizers.byte_fallback])
+@pytest.mark.parametrize(
+    "make", [Bytes, ByteFallback, tokenizers.byte_level, tokenizers.byte_fallback]
+)
 @given(text=st.text("aé€😀\ufffd ", min_size=1, max_size=6), data=st.data())
 def test_a_character_that_begins_in_the_prompt_is_shown(make, text, data):
     """A prompt of token ids may end anywhere."""
     if make is ByteFallback:
-        text = text[0].replace("\ufffd", "€")  # without names of tokens, it looks like three broken bytes
-    tokenizer, encoded = make(), text.encode()
+        # without names of tokens, it looks like three broken bytes
+        text = text[0].replace("\ufffd", "€")
+    tokenizer = make()
+    encoded = text.encode()
     start = data.draw(st.integers(0, len(encoded)))
     tokens = list(encoded)
     if make is tokenizers.byte_fallback:
         tokens = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in encoded])
-    shown = shown_in_steps(tokenizer, tokens[:start], tokens[start:], data.draw(st.sets(st.integers(0, 24))))
+    shown = shown_in_steps(
+        tokenizer, tokens[:start], tokens[start:], data.draw(st.sets(st.integers(0, 24)))
+    )
     expected = text[len(encoded[:start].decode(errors="ignore")) :]
     if make is tokenizers.byte_fallback and not start:
         expected = expected.removeprefix(" ")  # as at the start of any text
@@ -284,9 +326,11 @@ def test_what_a_prompt_breaks_is_no_part_of_the_output(continued, expected):
 
 @pytest.mark.parametrize("kind", ["word_piece", "unigram", "byte_level"])
 def test_a_stop_string_in_what_the_last_token_held_back_is_the_reason(kind):
-    """The clean-up of spaces and unfinished characters hold text back, which ends with `max_tokens`."""
+    """The clean-up of spaces and unfinished characters hold text back, which ends with
+    `max_tokens`."""
     tokenizer = tokenizers.of_kind(kind)
-    model, found = HashModel(len(tokenizer)), 0
+    model = HashModel(len(tokenizer))
+    found = 0
     for prompt in ([number] for number in range(len(tokenizer))):
         params = dict(temperature=0, max_tokens=3)
         tokens = model.decode(prompt, SamplingParams(**params))
@@ -306,7 +350,8 @@ class Counting:
     """Counts the tokens that are decoded."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.count = tokenizer, 0
+        self.tokenizer = tokenizer
+        self.count = 0
 
     def decode(self, token_ids, **options):
         self.count += len(token_ids)
@@ -319,7 +364,8 @@ class Counting:
 @pytest.mark.parametrize("stops", [(), ("END",)])
 @pytest.mark.parametrize("kind", tokenizers.KINDS)
 def test_the_time_is_linear_whatever_the_tokens_are(kind, stops):
-    """Literal U+FFFD, one broken byte, and tokens that all end inside a character, of which each continues the last."""
+    """Literal U+FFFD, one broken byte, and tokens that all end inside a character, of which each
+    continues the last."""
     tokenizer = tokenizers.of_kind(kind)
     names = {
         "byte_level": ["\u0122", tokenizers.letters_of_bytes()[0x80], "\u00ac\u00f0"],
@@ -330,7 +376,9 @@ def test_the_time_is_linear_whatever_the_tokens_are(kind, stops):
         decoded = []
         for length in (100, 400):
             counting = Counting(tokenizer)
-            *_, shown, final = shown_in_steps(counting, [], [token_id] * length, range(length + 1), stops)
+            *_, shown, final = shown_in_steps(
+                counting, [], [token_id] * length, range(length + 1), stops
+            )
             assert final == decode(tokenizer, [token_id] * length)
             assert len(final) - len(shown) <= (3 if not stops else 6)
             decoded.append(counting.count)
@@ -346,10 +394,14 @@ def test_a_tokenizer_of_ones_own_is_decoded_in_linear_time_too():
 
 def test_the_clean_up_is_that_of_transformers():
     """Also of a text in pieces, with spaces that one rule frees for the next."""
-    tokenizer, rng = tokenizers.of_kind("unigram"), random.Random(0)
+    tokenizer = tokenizers.of_kind("unigram")
+    rng = random.Random(0)
     for _ in range(3000):
-        text = "".join(rng.choices([" ", "'", "n", "t", "s", "ve", "re", "m", ".", ",", "?", "!", "x"], k=12))
-        clean_up, shown = CleanUp(), ""
+        text = "".join(
+            rng.choices([" ", "'", "n", "t", "s", "ve", "re", "m", ".", ",", "?", "!", "x"], k=12)
+        )
+        clean_up = CleanUp()
+        shown = ""
         for piece in itertools.batched(text, rng.randint(1, 5)):
             shown += clean_up.read("".join(piece))
         assert shown + clean_up.flush() == tokenizer.clean_up_tokenization(text)
@@ -359,7 +411,8 @@ def test_the_clean_up_is_that_of_transformers():
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_special_token_as_stop_string_stops_where_it_is_generated(k, ahead, caplog):
     """The text leaves special tokens out, so that a search in the text would never find it."""
-    tokenizer, model = tokenizers.of_kind("byte_level"), HashModel(len(tokenizers.of_kind("byte_level")))
+    tokenizer = tokenizers.of_kind("byte_level")
+    model = HashModel(len(tokenizers.of_kind("byte_level")))
     tokens = model.decode([1, 2], SamplingParams(temperature=0, max_tokens=12))
     special = tokenizer.convert_ids_to_tokens(tokens[5])
     marked = copy.deepcopy(tokenizer)
@@ -374,5 +427,6 @@ def test_a_special_token_as_stop_string_stops_where_it_is_generated(k, ahead, ca
     assert output.text == decode(marked, tokens[: end - 1])
     (warning,) = caplog.messages
     assert (
-        warning.startswith(f"the stop string {'a' + special!r} is never found") and f"use {special!r} alone" in warning
+        warning.startswith(f"the stop string {'a' + special!r} is never found")
+        and f"use {special!r} alone" in warning
     )

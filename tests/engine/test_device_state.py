@@ -1,4 +1,5 @@
-"""What the device knows of a request is what the host knows, and a slot keeps nothing of the request before."""
+"""What the device knows of a request is what the host knows, and a slot keeps nothing of the
+request before."""
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from mtpkit.engine import Engine, EngineConfig
 from mtpkit.engine.device_state import DeviceState
 from mtpkit.engine.vocabulary import Vocabulary
 from mtpkit.model import SequenceInput, base_forward
-from tests.engine.tiny import VOCAB_SIZE, generate, guide, make_llm, make_prompts, penalised, tiny_model
+from tests.engine.tiny import (
+    VOCAB_SIZE,
+    generate,
+    guide,
+    make_llm,
+    make_prompts,
+    penalised,
+    tiny_model,
+)
 from tests.model.toy import move_slot
 
 PROMPTS = make_prompts()
@@ -31,9 +40,14 @@ MIXED = [
 def assert_same_as_alone(params, k: int, slots: int) -> None:
     """Requests one after another in a few slots give what each gives in an engine of its own."""
     prompts = [[2 * i + 1, 2 * i + 2] for i in range(len(params))]
-    want = [make_llm(tiny_model(), 0).generate([p], one)[0] for p, one in zip(prompts, params, strict=True)]
+    want = [
+        make_llm(tiny_model(), 0).generate([p], one)[0]
+        for p, one in zip(prompts, params, strict=True)
+    ]
     got = make_llm(tiny_model(), k, max_num_seqs=slots).generate(prompts, params)
-    assert [output.outputs[0].token_ids for output in got] == [output.outputs[0].token_ids for output in want]
+    assert [output.outputs[0].token_ids for output in got] == [
+        output.outputs[0].token_ids for output in want
+    ]
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -42,26 +56,42 @@ def test_requests_of_all_kinds_in_slots_that_others_had(slots, k):
     lengths = [4, 9, 14] * 3
     sampled = enumerate(zip(MIXED, lengths, strict=False))
     assert_same_as_alone(
-        [SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **sampling) for i, (sampling, n) in sampled], k, slots
+        [
+            SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **sampling)
+            for i, (sampling, n) in sampled
+        ],
+        k,
+        slots,
     )
 
 
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("name, value", [("top_k", 1), ("top_p", 0.1), ("min_p", 0.9)])
 def test_a_filter_goes_with_its_request(name, value, k):
-    """The third request takes the first one's slot while the second's filter is still computed for both rows."""
-    filtered, free = {name: value}, {"temperature": 2.0}
+    """The third request takes the first one's slot while the second's filter is still computed for
+    both rows."""
+    filtered = {name: value}
+    free = {"temperature": 2.0}
     sampled = enumerate([(filtered, 3), (filtered, 30), (free, 15)])
     assert_same_as_alone(
-        [SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **sampling) for i, (sampling, n) in sampled], k, slots=2
+        [
+            SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **sampling)
+            for i, (sampling, n) in sampled
+        ],
+        k,
+        slots=2,
     )
 
 
 def test_a_slot_that_nobody_had_can_be_sampled():
     """Null rows of CUDA graphs are: filters of 0 would leave them no token."""
-    columns = DeviceState.allocate(3, EngineConfig(64, 2), Vocabulary(11), torch.device("cpu")).columns
+    columns = DeviceState.allocate(
+        3, EngineConfig(64, 2), Vocabulary(11), torch.device("cpu")
+    ).columns
     want = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-    assert {name: columns[name].tolist() for name in want} == {name: [value] * 3 for name, value in want.items()}
+    assert {name: columns[name].tolist() for name in want} == {
+        name: [value] * 3 for name, value in want.items()
+    }
     assert columns["repetition"].tolist() == [1.0] * 3 and not columns["frequency"].any()
 
 
@@ -74,30 +104,49 @@ def running(llm):
         yield from (request for request in llm.engine.scheduler.running if request.decoding)
 
 
-@pytest.mark.parametrize("settings", [{}, {"block_size": 2, "num_blocks": 30}, {"max_num_batched_tokens": 9}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"block_size": 2, "num_blocks": 30}, {"max_num_batched_tokens": 9}]
+)
 def test_counts_are_those_of_prompt_and_output(settings):
     llm = guide(make_llm(tiny_model(), 3, **settings), PROMPTS, truth=TRUTH)
-    columns, seen = llm.engine.executor.state.columns, 0
+    columns = llm.engine.executor.state.columns
+    seen = 0
     for request in running(llm):
         output = torch.tensor(request.output_token_ids)
-        assert torch.equal(columns["output_counts"][request.slot], torch.bincount(output, minlength=VOCAB_SIZE).int())
-        assert set(columns["in_prompt"][request.slot].nonzero().flatten().tolist()) == set(request.prompt_token_ids)
+        assert torch.equal(
+            columns["output_counts"][request.slot],
+            torch.bincount(output, minlength=VOCAB_SIZE).int(),
+        )
+        assert set(columns["in_prompt"][request.slot].nonzero().flatten().tolist()) == set(
+            request.prompt_token_ids
+        )
         seen += 1
     assert seen > 20 and llm.stats().acceptance.accepted
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"block_size": 2, "num_blocks": 30}, {"max_num_batched_tokens": 9}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"block_size": 2, "num_blocks": 30}, {"max_num_batched_tokens": 9}]
+)
 @torch.inference_mode()
 def test_earlier_positions_are_the_newest_committed_ones(settings):
     model = tiny_model("distinct")
     llm = guide(make_llm(model, 3, **settings), PROMPTS, truth=TRUTH)
-    earlier, seen = llm.engine.executor.state.earlier, 0
+    earlier = llm.engine.executor.state.earlier
+    seen = 0
     for request in running(llm):
-        count, held = request.num_computed, min(2, request.num_computed)
-        assert earlier.token_ids[request.slot, 2 - held :].tolist() == request.token_ids[count - held : count]
-        hidden = base_forward(model, torch.tensor([request.token_ids[:count]]), SequenceInput())[-held:, 0]
-        torch.testing.assert_close(earlier.hidden[request.slot, 2 - held :], hidden, rtol=1e-4, atol=1e-4)
+        count = request.num_computed
+        held = min(2, request.num_computed)
+        assert (
+            earlier.token_ids[request.slot, 2 - held :].tolist()
+            == request.token_ids[count - held : count]
+        )
+        hidden = base_forward(model, torch.tensor([request.token_ids[:count]]), SequenceInput())[
+            -held:, 0
+        ]
+        torch.testing.assert_close(
+            earlier.hidden[request.slot, 2 - held :], hidden, rtol=1e-4, atol=1e-4
+        )
         seen += 1
     assert seen > 20
 
@@ -120,12 +169,18 @@ def move_request(engine, request) -> None:
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize(
-    "heads, mtp_pattern", [("repeated", "*-"), ("repeated", "M*"), ("distinct", "*-"), ("distinct", "M*")]
+    "heads, mtp_pattern",
+    [("repeated", "*-"), ("repeated", "M*"), ("distinct", "*-"), ("distinct", "M*")],
 )
-def test_a_request_moved_to_another_slot_goes_on_with_the_same_tokens(heads, mtp_pattern, rollback, monkeypatch):
-    """After every step one request changes its slot, and free slots are NaN; its acceptance stays the same too."""
-    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern), make_prompts()
-    runs, moved = [], 0
+def test_a_request_moved_to_another_slot_goes_on_with_the_same_tokens(
+    heads, mtp_pattern, rollback, monkeypatch
+):
+    """After every step one request changes its slot, and free slots are NaN; its acceptance stays
+    the same too."""
+    model = tiny_model(heads, mtp_pattern=mtp_pattern)
+    prompts = make_prompts()
+    runs = []
+    moved = 0
 
     def step_and_move(self, *args):
         nonlocal moved

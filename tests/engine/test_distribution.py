@@ -1,4 +1,5 @@
-"""Speculative sampling draws from the base's own distribution: joint law of the first three tokens, 20,000 seeds."""
+"""Speculative sampling draws from the base's own distribution: joint law of the first three tokens,
+20,000 seeds."""
 
 import functools
 import itertools
@@ -19,10 +20,15 @@ from mtpkit.kernels.acceptance import drawn_tree
 from mtpkit.model.state import StateLayout
 from tests.engine.fakes import CPU, state_sizes
 
-VOCAB_SIZE, SEEDS, START = 4, 20_000, 1
+VOCAB_SIZE = 4
+SEEDS = 20_000
+START = 1
 TABLE = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(8)) * 0.7
 HEADS = {
-    "good": TABLE + 0.3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(6)),
+    "good": (
+        TABLE
+        + 0.3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(6))
+    ),
     "bad": torch.zeros(VOCAB_SIZE, VOCAB_SIZE),
     "adversarial": -3 * TABLE,
 }
@@ -33,7 +39,9 @@ class TableRunner:
     """A base whose logits depend on the newest token."""
 
     def run(self, batch) -> StepOutput:
-        return StepOutput(TABLE[batch.token_ids[batch.logit_indices]], torch.zeros(len(batch.token_ids), 1, 1))
+        return StepOutput(
+            TABLE[batch.token_ids[batch.logit_indices]], torch.zeros(len(batch.token_ids), 1, 1)
+        )
 
 
 class TableDrafter:
@@ -42,7 +50,9 @@ class TableDrafter:
     earlier = (0, 0)
 
     def __init__(self, table, depths, draw) -> None:
-        self.table, self.depths, self.draw = table, depths, draw
+        self.table = table
+        self.depths = depths
+        self.draw = draw
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         count = batch.plan.num_sampling_rows
@@ -55,16 +65,22 @@ class TableDrafter:
                 tokens.append(logits.argmax(-1))
                 continue
             probs.append(sampler.probabilities(logits, batch.sampling, rows))
-            numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
+            numbers = sampler.uniforms(
+                batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM
+            )
             tokens.append(sampling.sample(probs[-1], numbers))
         return Drafts(torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None)
 
 
 def decode(k, heads=None, draw=False, seeds=range(SEEDS), **params):
-    config = EngineConfig(64, k, max_num_seqs=1000, max_num_batched_tokens=6000, draft_sampling=draw)
+    config = EngineConfig(
+        64, k, max_num_seqs=1000, max_num_batched_tokens=6000, draft_sampling=draw
+    )
     drafter = TableDrafter(HEADS[heads], k, draw) if k else NoDrafter()
     layout = StateLayout({}, state_sizes(config))
-    return decoded(Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU), seeds, params)
+    return decoded(
+        Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU), seeds, params
+    )
 
 
 @functools.cache
@@ -91,7 +107,11 @@ def decoded(engine, seeds, params):
         engine.add_request([START], seeded(**params)[seed], str(seed))
     outputs = {}
     while engine.has_unfinished:
-        outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+        outputs |= {
+            output.request_id: output.outputs[0].token_ids
+            for output in engine.step()
+            if output.finished
+        }
     return torch.tensor([outputs[str(seed)] for seed in seeds])
 
 
@@ -104,7 +124,9 @@ def law(params: SamplingParams) -> torch.Tensor:
     for tokens in itertools.product(range(VOCAB_SIZE), repeat=3):
         probability = 1.0
         for i, token in enumerate(tokens):
-            counts = torch.bincount(torch.tensor(tokens[:i], dtype=torch.int64), minlength=VOCAB_SIZE)
+            counts = torch.bincount(
+                torch.tensor(tokens[:i], dtype=torch.int64), minlength=VOCAB_SIZE
+            )
             logits = sampling.apply_penalties(
                 TABLE[[tokens[i - 1] if i else START]],
                 torch.arange(VOCAB_SIZE)[None] == START,
@@ -135,8 +157,12 @@ def check(drawn: torch.Tensor, params: SamplingParams) -> None:
     if rare.any():
         counts, expected = (torch.cat([v[common], v[rare].sum()[None]]) for v in (counts, expected))
     else:
-        counts, expected = counts[common], expected[common]
-    assert stats.chisquare(counts.numpy(), (expected * counts.sum() / expected.sum()).numpy()).pvalue > 1e-3
+        counts = counts[common]
+        expected = expected[common]
+    assert (
+        stats.chisquare(counts.numpy(), (expected * counts.sum() / expected.sum()).numpy()).pvalue
+        > 1e-3
+    )
 
 
 SETTINGS = [
@@ -144,7 +170,12 @@ SETTINGS = [
     {"temperature": 0.9, "top_p": 0.85},
     {"temperature": 1.5, "top_k": 3},
     {"min_p": 0.2},
-    {"temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.5},
+    {
+        "temperature": 0.8,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.5,
+    },
 ]
 
 
@@ -181,7 +212,9 @@ def test_broken_rejection_is_found(monkeypatch, sabotage):
     def broken(drafts, draft_probs, target_probs, accept_uniforms, sample_uniforms):
         if sabotage == "accept all":
             return accept(drafts, draft_probs, target_probs, 0 * accept_uniforms, sample_uniforms)
-        accepted, token_ids = accept(drafts, draft_probs, target_probs, accept_uniforms, sample_uniforms)
+        accepted, token_ids = accept(
+            drafts, draft_probs, target_probs, accept_uniforms, sample_uniforms
+        )
         at_stop = accepted[:, None, None].expand(-1, 1, VOCAB_SIZE)
         chosen = sampling.sample(target_probs.gather(1, at_stop)[:, 0], sample_uniforms[:, 0])
         return accepted, token_ids.scatter(1, accepted[:, None], chosen[:, None])
@@ -197,8 +230,15 @@ class TableTreeDrafter(RepeatedTreeDrafter):
     earlier = (0, 0)
 
     def __init__(self, table, tree) -> None:
-        self.table, self.shape, self.sample, self.draft_token_ids = table, Shape(tree, CPU), True, None
-        self.model = SimpleNamespace(mtpkit_config=SimpleNamespace(mtp=SimpleNamespace(hands_on_normed=lambda _: True)))
+        self.table, self.shape, self.sample, self.draft_token_ids = (
+            table,
+            Shape(tree, CPU),
+            True,
+            None,
+        )
+        self.model = SimpleNamespace(
+            mtpkit_config=SimpleNamespace(mtp=SimpleNamespace(hands_on_normed=lambda _: True))
+        )
 
     def logits(self, state):
         return self.table[state[:, 0].long()]
@@ -215,7 +255,10 @@ class TableTreeDrafter(RepeatedTreeDrafter):
 
 @pytest.mark.parametrize(
     ("heads", "params", "tree"),
-    [("good", SETTINGS[4], [2, 2]), ("adversarial", SETTINGS[1], [[0], [1], [2], [0, 0], [0, 0, 0], [1, 0]])],
+    [
+        ("good", SETTINGS[4], [2, 2]),
+        ("adversarial", SETTINGS[1], [[0], [1], [2], [0, 0], [0, 0, 0], [1, 0]]),
+    ],
 )
 def test_drawn_trees_leave_the_law_alone(heads, params, tree):
     check(decode_trees(heads, parse_tree(tree), **params), SamplingParams(**params))
@@ -226,10 +269,18 @@ def test_trees_that_take_siblings_for_independent_draws_would_be_seen(monkeypatc
     monkeypatch.setattr(drawn_tree, "_normalised", lambda weights, otherwise, total: otherwise)
     params = SETTINGS[0]
     with pytest.raises(AssertionError):
-        check(decode_trees("adversarial", parse_tree([3, 1]), range(4000), **params), SamplingParams(**params))
+        check(
+            decode_trees("adversarial", parse_tree([3, 1]), range(4000), **params),
+            SamplingParams(**params),
+        )
 
 
 def decode_trees(heads, tree, seeds=range(SEEDS), **params):
-    config = EngineConfig(64, tree.depth, tree, max_num_seqs=1000, max_num_batched_tokens=9000, draft_sampling=True)
-    drafter, layout = TableTreeDrafter(HEADS[heads], tree), StateLayout({}, state_sizes(config))
-    return decoded(Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU), seeds, params)
+    config = EngineConfig(
+        64, tree.depth, tree, max_num_seqs=1000, max_num_batched_tokens=9000, draft_sampling=True
+    )
+    drafter = TableTreeDrafter(HEADS[heads], tree)
+    layout = StateLayout({}, state_sizes(config))
+    return decoded(
+        Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU), seeds, params
+    )

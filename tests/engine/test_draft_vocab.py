@@ -7,7 +7,15 @@ import torch
 
 from mtpkit.engine import SamplingParams
 from mtpkit.errors import UserError
-from tests.engine.tiny import decode, generate, greedy, make_llm, make_prompts, record_drafts, tiny_model
+from tests.engine.tiny import (
+    decode,
+    generate,
+    greedy,
+    make_llm,
+    make_prompts,
+    record_drafts,
+    tiny_model,
+)
 
 SOME = [60, 3, 17, 22, 41, 8, 30]
 PROMPTS = make_prompts()
@@ -19,7 +27,9 @@ def test_output_is_the_bases_own_and_drafts_are_among_the_tokens(heads):
     llm = make_llm(model, 2, draft_vocab=SOME)
     drafts = record_drafts(llm, PROMPTS, guided=False)
     assert {token for made in drafts.values() for token in made} <= set(SOME)
-    assert generate(make_llm(model, 2, draft_vocab=SOME), PROMPTS) == [decode(model, p, 20) for p in PROMPTS]
+    assert generate(make_llm(model, 2, draft_vocab=SOME), PROMPTS) == [
+        decode(model, p, 20) for p in PROMPTS
+    ]
 
 
 def test_drafts_are_the_best_of_those_tokens():
@@ -41,7 +51,12 @@ def test_sampled_drafts_keep_to_the_tokens_and_verification_knows():
         return seen[-1]
 
     llm.engine.executor.drafter.draft = spy
-    generate(llm, PROMPTS, SamplingParams(temperature=1.0, max_tokens=12, seed=1, ignore_eos=True), poison=False)
+    generate(
+        llm,
+        PROMPTS,
+        SamplingParams(temperature=1.0, max_tokens=12, seed=1, ignore_eos=True),
+        poison=False,
+    )
     outside = torch.ones(llm.model.mtpkit_config.vocab_size, dtype=torch.bool)
     outside[SOME] = False
     drawn = [made for made in seen if len(made.token_ids)]
@@ -51,7 +66,9 @@ def test_sampled_drafts_keep_to_the_tokens_and_verification_knows():
 
 def test_a_file_or_a_mistake(tmp_path):
     path = tmp_path / "some.json"
-    path.write_text(json.dumps({"token_ids": SOME, "vocab_size": 61, "coverage": 0.5, "files": ["x"]}))
+    path.write_text(
+        json.dumps({"token_ids": SOME, "vocab_size": 61, "coverage": 0.5, "files": ["x"]})
+    )
     llm = make_llm(tiny_model(), 2, draft_vocab=path)
     assert llm.engine.executor.drafter.draft_token_ids.tolist() == sorted(SOME)
     for wrong, message in (([], "is empty"), ([3, 61], "61"), ([3, 3], "3")):
@@ -61,8 +78,10 @@ def test_a_file_or_a_mistake(tmp_path):
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_synthetic_acceptance_goes_on_with_the_bases_own_token(sample):
-    """Nothing accepted: plain decoding. Everything accepted: every (1 + K)-th token is the base's."""
-    model, prompts = tiny_model(), make_prompts()
+    """Nothing accepted: plain decoding. Everything accepted: every (1 + K)-th token is the
+    base's."""
+    model = tiny_model()
+    prompts = make_prompts()
     llm = make_llm(model, 2, synthetic_acceptance=[0.0, 0.0], draft_sampling=sample)
     assert generate(llm, prompts) == [decode(model, prompt, 20) for prompt in prompts]
     llm = make_llm(model, 2, synthetic_acceptance=[1.0, 1.0], draft_sampling=sample)
@@ -73,7 +92,9 @@ def test_synthetic_acceptance_goes_on_with_the_bases_own_token(sample):
 
 
 def test_synthetic_acceptance_has_its_rates():
-    llm = make_llm(tiny_model(), 3, synthetic_acceptance=[0.9, 0.5, 0.2], num_blocks=400, max_num_seqs=16)
+    llm = make_llm(
+        tiny_model(), 3, synthetic_acceptance=[0.9, 0.5, 0.2], num_blocks=400, max_num_seqs=16
+    )
     prompts = [[token] for token in range(40)]
     llm.generate(prompts, greedy(60))
     for got, want in zip(llm.stats().conditional_acceptance, [0.9, 0.5, 0.2], strict=True):

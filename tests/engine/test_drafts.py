@@ -1,8 +1,15 @@
-"""The engine's drafts are those of whole sequences without caches, whatever else is in the batch."""
+"""The engine's drafts are those of whole sequences without caches, whatever else is in the
+batch."""
 
 import pytest
 
-from tests.engine.tiny import make_llm, make_prompts, record_drafts, teacher_forced_drafts, tiny_model
+from tests.engine.tiny import (
+    make_llm,
+    make_prompts,
+    record_drafts,
+    teacher_forced_drafts,
+    tiny_model,
+)
 
 PROMPTS = make_prompts((1, 2, 4, 9))
 CASES = [("repeated", 1), ("repeated", 3), ("distinct", 1), ("distinct", 2), ("distinct", 3)]
@@ -19,7 +26,8 @@ def test_drafts_equal_those_without_caches(heads, k, guided):
 
 
 @pytest.mark.parametrize(
-    "heads, mtp_pattern, k", [*((heads, "*-", k) for heads, k in CASES), ("distinct", "M*", 2), ("distinct", "M*", 3)]
+    "heads, mtp_pattern, k",
+    [*((heads, "*-", k) for heads, k in CASES), ("distinct", "M*", 2), ("distinct", "M*", 3)],
 )
 def test_drafts_are_the_same_alone_in_a_batch_in_chunks_and_after_preemption(heads, mtp_pattern, k):
     model = tiny_model(heads, mtp_pattern=mtp_pattern)
@@ -50,8 +58,10 @@ def test_recurrent_head_drafts_equal_those_without_caches(k, mtp_pattern, state_
 @pytest.mark.parametrize("mtp_pattern", ["M", "*M-"])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_distinct_recurrent_heads_draft_as_without_caches(k, mtp_pattern, state_rollback):
-    """Prompts of fewer than the K - 1 tokens that the states are behind, of as many, and of more; in chunks too."""
-    model, prompts = tiny_model("distinct", "M*M-", mtp_pattern, distinct=4), make_prompts((1, 2, 3, 4, 5, 9, 21))
+    """Prompts of fewer than the K - 1 tokens that the states are behind, of as many, and of more;
+    in chunks too."""
+    model = tiny_model("distinct", "M*M-", mtp_pattern, distinct=4)
+    prompts = make_prompts((1, 2, 3, 4, 5, 9, 21))
     for budget in (40, k + 2):
         llm = make_llm(model, k, max_num_batched_tokens=budget, state_rollback=state_rollback)
         drafts = record_drafts(llm, prompts, 12)

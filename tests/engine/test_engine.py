@@ -15,7 +15,9 @@ def test_an_id_is_of_one_live_request_at_a_time():
     engine = fake_engine(MODEL, num_speculative_tokens=2)
     engine.add_request([1, 2], GREEDY, "x")
     for _ in range(2):  # waiting, then running
-        with pytest.raises(UserError, match="request x: an unfinished request has this id, choose another id"):
+        with pytest.raises(
+            UserError, match="request x: an unfinished request has this id, choose another id"
+        ):
             engine.add_request([3, 4], GREEDY, "x")
         engine.step()
     assert run(engine)["x"].outputs[0].token_ids == MODEL.decode([1, 2], GREEDY)
@@ -51,7 +53,9 @@ def test_numbers_never_meet_an_id_that_was_given(given):
 
 @pytest.mark.parametrize("request_id", [5, b"x", ("a",)])
 def test_an_id_is_a_text(request_id):
-    with pytest.raises(UserError, match=r"request_id is .*, must be a text: leave it out to have requests numbered"):
+    with pytest.raises(
+        UserError, match=r"request_id is .*, must be a text: leave it out to have requests numbered"
+    ):
         fake_engine(MODEL).add_request([1], GREEDY, request_id)
 
 
@@ -79,22 +83,29 @@ def test_tokens_are_of_the_vocabulary(prompt, params, message):
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_older_request_that_is_queued_late(steps, k, ahead):
-    """The older request goes before younger ones that already run, and both are decoded as if alone."""
-    engine = fake_engine(MODEL, num_speculative_tokens=k, async_scheduling=ahead, max_num_batched_tokens=6)
+    """The older request goes before younger ones that already run, and both are decoded as if
+    alone."""
+    engine = fake_engine(
+        MODEL, num_speculative_tokens=k, async_scheduling=ahead, max_num_batched_tokens=6
+    )
     old = engine.make_request([1, 2, 3, 4, 5, 6, 7, 8], GREEDY)
     new = engine.add_request([9, 10, 1, 2, 3, 4, 5, 6], GREEDY)
     for _ in range(steps):
         engine.step()
     engine.scheduler.add(old)
     outputs = run(engine)
-    assert outputs[old.request_id].outputs[0].token_ids == MODEL.decode(old.prompt_token_ids, GREEDY)
+    assert outputs[old.request_id].outputs[0].token_ids == MODEL.decode(
+        old.prompt_token_ids, GREEDY
+    )
     assert outputs[new].outputs[0].token_ids == MODEL.decode([9, 10, 1, 2, 3, 4, 5, 6], GREEDY)
     engine.scheduler.check_integrity()
 
 
 def test_stop_tokens_beyond_the_vocabulary_are_warned_of(caplog):
     engine = fake_engine(HashModel(), num_blocks=40)
-    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=5, stop_token_ids=[11]), "a")
+    engine.add_request(
+        [1, 2], SamplingParams(temperature=0, max_tokens=5, stop_token_ids=[11]), "a"
+    )
     assert "stop_token_ids [11] have no effect: the vocabulary has 11 tokens" in caplog.text
     assert len(run(engine)["a"].outputs[0].token_ids) == 5
 

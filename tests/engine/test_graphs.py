@@ -44,7 +44,12 @@ def most_drafts(model) -> int:
 def states_of(engine) -> list[torch.Tensor]:
     """All tensors with a slot for each request: of recurrent layers and of the engine."""
     executor = engine.executor
-    layers = [tensor for state in executor.states.all() if state.unit == "slot" for tensor in state.tensors.values()]
+    layers = [
+        tensor
+        for state in executor.states.all()
+        if state.unit == "slot"
+        for tensor in state.tensors.values()
+    ]
     return layers + executor.state.tensors
 
 
@@ -56,10 +61,12 @@ def test_buckets_hold_their_rows():
 
 
 def test_no_step_finds_blocks_of_an_earlier_one(monkeypatch):
-    """Where a step of few blocks follows a step of many, the rest of its tables is the null block."""
+    """Where a step of few blocks follows a step of many, the rest of its tables is the null
+    block."""
     replay_on_cpu(monkeypatch)
     llm = make_llm(tiny_model(), 1, block_size=2, max_num_seqs=2)
-    graphs, widths = llm.engine.executor.graphs, []
+    graphs = llm.engine.executor.graphs
+    widths = []
     fill = graphs._fill
 
     def filled(shape, numbers, tables):
@@ -91,35 +98,55 @@ def graphed(model, k, prompts, **settings):
     if k:
         width = max(map(len, prompts)) + MAX_TOKENS + 4 * k
         truth = [prompt + decode(model, prompt, width - len(prompt)) for prompt in prompts]
-        llm.engine.executor.drafter = TruthOnDevice(llm.engine.executor.drafter, truth, device_of(model))
+        llm.engine.executor.drafter = TruthOnDevice(
+            llm.engine.executor.drafter, truth, device_of(model)
+        )
     return llm
 
 
-DEPTHS = [(heads, pattern, k) for heads, pattern in HEADS for k in (0, 1, 3, 5) if k <= 3 or heads == "repeated"]
+DEPTHS = [
+    (heads, pattern, k)
+    for heads, pattern in HEADS
+    for k in (0, 1, 3, 5)
+    if k <= 3 or heads == "repeated"
+]
 
 
-# How states are rolled back is the graph's, when the host looks at results is not: the two meet in every other step.
-@pytest.mark.parametrize(("depths", "rollback", "ahead"), covering(DEPTHS, ("replay", "snapshot"), (False, True)))
+# How states are rolled back is the graph's, when the host looks at results is not: the two meet in
+# every other step.
+@pytest.mark.parametrize(
+    ("depths", "rollback", "ahead"), covering(DEPTHS, ("replay", "snapshot"), (False, True))
+)
 def test_graphs_change_no_token(device, depths, rollback, ahead):
     heads, mtp_pattern, k = depths
-    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts()
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device=device)
+    prompts = make_prompts()
     llm = graphed(model, k, prompts, state_rollback=rollback, async_scheduling=ahead)
-    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [
+        decode(model, p, MAX_TOKENS) for p in prompts
+    ]
     assert llm.engine.executor.graphs._graphs
     if k:
         assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
 
 
-@pytest.mark.parametrize("tree", [dict(speculative_token_tree=[8, 3]), dict(speculative_eagle_topk=4)])
+@pytest.mark.parametrize(
+    "tree", [dict(speculative_token_tree=[8, 3]), dict(speculative_eagle_topk=4)]
+)
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("repeated", "*M")])
+@pytest.mark.parametrize(
+    "heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("repeated", "*M")]
+)
 def test_trees(device, heads, mtp_pattern, rollback, tree):
     """Of attention, Mamba2 and gated delta nets; sampled with a seed, too."""
-    model, prompts = tiny_model(heads, "MG*-", mtp_pattern, device), make_prompts()
+    model = tiny_model(heads, "MG*-", mtp_pattern, device)
+    prompts = make_prompts()
     settings = dict(max_num_seqs=5, num_blocks=400, async_scheduling=True, state_rollback=rollback)
     llm = make_llm(model, 2 if "speculative_eagle_topk" in tree else None, **settings, **tree)
     assert llm.engine.executor.graphs is not None
-    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [
+        decode(model, p, MAX_TOKENS) for p in prompts
+    ]
     assert llm.engine.executor.graphs._graphs and llm.stats().acceptance.accepted > 0
     sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
     plain = make_llm(model, 0, **settings)
@@ -127,7 +154,8 @@ def test_trees(device, heads, mtp_pattern, rollback, tree):
 
 
 @pytest.mark.parametrize(
-    "pattern, mtp_pattern", [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E"), ("G*G-", "G-")]
+    "pattern, mtp_pattern",
+    [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E"), ("G*G-", "G-")],
 )
 def test_layers_of_every_kind(device, pattern, mtp_pattern):
     model = tiny_model("repeated", pattern, mtp_pattern, device)
@@ -139,13 +167,17 @@ def test_layers_of_every_kind(device, pattern, mtp_pattern):
 
 def test_one_layer_of_each_kind_runs_before_a_capture(device):
     model = build_model(tiny_config("repeated", "M*M-*M", "*"), device=device, seed=1)
-    prompts, runs = make_prompts(), collections.Counter()
+    prompts = make_prompts()
+    runs = collections.Counter()
     for place, layer in enumerate(model.decoder.layers):
         layer.register_forward_pre_hook(lambda *_, place=place: runs.update([place]))
     llm = make_llm(model, 3)
     tokens = generate(llm, prompts, greedy(MAX_TOKENS))
     once = runs[2]  # whatever runs all layers
-    assert len(llm.engine.executor.graphs._graphs) <= once and [runs[place] for place in (4, 5)] == [once] * 2
+    assert (
+        len(llm.engine.executor.graphs._graphs) <= once
+        and [runs[place] for place in (4, 5)] == [once] * 2
+    )
     assert {runs[place] - once for place in (0, 1, 3)} == {len(llm.engine.executor.graphs._graphs)}
     assert tokens == [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
 
@@ -172,7 +204,8 @@ def nothing_compiled(monkeypatch):
 
 
 TWICE = [("M-M-*", "*"), ("GE*GE", "*-"), ("+E-+E-", "+")]
-"""Bases with two layers of most kinds, and heads without a kind of theirs: heads run before the capture in any case."""
+"""Bases with two layers of most kinds, and heads without a kind of theirs: heads run before the
+capture in any case."""
 
 
 @pytest.mark.gpu
@@ -193,21 +226,25 @@ def test_a_kernel_left_for_the_capture_is_seen(pattern, mtp_pattern, nothing_com
 
     monkeypatch.setattr(runner, "one_layer_per_kind", first_layer)
     with pytest.raises(CompiledLate):
-        make_llm(tiny_model("repeated", pattern, mtp_pattern, "cuda"), 3, max_num_seqs=3, warm_up=True)
+        make_llm(
+            tiny_model("repeated", pattern, mtp_pattern, "cuda"), 3, max_num_seqs=3, warm_up=True
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", ["M*M-", "ME*E"])
 def test_plain_twins_run_without_graphs(pattern, monkeypatch):
     monkeypatch.setenv(CHOICE, "reference")
-    model, prompts = tiny_model("repeated", pattern, "*", "cuda"), make_prompts()
+    model = tiny_model("repeated", pattern, "*", "cuda")
+    prompts = make_prompts()
     llm = make_llm(model, 3)
     assert llm.engine.executor.graphs is None
     assert generate(llm, prompts, greedy(8)) == [decode(model, p, 8) for p in prompts]
 
 
 def test_many_batch_sizes_arrivals_and_null_rows(device):
-    """Requests that end at different times: batch sizes from 11 down to 1, null rows beside them, chunks between."""
+    """Requests that end at different times: batch sizes from 11 down to 1, null rows beside them,
+    chunks between."""
     model = tiny_model(device=device)
     prompts = make_prompts((*PROMPT_LENGTHS, 2, 3, 5, 7, 13, 17))
     llm = graphed(model, 3, prompts, max_num_batched_tokens=48)
@@ -234,27 +271,39 @@ def poison_null(engine) -> None:
             tensor[[-1] if state.unit == "block" else free] = math.nan
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")])
-@pytest.mark.parametrize("params", [greedy(8), penalised(8), penalised(8, temperature=0.9, seed=3, top_k=20)])
+@pytest.mark.parametrize(
+    "heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
+)
+@pytest.mark.parametrize(
+    "params", [greedy(8), penalised(8), penalised(8, temperature=0.9, seed=3, top_k=20)]
+)
 def test_null_rows_leave_all_state_as_it_is(device, heads, mtp_pattern, params):
-    """Five requests in a bucket of eight, then nine in one of twelve: the slots that are free stay as they are."""
+    """Five requests in a bucket of eight, then nine in one of twelve: the slots that are free stay
+    as they are."""
     model = tiny_model(heads, mtp_pattern=mtp_pattern, device=device)
     for count in (5, 9):
         llm = graphed(model, 3, make_prompts(range(2, 2 + count)), max_num_seqs=16)
-        engine, rows = llm.engine, slice(count, 16)
+        engine = llm.engine
+        rows = slice(count, 16)
         for tensor in states_of(engine):
             tensor[:16].fill_(7)
         before = [tensor[rows].clone() for tensor in states_of(engine)]
         generate(llm, make_prompts(range(2, 2 + count)), params, poison=False)
         assert bucket_size(count) > count and engine.executor.graphs._graphs
-        assert all(torch.equal(tensor[rows], old) for tensor, old in zip(states_of(engine), before, strict=True))
-        assert int(engine.executor.state.num_computed[-1]) <= 1 + 3  # null rows begin anew in each step
+        assert all(
+            torch.equal(tensor[rows], old)
+            for tensor, old in zip(states_of(engine), before, strict=True)
+        )
+        # null rows begin anew in each step
+        assert int(engine.executor.state.num_computed[-1]) <= 1 + 3
 
 
 def test_sampling_in_a_graph_equals_sampling_outside(device):
     model = tiny_model(device=device)
     prompts = make_prompts()
-    params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=16, ignore_eos=True
+    )
     eager = make_llm(model, 3, enforce_eager=True, async_scheduling=False)
     want = generate(eager, prompts, params, poison=False)
     assert generate(graphed(model, 3, prompts), prompts, params, poison=False) == want
@@ -272,7 +321,8 @@ def test_preemption_under_graphs(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_bf16_models_decode_with_state_in_either_dtype(state_dtype):
-    """Prompts in chunks, which hand the state on; the first tokens are those of fp32 up to near ties."""
+    """Prompts in chunks, which hand the state on; the first tokens are those of fp32 up to near
+    ties."""
     exact = tiny_model(device="cuda")
     model = build_model(exact.mtpkit_config, dtype=torch.bfloat16, device="cuda", seed=1)
     prompts = make_prompts()
@@ -283,18 +333,26 @@ def test_bf16_models_decode_with_state_in_either_dtype(state_dtype):
 
 
 def test_each_k_and_kind_of_sampling_has_its_graph(device):
-    """One engine: K changes from step to step, and greedy batches, drawn ones and greedy ones again follow another."""
-    model, prompts = tiny_model(device=device), make_prompts()
-    drawn = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
+    """One engine: K changes from step to step, and greedy batches, drawn ones and greedy ones again
+    follow another."""
+    model = tiny_model(device=device)
+    prompts = make_prompts()
+    drawn = SamplingParams(
+        temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True
+    )
     want = generate(make_llm(model, 0, enforce_eager=True), prompts, drawn, poison=False)
     llm = make_llm(model, 3, num_blocks=400)
     turns = itertools.cycle([3, 0, 1, 3, 2])
     llm.engine.speculation.choose = lambda rows: next(turns)
     for params in (greedy(MAX_TOKENS), drawn, greedy(MAX_TOKENS)):
-        exact = want if params is drawn else [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
+        exact = (
+            want if params is drawn else [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
+        )
         assert generate(llm, prompts, params, poison=False) == exact
     keys = {(depths, use) for _, depths, use in llm.engine.executor.graphs._graphs}
-    assert keys == {(k, use) for k in range(4) for use in (GREEDY, for_graph(frozenset({"temperature"})))}
+    assert keys == {
+        (k, use) for k in range(4) for use in (GREEDY, for_graph(frozenset({"temperature"})))
+    }
 
 
 TURNS = [
@@ -307,7 +365,8 @@ TURNS = [
 
 @functools.cache
 def without_graphs(model) -> list[list[int]]:
-    """The output of each prompt with one of `TURNS`, decoded without drafts, eagerly, in an engine of its own."""
+    """The output of each prompt with one of `TURNS`, decoded without drafts, eagerly, in an engine
+    of its own."""
     outputs = []
     for prompt, one in zip(make_prompts(), itertools.cycle(TURNS), strict=False):
         llm = make_llm(model, 0, enforce_eager=True, async_scheduling=False)
@@ -315,18 +374,24 @@ def without_graphs(model) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 24}, {"block_size": 2, "num_blocks": 40}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 24}, {"block_size": 2, "num_blocks": 40}]
+)
 @pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 3), ("distinct", 3)])
 def test_penalties_in_graphs(device, heads, k, settings):
-    """Requests with penalties, greedy and drawn, beside requests without; then all in slots that others had."""
-    model, prompts = tiny_model(heads, device=device), make_prompts()
+    """Requests with penalties, greedy and drawn, beside requests without; then all in slots that
+    others had."""
+    model = tiny_model(heads, device=device)
+    prompts = make_prompts()
     params = list(itertools.islice(itertools.cycle(TURNS), len(prompts)))
     want = without_graphs(model)
     assert want[0] != decode(model, prompts[0], 20)
     llm = graphed(model, k, prompts, **settings)
     if k:  # some drafts are right: slots are given to prompts in their order
         truth = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
-        llm.engine.executor.drafter = TruthOnDevice(llm.engine.executor.drafter.inner, truth, device)
+        llm.engine.executor.drafter = TruthOnDevice(
+            llm.engine.executor.drafter.inner, truth, device
+        )
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == want
@@ -337,8 +402,10 @@ def test_penalties_in_graphs(device, heads, k, settings):
 
 
 def test_penalties_get_graphs_of_their_own(device):
-    """Greedy and drawn rows, with and without: four kinds of graphs, each captured when it is needed first."""
-    model, prompts = tiny_model(device=device), make_prompts((4, 9))
+    """Greedy and drawn rows, with and without: four kinds of graphs, each captured when it is
+    needed first."""
+    model = tiny_model(device=device)
+    prompts = make_prompts((4, 9))
     llm = make_llm(model, 2)
     shaped = for_graph(frozenset({"temperature"}))
     seen: set[frozenset[str]] = set()
@@ -350,54 +417,76 @@ def test_penalties_get_graphs_of_their_own(device):
     ):
         llm.generate(prompts, params)
         seen.add(use)
-        assert {use for shape, _, use in llm.engine.executor.graphs._graphs if not shape.chunk_rows} == seen
+        assert {
+            use for shape, _, use in llm.engine.executor.graphs._graphs if not shape.chunk_rows
+        } == seen
 
 
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
 def test_drafts_in_graphs_are_those_outside(device, heads, mtp_pattern):
-    """Acceptance is that of eager decoding: a stale tail or state would cost drafts without changing a token."""
-    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts((1, 2, 4, 9, 21))
+    """Acceptance is that of eager decoding: a stale tail or state would cost drafts without
+    changing a token."""
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device=device)
+    prompts = make_prompts((1, 2, 4, 9, 21))
     k = min(3, most_drafts(model))
     accepted = []
     for settings in ({"enforce_eager": True, "async_scheduling": False}, {}):
         llm = make_llm(model, k, num_blocks=400, **settings)
         assert (llm.engine.executor.graphs is None) == bool(settings)
-        assert generate(llm, prompts, greedy(60), poison=False) == [decode(model, p, 60) for p in prompts]
+        assert generate(llm, prompts, greedy(60), poison=False) == [
+            decode(model, p, 60) for p in prompts
+        ]
         accepted.append((llm.stats().acceptance.steps, llm.stats().acceptance.accepted_per_depth))
     assert accepted[0] == accepted[1]
 
 
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
 def test_auto_under_graphs(device, heads, mtp_pattern):
-    """Step times are measured, and steps of any K leave the caches of all depths true for the next."""
-    model, prompts = tiny_model(heads, mtp_pattern=mtp_pattern, device=device), make_prompts()
+    """Step times are measured, and steps of any K leave the caches of all depths true for the
+    next."""
+    model = tiny_model(heads, mtp_pattern=mtp_pattern, device=device)
+    prompts = make_prompts()
     llm = make_llm(model, "auto", num_blocks=400)
     assert llm.engine.executor.graphs is not None and llm.engine.speculation.step_times
-    turns = itertools.cycle(min(k, llm.engine.config.num_speculative_tokens) for k in (3, 0, 1, 3, 2, 0, 0))
+    turns = itertools.cycle(
+        min(k, llm.engine.config.num_speculative_tokens) for k in (3, 0, 1, 3, 2, 0, 0)
+    )
     llm.engine.speculation.choose = lambda rows: next(turns)
-    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [
+        decode(model, p, MAX_TOKENS) for p in prompts
+    ]
 
 
 @pytest.mark.parametrize(
-    ("heads", "tree"), [("repeated", dict(speculative_eagle_topk=2)), ("distinct", dict(speculative_token_tree=[2, 1]))]
+    ("heads", "tree"),
+    [
+        ("repeated", dict(speculative_eagle_topk=2)),
+        ("distinct", dict(speculative_token_tree=[2, 1])),
+    ],
 )
 def test_auto_with_trees_under_graphs(device, heads, tree):
     """Steps of trees and of chains of every K are captured before the first request."""
-    model, prompts = tiny_model(heads, distinct=2, device=device), make_prompts((1, 9))
+    model = tiny_model(heads, distinct=2, device=device)
+    prompts = make_prompts((1, 9))
     sizes = dict(max_num_seqs=2, max_num_batched_tokens=16, num_blocks=400)
     llm = make_llm(model, "auto", warm_up=True, **sizes, **tree)
-    captured, shapes = set(llm.engine.executor.graphs._graphs), llm.engine.draft_shapes
+    captured = set(llm.engine.executor.graphs._graphs)
+    shapes = llm.engine.draft_shapes
     assert {drafts for _, drafts, _ in captured} == set(shapes) and len(shapes) == 4
     turns = itertools.cycle(shapes[at] for at in (3, 3, 0, 3, 2, 2, 1, 3, 3, 0))
     llm.engine.speculation.choose = lambda rows: next(turns)
-    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [decode(model, p, MAX_TOKENS) for p in prompts]
+    assert generate(llm, prompts, greedy(MAX_TOKENS)) == [
+        decode(model, p, MAX_TOKENS) for p in prompts
+    ]
     assert set(llm.engine.executor.graphs._graphs) == captured
 
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_request_of_the_full_length_beside_short_ones(device, k):
-    """The widest block table that there may be, and stale columns of it under shorter tables afterwards."""
-    model, prompts = tiny_model(device=device), [make_prompts((104,))[0], *make_prompts((3, 30))]
+    """The widest block table that there may be, and stale columns of it under shorter tables
+    afterwards."""
+    model = tiny_model(device=device)
+    prompts = [make_prompts((104,))[0], *make_prompts((3, 30))]
     llm = graphed(model, k, prompts)
     want = [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert len(prompts[0]) + MAX_TOKENS == llm.engine.config.max_model_len
@@ -409,14 +498,30 @@ def test_a_request_of_the_full_length_beside_short_ones(device, k):
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize("k, temperature", [(0, 0.0), (3, 0.0), (3, 0.9)])
-def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(device, k, temperature, rollback, eager):
-    """One token's embedding is NaN. Others in the same steps, and those that get its slot and blocks, do not notice."""
+def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(
+    device, k, temperature, rollback, eager
+):
+    """One token's embedding is NaN. Others in the same steps, and those that get its slot and
+    blocks, do not notice."""
     prompts = make_prompts()
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
-    settings = {"enforce_eager": eager, "state_rollback": rollback, "max_num_seqs": 3, "num_blocks": 60}
-    want = generate(make_llm(tiny_model(device=device), 0, **settings), prompts, params, poison=False)
-    bad = next(token for token in range(20, VOCAB_SIZE) if all(token not in tokens for tokens in (*want, *prompts)))
-    if k:  # attention multiplies what a query does not see by zero: a fed draft of NaN would break its own request
+    settings = {
+        "enforce_eager": eager,
+        "state_rollback": rollback,
+        "max_num_seqs": 3,
+        "num_blocks": 60,
+    }
+    want = generate(
+        make_llm(tiny_model(device=device), 0, **settings), prompts, params, poison=False
+    )
+    bad = next(
+        token
+        for token in range(20, VOCAB_SIZE)
+        if all(token not in tokens for tokens in (*want, *prompts))
+    )
+    # attention multiplies what a query does not see by zero: a fed draft of NaN would break its own
+    # request
+    if k:
         settings["draft_vocab"] = [token for token in range(VOCAB_SIZE) if token != bad]
     model = build_model(tiny_model().mtpkit_config, device=device, seed=1)
     with torch.no_grad():
@@ -432,11 +537,15 @@ def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(device, k, tempe
 
 
 def test_everything_is_captured_before_the_first_request(device):
-    """Prompts, mixed steps and decode steps of all sizes, greedy and drawn: nothing is left to capture."""
-    model, prompts = tiny_model(device=device), make_prompts()
+    """Prompts, mixed steps and decode steps of all sizes, greedy and drawn: nothing is left to
+    capture."""
+    model = tiny_model(device=device)
+    prompts = make_prompts()
     llm = make_llm(model, 3, warm_up=True, max_num_batched_tokens=40, max_num_seqs=6)
     captured = set(llm.engine.executor.graphs._graphs)
-    drawn = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
+    drawn = SamplingParams(
+        temperature=0.9, top_k=20, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True
+    )
     params = [drawn, greedy(7), drawn, greedy(9), greedy(MAX_TOKENS)]
     outputs = llm.generate([*prompts, *prompts], [*params, *params])
     for output, one in zip(outputs, params, strict=False):
@@ -447,9 +556,13 @@ def test_everything_is_captured_before_the_first_request(device):
 
 
 def test_auto_captures_each_k(device):
-    llm = make_llm(tiny_model(device=device), "auto", warm_up=True, max_num_seqs=2, max_num_batched_tokens=16)
+    llm = make_llm(
+        tiny_model(device=device), "auto", warm_up=True, max_num_seqs=2, max_num_batched_tokens=16
+    )
     captured = set(llm.engine.executor.graphs._graphs)
-    assert {depths for _, depths, _ in captured} == set(range(llm.engine.config.num_speculative_tokens + 1))
+    assert {depths for _, depths, _ in captured} == set(
+        range(llm.engine.config.num_speculative_tokens + 1)
+    )
     turns = itertools.cycle((2, 0, 1))
     llm.engine.speculation.choose = lambda rows: next(turns)
     llm.generate(make_prompts((3,)), greedy(12))
@@ -458,10 +571,13 @@ def test_auto_captures_each_k(device):
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_block_tables_name_no_block_of_another_request(device, k):
-    """After every step, all entries behind a row's own blocks name the null block, whatever rows came before."""
+    """After every step, all entries behind a row's own blocks name the null block, whatever rows
+    came before."""
     model = tiny_model("distinct", device=device)
     llm = make_llm(model, k, block_size=2, num_blocks=400, max_num_seqs=6, async_scheduling=False)
-    graphs, fill, wider = llm.engine.executor.graphs, llm.engine.executor.graphs._fill, 0
+    graphs = llm.engine.executor.graphs
+    fill = llm.engine.executor.graphs._fill
+    wider = 0
 
     def filled(shape, numbers, tables):
         nonlocal wider

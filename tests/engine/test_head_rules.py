@@ -1,4 +1,5 @@
-"""Decoding under each rule of what heads read: the tokens are the base's, the drafts those of whole sequences."""
+"""Decoding under each rule of what heads read: the tokens are the base's, the drafts those of whole
+sequences."""
 
 import pytest
 
@@ -17,10 +18,18 @@ from tests.engine.tiny import (
     teacher_forced_drafts,
 )
 
-PROMPTS, TOKENS, MOST = make_prompts((1, 2, 9)), 10, 4
-BASE, DEPTH = {"reads_of_base": "before_final_norm"}, {"reads_of_depth": "before_final_norm"}
+PROMPTS = make_prompts((1, 2, 9))
+TOKENS = 10
+MOST = 4
+BASE = {"reads_of_base": "before_final_norm"}
+DEPTH = {"reads_of_depth": "before_final_norm"}
 ZEROED = {"zero_first_embedding": True}
-RULES = {"mimo": BASE | ZEROED, "glm": DEPTH | ZEROED, "deepseek": ZEROED, "all before": BASE | DEPTH}
+RULES = {
+    "mimo": BASE | ZEROED,
+    "glm": DEPTH | ZEROED,
+    "deepseek": ZEROED,
+    "all before": BASE | DEPTH,
+}
 """Those of vLLM for three families, and one more."""
 HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
 
@@ -28,7 +37,10 @@ HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
 def same_drafts(model, drafts) -> bool:
     """Whether drafts are those of whole sequences; which of these follow do not depend on K."""
     assert len(drafts) > 10
-    return all(found == teacher_forced_drafts(model, known, MOST)[: len(found)] for known, found in drafts.items())
+    return all(
+        found == teacher_forced_drafts(model, known, MOST)[: len(found)]
+        for known, found in drafts.items()
+    )
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
@@ -55,7 +67,9 @@ def test_tokens_and_drafts(heads, mtp_pattern, rules):
 def test_each_rule_has_drafts_of_its_own(heads, mtp_pattern, rules):
     drafts = record_drafts(make_llm(ruled_model(heads, mtp_pattern, **rules), 3), PROMPTS, TOKENS)
     others = [{}, *(other for other in RULES.values() if other != rules)]
-    assert not any(same_drafts(ruled_model(heads, mtp_pattern, **other), drafts) for other in others)
+    assert not any(
+        same_drafts(ruled_model(heads, mtp_pattern, **other), drafts) for other in others
+    )
 
 
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])

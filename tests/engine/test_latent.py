@@ -70,7 +70,9 @@ def test_chunks_mixed_steps_and_preemption(heads, mtp_pattern, settings, shapes,
 @pytest.mark.parametrize("heads, mtp_pattern", HEADS)
 def test_drafts_are_those_of_whole_sequences(heads, mtp_pattern):
     model = latent_model(heads, mtp_pattern)
-    drafts = record_drafts(make_llm(model, 3, max_num_batched_tokens=14, max_num_seqs=3), PROMPTS, 10)
+    drafts = record_drafts(
+        make_llm(model, 3, max_num_batched_tokens=14, max_num_seqs=3), PROMPTS, 10
+    )
     assert len(drafts) > 10
     assert all(got == teacher_forced_drafts(model, known, 3) for known, got in drafts.items())
 
@@ -80,7 +82,9 @@ def test_what_goes_wrong_in_the_cache_is_seen(broken, monkeypatch):
     """A key that is not turned, a scale of the latent's width, and entries a place further."""
     store = mla.store_kv
     if broken == "slots":
-        monkeypatch.setattr(mla, "store_kv", lambda *arguments: store(*arguments[:-1], arguments[-1] ^ 1))
+        monkeypatch.setattr(
+            mla, "store_kv", lambda *arguments: store(*arguments[:-1], arguments[-1] ^ 1)
+        )
     elif broken == "rotary":
 
         def zero_key(latent, rotary, *rest):
@@ -89,14 +93,20 @@ def test_what_goes_wrong_in_the_cache_is_seen(broken, monkeypatch):
         monkeypatch.setattr(mla, "store_kv", zero_key)
     else:
         attend = mla.latent_attention
-        monkeypatch.setattr(mla, "latent_attention", lambda *arguments: attend(*arguments[:5], 0.2, *arguments[6:]))
+        monkeypatch.setattr(
+            mla, "latent_attention", lambda *arguments: attend(*arguments[:5], 0.2, *arguments[6:])
+        )
     model = latent_model()
-    assert generate(make_llm(model, 0), PROMPTS, poison=False) != [decode(model, prompt, 20) for prompt in PROMPTS]
+    assert generate(make_llm(model, 0), PROMPTS, poison=False) != [
+        decode(model, prompt, 20) for prompt in PROMPTS
+    ]
 
 
 def test_the_memory_plan_counts_one_row_a_token():
     llm = make_llm(latent_model(), 3, num_blocks=24, max_num_seqs=5)
     own = sum(tensor.nbytes for tensor in llm.engine.executor.state.tensors)
     assert llm.memory_plan.state_bytes + llm.memory_plan.kv_bytes == held_bytes(llm.engine) + own
-    rows = [state.rows for state in llm.engine.executor.states.all() if isinstance(state, PagedLatent)]
+    rows = [
+        state.rows for state in llm.engine.executor.states.all() if isinstance(state, PagedLatent)
+    ]
     assert [tuple(row.shape[1:]) for row in rows] == [(8, 20 + 4)] * 3

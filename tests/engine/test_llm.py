@@ -15,7 +15,15 @@ from mtpkit.engine.loading import warn_untrained
 from mtpkit.errors import UserError
 from mtpkit.model import build_model, state_specs
 from mtpkit.model.state import Newest, Ring
-from tests.engine.tiny import greedy, guide, headless_model, held_bytes, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import (
+    greedy,
+    guide,
+    headless_model,
+    held_bytes,
+    make_llm,
+    make_prompts,
+    tiny_model,
+)
 
 
 class Words:
@@ -34,7 +42,9 @@ def test_prompts_in_every_form_give_the_same_output():
     for form in forms:
         (output,) = llm.generate(form, greedy(6))
         assert output.prompt_token_ids == [5, 6, 7] and output.finished
-        assert output.prompt == ("5 6 7" if "5 6 7" in (form, *getattr(form, "values", list)()) else None)
+        assert output.prompt == (
+            "5 6 7" if "5 6 7" in (form, *getattr(form, "values", list)()) else None
+        )
         assert output.outputs[0].text == Words().decode(output.outputs[0].token_ids)
     assert len({tuple(o.outputs[0].token_ids) for o in llm.generate(forms, greedy(6))}) == 1
 
@@ -52,7 +62,8 @@ def test_streaming_grows_to_the_same_output():
     llm = guide(make_llm(tiny_model(), 3, tokenizer=Words()), prompts)
     seen: dict[str, list[int]] = {}
     for output in llm.stream(prompts, greedy()):
-        before, now = seen.get(output.request_id, []), output.outputs[0].token_ids
+        before = seen.get(output.request_id, [])
+        now = output.outputs[0].token_ids
         assert now[: len(before)] == before and len(before) < len(now) <= len(before) + 4
         seen[output.request_id] = now
         assert output.finished == (len(now) == 20)
@@ -84,7 +95,10 @@ def test_seeded_samples_do_not_depend_on_k_batch_or_preemption():
     params = [SamplingParams(max_tokens=15, seed=i, top_p=0.9, ignore_eos=True) for i in range(4)]
     prompts = make_prompts((4, 1, 9, 5))
     alone = make_llm(tiny_model(), 0)
-    want = [alone.generate(p, one)[0].outputs[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    want = [
+        alone.generate(p, one)[0].outputs[0].token_ids
+        for p, one in zip(prompts, params, strict=True)
+    ]
     for k, settings in ((0, {}), (3, {}), (2, {"block_size": 2, "num_blocks": 18})):
         llm = make_llm(tiny_model(), k, **settings)
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == want
@@ -96,16 +110,22 @@ def test_sampled_drafts_give_the_same_output_after_preemption(heads):
     params = [SamplingParams(max_tokens=15, seed=i, ignore_eos=True) for i in range(4)]
     prompts = make_prompts((4, 1, 9, 5))
     small, large = (
-        make_llm(tiny_model(heads), 3, draft_sampling=True, block_size=2, num_blocks=blocks) for blocks in (18, 200)
+        make_llm(tiny_model(heads), 3, draft_sampling=True, block_size=2, num_blocks=blocks)
+        for blocks in (18, 200)
     )
-    got, want = ([o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (small, large))
+    got, want = (
+        [o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (small, large)
+    )
     assert got == want and small.stats().preemptions > 0
 
 
 def test_engine_seed_serves_requests_without_one():
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     runs = [
-        [o.outputs[0].token_ids for o in make_llm(tiny_model(), 0, seed=seed).generate([[1], [1]], params)]
+        [
+            o.outputs[0].token_ids
+            for o in make_llm(tiny_model(), 0, seed=seed).generate([[1], [1]], params)
+        ]
         for seed in (0, 0, 1)
     ]
     assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]
@@ -119,7 +139,8 @@ def test_bytes_are_those_of_the_tensors(rollback, state_dtype):
     assert stats.state_bytes + stats.kv_bytes == held_bytes(llm.engine)
     (output,) = llm.generate([1, 2, 3], greedy(6))
     assert output.stats.state_bytes == stats.state_bytes_per_request == stats.state_bytes // 8
-    assert output.stats.kv_bytes == 2 * stats.kv_bytes // 200  # 3 + 6 tokens and what 6 positions of lookahead reach
+    # 3 + 6 tokens and what 6 positions of lookahead reach
+    assert output.stats.kv_bytes == 2 * stats.kv_bytes // 200
 
 
 def test_statistics_add_up():
@@ -149,10 +170,22 @@ def test_statistics_add_up():
         ("repeated", {"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ("repeated", {"num_blocks": 0}, "num_blocks is 0, must be from 1 to 2147483647"),
         ("repeated", {"num_blocks": -3}, "num_blocks is -3, must be from 1 to 2147483647"),
-        ("repeated", {"num_speculative_tokens": 3, "synthetic_acceptance": [0.9, 0.5]}, "must be 3 rates from 0 to 1"),
-        ("repeated", {"num_speculative_tokens": 1, "synthetic_acceptance": [2.0]}, "must be 1 rates from 0 to 1"),
+        (
+            "repeated",
+            {"num_speculative_tokens": 3, "synthetic_acceptance": [0.9, 0.5]},
+            "must be 3 rates from 0 to 1",
+        ),
+        (
+            "repeated",
+            {"num_speculative_tokens": 1, "synthetic_acceptance": [2.0]},
+            "must be 1 rates from 0 to 1",
+        ),
         ("repeated", {"device": "gpu"}, "device 'gpu' is unknown: use 'cuda' or 'cpu'"),
-        ("repeated", {"max_model_len": 2**31 - 1}, "lower max_num_seqs, max_model_len or max_num_batched_tokens"),
+        (
+            "repeated",
+            {"max_model_len": 2**31 - 1},
+            "lower max_num_seqs, max_model_len or max_num_batched_tokens",
+        ),
     ],
 )
 def test_settings_that_cannot_work(heads, settings, message):
@@ -163,7 +196,9 @@ def test_settings_that_cannot_work(heads, settings, message):
 
 def test_settings_without_effect_are_named(caplog):
     LLM(tiny_model(), 0, draft_vocab=[1, 2], synthetic_acceptance=[0.5], num_blocks=50)
-    assert [record.message.split()[0] for record in caplog.records if "no effect" in record.message] == [
+    assert [
+        record.message.split()[0] for record in caplog.records if "no effect" in record.message
+    ] == [
         "draft_vocab",
         "synthetic_acceptance",
     ]
@@ -176,10 +211,17 @@ def test_more_drafts_than_depths_are_warned_of_once(caplog, extra):
     warn_untrained.cache_clear()
     for _ in range(2):
         LLM(model, depths + extra, num_blocks=50)
-    said = [record.message for record in caplog.records if "later drafts were not trained" in record.message]
+    said = [
+        record.message
+        for record in caplog.records
+        if "later drafts were not trained" in record.message
+    ]
     assert len(said) == extra
     if said:
-        assert f"num_speculative_tokens is {depths + 1}, but the head of the model given has {depths} depths" in said[0]
+        assert (
+            f"num_speculative_tokens is {depths + 1}, but the head of the model given has {depths}"
+            " depths" in said[0]
+        )
         assert f"take at most {depths}, or train more depths" in said[0]
 
 
@@ -188,7 +230,8 @@ def test_an_engine_goes_with_its_last_user(device):
     """`LLM` is in no reference cycle, so that its memory is freed without a garbage collection."""
     llm = make_llm(tiny_model(device=device), 2)
     llm.generate(make_prompts((4,)), greedy())
-    engine, state = weakref.ref(llm.engine), weakref.ref(llm.engine.executor.states.all()[0])
+    engine = weakref.ref(llm.engine)
+    state = weakref.ref(llm.engine.executor.states.all()[0])
     del llm
     assert engine() is None and state() is None
 
@@ -201,7 +244,9 @@ def test_cache_defaults_to_full_length_requests_for_every_slot():
 def test_ring_holds_a_step_of_any_width():
     llm = make_llm(tiny_model(), 12)
     layout = llm.engine.layout
-    assert layout.counters == (Newest(), Ring(80)) and set(layout.specs) == set(state_specs(tiny_model()))
+    assert layout.counters == (Newest(), Ring(80)) and set(layout.specs) == set(
+        state_specs(tiny_model())
+    )
     assert (
         llm.generate([[1, 2]], greedy())[0].outputs[0].token_ids
         == make_llm(tiny_model(), 0).generate([[1, 2]], greedy())[0].outputs[0].token_ids

@@ -6,7 +6,15 @@ import pytest
 
 from mtpkit.checkpoint import save_hf_model, save_model
 from mtpkit.model import build_model, stack_experts
-from tests.engine.tiny import PROMPT_LENGTHS, decode, generate, guide, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import (
+    PROMPT_LENGTHS,
+    decode,
+    generate,
+    guide,
+    make_llm,
+    make_prompts,
+    tiny_model,
+)
 from tests.kernels.recurrence import relative
 from tests.shared import covering
 
@@ -19,7 +27,8 @@ def truth(model, prompts=PROMPTS, max_tokens=20):
 
 
 @pytest.mark.parametrize(
-    "pattern, mtp_pattern", [("M-*M-", "*-"), ("MM", "*"), ("*-*-", "*-"), ("M*M-", "M-"), ("G-*G-", "G-")]
+    "pattern, mtp_pattern",
+    [("M-*M-", "*-"), ("MM", "*"), ("*-*-", "*-"), ("M*M-", "M-"), ("G-*G-", "G-")],
 )
 @pytest.mark.parametrize("rollback", ROLLBACKS)
 def test_plain_decoding_equals_full_recomputation(pattern, mtp_pattern, rollback):
@@ -43,11 +52,16 @@ def test_speculation_changes_no_token(heads, k, rollback, guided):
 
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 10}, {"block_size": 2, "num_blocks": 30}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 10}, {"block_size": 2, "num_blocks": 30}]
+)
 def test_a_step_ahead_of_the_results(rollback, settings):
-    """Steps are launched before the last results are known; with chunks beside them, and with preemptions."""
+    """Steps are launched before the last results are known; with chunks beside them, and with
+    preemptions."""
     model = tiny_model()
-    llm = guide(make_llm(model, 3, state_rollback=rollback, async_scheduling=True, **settings), PROMPTS)
+    llm = guide(
+        make_llm(model, 3, state_rollback=rollback, async_scheduling=True, **settings), PROMPTS
+    )
     assert llm.engine.config.async_scheduling
     assert generate(llm, PROMPTS) == truth(model)
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
@@ -70,7 +84,9 @@ def test_chunked_prefill(heads, budget):
 
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 2), ("repeated", 5), ("distinct", 3)])
+@pytest.mark.parametrize(
+    "heads, k", [("repeated", 0), ("repeated", 2), ("repeated", 5), ("distinct", 3)]
+)
 def test_forced_preemption(heads, k, rollback):
     model = tiny_model(heads)
     llm = make_llm(model, k, block_size=2, num_blocks=30, state_rollback=rollback)
@@ -87,7 +103,8 @@ def test_block_sizes(block_size):
     assert generate(llm, PROMPTS) == truth(model)
 
 
-# Settings decide which tokens a step has, the rollback what is undone after it: each two of these and the heads meet.
+# Settings decide which tokens a step has, the rollback what is undone after it: each two of these
+# and the heads meet.
 @pytest.mark.parametrize(
     ("rollback", "depths", "settings"),
     covering(
@@ -99,8 +116,11 @@ def test_block_sizes(block_size):
 def test_recurrent_heads(depths, rollback, settings):
     """Prompts of 1 token, of K and of 1 + K among them."""
     heads, k = depths
-    model, prompts = tiny_model(heads, "M*M-", "M*", distinct=4), make_prompts((1, k, 1 + k, 9, 21))
-    llm = guide(make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts)
+    model = tiny_model(heads, "M*M-", "M*", distinct=4)
+    prompts = make_prompts((1, k, 1 + k, 9, 21))
+    llm = guide(
+        make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts
+    )
     assert generate(llm, prompts) == truth(model, prompts)
     assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
@@ -111,14 +131,22 @@ def test_recurrent_heads(depths, rollback, settings):
     covering(
         ("G*", "*-"),
         ROLLBACKS,
-        [(1, {}), (2, {"max_num_batched_tokens": 10}), (3, {"block_size": 2, "num_blocks": 34}), (4, {})],
+        [
+            (1, {}),
+            (2, {"max_num_batched_tokens": 10}),
+            (3, {"block_size": 2, "num_blocks": 34}),
+            (4, {}),
+        ],
     ),
 )
 def test_gated_delta_nets(way, rollback, mtp_pattern):
     """Chunked prompts beside decode rows, preemption; heads with such layers and without."""
     k, settings = way
-    model, prompts = tiny_model("repeated", "G*G-", mtp_pattern), make_prompts((1, k, 1 + k, 9, 21))
-    llm = guide(make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts)
+    model = tiny_model("repeated", "G*G-", mtp_pattern)
+    prompts = make_prompts((1, k, 1 + k, 9, 21))
+    llm = guide(
+        make_llm(model, k, state_rollback=rollback, async_scheduling=True, **settings), prompts
+    )
     assert generate(llm, prompts) == truth(model, prompts)
     assert all(0 < rate < 1 for rate in llm.stats().conditional_acceptance)
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
@@ -145,7 +173,9 @@ def test_a_mixture_that_decodes_is_saved_as_any_other(save, tmp_path):
     want = generate(make_llm(model, 2), PROMPTS)
     assert stack_experts(model)
     save(model, tmp_path / "stacked")
-    sizes = [sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("apart", "stacked")]
+    sizes = [
+        sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("apart", "stacked")
+    ]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
     llm = make_llm(tmp_path / "stacked", 2, dtype="float32", device="cpu")
     assert generate(llm, PROMPTS) == want and stack_experts(llm.model)
@@ -164,13 +194,19 @@ def test_recycled_slots_and_blocks_leave_no_trace():
 @pytest.mark.parametrize("k", [0, 2])
 def test_state_in_bf16_stays_near_that_in_fp32(k, rollback, device):
     """Logits of the decode steps, as long as both say the same."""
-    model, logits = tiny_model(device=device), {}
+    model = tiny_model(device=device)
+    logits = {}
     for state_dtype in ("float32", "bfloat16"):
-        llm = make_llm(model, k, state_rollback=rollback, state_dtype=state_dtype, enforce_eager=True)
+        llm = make_llm(
+            model, k, state_rollback=rollback, state_dtype=state_dtype, enforce_eager=True
+        )
         assert str(llm.engine.layout.sizes.state_dtype) == f"torch.{state_dtype}"
-        runner, seen = llm.engine.executor.runner, []
+        runner = llm.engine.executor.runner
+        seen = []
         run = runner.run
-        runner.run = lambda batch, run=run, seen=seen: seen.append((batch, run(batch))) or seen[-1][1]
+        runner.run = lambda batch, run=run, seen=seen: (
+            seen.append((batch, run(batch))) or seen[-1][1]
+        )
         generate(llm, [PROMPTS[-1]], poison=False)
         logits[state_dtype] = [(batch.token_ids.tolist(), out.logits) for batch, out in seen]
     pairs = list(zip(*logits.values(), strict=False))
@@ -182,7 +218,9 @@ def test_state_in_bf16_stays_near_that_in_fp32(k, rollback, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")])
+@pytest.mark.parametrize(
+    "heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
+)
 def test_eagerly_on_a_gpu(heads, mtp_pattern, rollback):
     model = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda")
     llm = make_llm(model, 3, state_rollback=rollback, max_num_batched_tokens=10, enforce_eager=True)

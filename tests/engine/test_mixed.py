@@ -42,7 +42,8 @@ def shapes(request, monkeypatch):
 
 def watch(llm) -> list[tuple[int, int]]:
     """[decode rows, chunk tokens] of each launch."""
-    seen, launch = [], llm.engine.executor.launch
+    seen = []
+    launch = llm.engine.executor.launch
 
     def noted(plan):
         seen.append((plan.num_decode_rows, plan.num_chunk_tokens))
@@ -53,24 +54,31 @@ def watch(llm) -> list[tuple[int, int]]:
 
 
 def watch_preemptions(llm) -> list[tuple[str, bool]]:
-    """Of each request that loses its blocks: whether it is in the middle of its prompt or of its answer, and whether
-    the newest step that it was in carried decode rows and chunks."""
-    lost, newest, engine = [], {}, llm.engine
-    launch, preempt = engine.executor.launch, engine.scheduler._preempt
+    """Of each request that loses its blocks: whether it is in the middle of its prompt or of its
+    answer, and whether the newest step that it was in carried decode rows and chunks."""
+    lost = []
+    newest = {}
+    engine = llm.engine
+    launch = engine.executor.launch
+    preempt = engine.scheduler._preempt
 
     def noted_launch(plan):
-        newest.update({row.request.request_id: bool(plan.decode_rows and plan.chunks) for row in plan.rows})
+        newest.update(
+            {row.request.request_id: bool(plan.decode_rows and plan.chunks) for row in plan.rows}
+        )
         return launch(plan)
 
     def noted_preempt(request):
         lost.append(("answer" if request.decoding else "prompt", newest[request.request_id]))
         preempt(request)
 
-    engine.executor.launch, engine.scheduler._preempt = noted_launch, noted_preempt
+    engine.executor.launch = noted_launch
+    engine.scheduler._preempt = noted_preempt
     return lost
 
 
-# Chunks of a length are split alike for whatever heads and rows: no step depends on all four at once.
+# Chunks of a length are split alike for whatever heads and rows: no step depends on all four at
+# once.
 @pytest.mark.parametrize(
     ("shapes", "kind", "mixed", "budget"),
     covering(SHAPES, HEADS, (0, 3, 512), (5, 12, 64), meet=3),
@@ -101,10 +109,13 @@ CHOICES = {
 )
 def test_mixing_changes_no_draw(shapes, params, drafts):
     """A seed gives one output, whatever shares the steps; with drawn drafts, for one K."""
-    params, outputs = CHOICES[params], []
+    params = CHOICES[params]
+    outputs = []
     for settings in ({"max_mixed_tokens": 0}, {}, {"max_num_batched_tokens": 9}):
         k = 3 if drafts == "drawn" else drafts
-        llm = make_llm(tiny_model(), k, draft_sampling=drafts == "drawn", max_num_seqs=4, **settings)
+        llm = make_llm(
+            tiny_model(), k, draft_sampling=drafts == "drawn", max_num_seqs=4, **settings
+        )
         outputs.append(generate(llm, PROMPTS, params, poison=False))
     assert outputs[0] == outputs[1] == outputs[2]
     if drafts != "drawn":
@@ -114,14 +125,18 @@ def test_mixing_changes_no_draw(shapes, params, drafts):
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])
 def test_mixing_changes_no_draft(heads):
     model = tiny_model(heads)
-    drafts = record_drafts(make_llm(model, 3, max_num_batched_tokens=14, max_num_seqs=3), PROMPTS, 10)
+    drafts = record_drafts(
+        make_llm(model, 3, max_num_batched_tokens=14, max_num_seqs=3), PROMPTS, 10
+    )
     assert all(got == teacher_forced_drafts(model, known, 3) for known, got in drafts.items())
 
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_preemption_in_the_middle_of_mixed_steps(shapes, k):
     model = tiny_model()
-    llm = make_llm(model, k, block_size=2, num_blocks=32, max_num_batched_tokens=7, async_scheduling=True)
+    llm = make_llm(
+        model, k, block_size=2, num_blocks=32, max_num_batched_tokens=7, async_scheduling=True
+    )
     lost = watch_preemptions(llm)
     assert generate(llm, PROMPTS) == [decode(model, prompt, 20) for prompt in PROMPTS]
     assert len(lost) == llm.stats().preemptions
@@ -129,10 +144,12 @@ def test_preemption_in_the_middle_of_mixed_steps(shapes, k):
 
 
 def test_what_decodes_does_not_depend_on_the_chunk_beside_it(monkeypatch):
-    """Logits of decode rows with a chunk beside them and without: only the rounding of a larger batch may differ."""
+    """Logits of decode rows with a chunk beside them and without: only the rounding of a larger
+    batch may differ."""
     found = []
     for mixed in (0, 512):
-        logits, verify = {}, executor_module.verify
+        logits = {}
+        verify = executor_module.verify
 
         def noted(values, batch, logits=logits, verify=verify):
             positions = batch.inputs.positions[batch.logit_indices].tolist()
@@ -173,12 +190,16 @@ def _swapped(values, batch):
 
 @pytest.mark.parametrize("what", ["slots", "tables", "verdict"])
 def test_a_chunk_in_the_place_of_a_decode_row(monkeypatch, what):
-    assemble, verify = BatchBuilder.assemble, executor_module.verify
+    assemble = BatchBuilder.assemble
+    verify = executor_module.verify
 
     def wrong(self, plan, *args):
         batch = assemble(self, plan, *args)
         field = {"slots": "state_slots", "tables": "block_tables"}[what]
-        return replace(batch, inputs=replace(batch.inputs, **{field: _swapped(getattr(batch.inputs, field), batch)}))
+        return replace(
+            batch,
+            inputs=replace(batch.inputs, **{field: _swapped(getattr(batch.inputs, field), batch)}),
+        )
 
     def wrong_verdict(logits, batch):
         verdict = verify(logits, batch)
@@ -193,9 +214,12 @@ def test_a_chunk_in_the_place_of_a_decode_row(monkeypatch, what):
 
 def test_one_token_chunks_and_chunks_of_a_decode_rows_width_beside_decode_rows(shapes):
     """What tells a chunk from a decode row is its place, not its length."""
-    model, prompts = tiny_model(), make_prompts((7, 9, 13, 5))
+    model = tiny_model()
+    prompts = make_prompts((7, 9, 13, 5))
     for budget in (5, 8):  # beside one decode row of 1 + 3 tokens: chunks of 1, and of 4
         llm = make_llm(model, 3, max_num_batched_tokens=budget, max_num_seqs=2)
         seen = watch(llm)
-        assert generate(llm, prompts, greedy(12)) == [decode(model, prompt, 12) for prompt in prompts]
+        assert generate(llm, prompts, greedy(12)) == [
+            decode(model, prompt, 12) for prompt in prompts
+        ]
         assert (1, budget - 4) in seen

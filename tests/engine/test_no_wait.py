@@ -1,7 +1,8 @@
 """Decode steps ask nothing of the device: what a CUDA graph cannot hold is found without a GPU.
 
-Every PyTorch op of a decode step is watched. Ops whose result the host would have to wait for, and values that the host
-would have to send, are told apart from those inside the plain twins of kernels, which do not run on a GPU.
+Every PyTorch op of a decode step is watched. Ops whose result the host would have to wait for, and
+values that the host would have to send, are told apart from those inside the plain twins of
+kernels, which do not run on a GPU.
 """
 
 import traceback
@@ -50,9 +51,14 @@ class Watch(TorchDispatchMode):
         sent = name == "aten::lift_fresh" and not number
         sent |= name in STORING and any(args[2] is one for one in self.numbers)
         if name in WAITING or masks or unsized or sent:
-            frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
+            frames = [
+                frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)
+            ]
             if not any(frame.filename.startswith(f"{PACKAGE}/kernels/") for frame in frames):
-                self.found.append(f"{name} in {frames[-1].filename.removeprefix(PACKAGE + '/')}:{frames[-1].lineno}")
+                self.found.append(
+                    f"{name} in"
+                    f" {frames[-1].filename.removeprefix(PACKAGE + '/')}:{frames[-1].lineno}"
+                )
         result = op(*args, **(kwargs or {}))
         if number:
             self.numbers.append(result)
@@ -62,7 +68,9 @@ class Watch(TorchDispatchMode):
 def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings) -> list[str]:
     """What `Watch` found in the decode steps of requests."""
     llm = make_llm(model, k, async_scheduling=True, **settings)
-    engine, watch, steps = llm.engine, Watch(), 0
+    engine = llm.engine
+    watch = Watch()
+    steps = 0
     execute = engine.executor._execute
 
     def execute_watched(batch):
@@ -90,29 +98,32 @@ def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings
 )
 def test_a_decode_step_asks_nothing_of_the_device(heads, mtp_pattern, k, rollback):
     model = tiny_model(heads, "ME*-", mtp_pattern)
-    sampled = SamplingParams(temperature=0.8, seed=1, top_k=5, top_p=0.9, min_p=0.01, max_tokens=12, ignore_eos=True)
+    sampled = SamplingParams(
+        temperature=0.8, seed=1, top_k=5, top_p=0.9, min_p=0.01, max_tokens=12, ignore_eos=True
+    )
     params = [greedy(12), sampled, penalised(12), penalised(12, temperature=0.7, seed=2), sampled]
     for draft_sampling in (False, True) if k else (False,):
-        assert not watched_decode_steps(model, k, params, state_rollback=rollback, draft_sampling=draft_sampling), (
-            "a GPU's decode step would wait"
-        )
+        assert not watched_decode_steps(
+            model, k, params, state_rollback=rollback, draft_sampling=draft_sampling
+        ), "a GPU's decode step would wait"
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize(("heads", "pattern"), [("repeated", "M*"), ("distinct", "*-")])
 def test_nor_does_one_of_trees(heads, pattern, rollback):
-    model, params = (
-        tiny_model(heads, "ME*G", pattern),
-        [greedy(9), penalised(9, temperature=0.7, seed=2)] + [greedy(9)] * 3,
-    )
-    fixed, grown = dict(speculative_token_tree=[2, 2, 1]), dict(speculative_eagle_topk=2)
+    model = tiny_model(heads, "ME*G", pattern)
+    params = [greedy(9), penalised(9, temperature=0.7, seed=2)] + [greedy(9)] * 3
+    fixed = dict(speculative_token_tree=[2, 2, 1])
+    grown = dict(speculative_eagle_topk=2)
     for k, tree in ((None, fixed), (3, grown), (None, fixed | dict(draft_sampling=True))):
         assert not watched_decode_steps(model, k, params, state_rollback=rollback, **tree)
 
 
 @pytest.mark.parametrize(("heads", "k"), [("repeated", 0), ("distinct", 3)])
 def test_nor_does_one_with_a_prefix_cache(heads, k):
-    assert not watched_decode_steps(tiny_model(heads), k, [greedy(12)] * 5, enable_prefix_caching=True)
+    assert not watched_decode_steps(
+        tiny_model(heads), k, [greedy(12)] * 5, enable_prefix_caching=True
+    )
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -120,7 +131,9 @@ def test_nor_does_one_with_a_prefix_cache(heads, k):
 def test_nor_does_the_admission_of_a_request(monkeypatch, k, cached):
     """Except for the numbers of requests, which the host sends from pinned memory."""
     tree = dict(speculative_eagle_topk=2) if k else {}
-    llm, watch, admitted = make_llm(tiny_model(), k, enable_prefix_caching=cached, **tree), Watch(), 0
+    llm = make_llm(tiny_model(), k, enable_prefix_caching=cached, **tree)
+    watch = Watch()
+    admitted = 0
     admit = llm.engine.executor.state.admit
 
     def admit_watched(requests):
@@ -129,10 +142,14 @@ def test_nor_does_the_admission_of_a_request(monkeypatch, k, cached):
         with watch:
             admit(requests)
 
-    monkeypatch.setattr(type(llm.engine.executor.state), "admit", lambda self, requests: admit_watched(requests))
+    monkeypatch.setattr(
+        type(llm.engine.executor.state), "admit", lambda self, requests: admit_watched(requests)
+    )
     llm.generate(make_prompts(), [greedy(3), penalised(3), *[greedy(3)] * 3])
     assert admitted == 5
-    assert not [found for found in watch.found if not found.startswith("aten::lift_fresh in platform.py")]
+    assert not [
+        found for found in watch.found if not found.startswith("aten::lift_fresh in platform.py")
+    ]
 
 
 def stored(tokens: torch.Tensor, number: int) -> torch.Tensor:

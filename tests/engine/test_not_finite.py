@@ -1,4 +1,5 @@
-"""A request whose logits become NaN or infinite ends with an error that names it, and nobody else notices."""
+"""A request whose logits become NaN or infinite ends with an error that names it, and nobody else
+notices."""
 
 import math
 import re
@@ -14,7 +15,16 @@ from mtpkit.engine.tree import parse_tree
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, extend_hash, fake_engine, run
-from tests.engine.tiny import VOCAB_SIZE, decode, generate, greedy, headless_model, make_llm, make_prompts, tiny_model
+from tests.engine.tiny import (
+    VOCAB_SIZE,
+    decode,
+    generate,
+    greedy,
+    headless_model,
+    make_llm,
+    make_prompts,
+    tiny_model,
+)
 from tests.shared import covering
 
 BROKEN = {"nan": math.nan, "inf": math.inf, "masked": -math.inf}
@@ -47,7 +57,9 @@ class BreakingModel(HashModel):
 
 def params_of(name: str, temperature: float, max_tokens: int = 20, **settings) -> SamplingParams:
     seed = sorted(PROMPTS).index(name)
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=True, **settings)
+    return SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=True, **settings
+    )
 
 
 def serve(engine, temperature: float, **settings) -> dict:
@@ -59,7 +71,8 @@ def serve(engine, temperature: float, **settings) -> dict:
 DRAFTS = ((0, "never"), (1, "sometimes"), (2, "always"), (3, "always"), (3, "sometimes"))
 
 
-# One step sees the value, another that it broke, and a third what became of it: no more than three of these matter.
+# One step sees the value, another that it broke, and a third what became of it: no more than three
+# of these matter.
 @pytest.mark.parametrize(
     ("after", "value", "temperature", "drafts", "ahead"),
     covering((0, 1, 6), BROKEN, (0.0, 0.8), DRAFTS, (False, True), meet=3),
@@ -68,9 +81,18 @@ def test_one_request_breaks_and_the_others_go_on(after, value, temperature, draf
     """More requests than slots, so that the broken one's slot and blocks are used again."""
     k, drafts = drafts
     model = BreakingModel()
-    want = {name: model.decode(prompt, params_of(name, temperature)) for name, prompt in PROMPTS.items()}
+    want = {
+        name: model.decode(prompt, params_of(name, temperature)) for name, prompt in PROMPTS.items()
+    }
     model.break_after(PROMPTS["doomed"] + want["doomed"][:after], BROKEN[value])
-    engine = fake_engine(model, drafts, num_speculative_tokens=k, async_scheduling=ahead, max_num_seqs=2, num_blocks=24)
+    engine = fake_engine(
+        model,
+        drafts,
+        num_speculative_tokens=k,
+        async_scheduling=ahead,
+        max_num_seqs=2,
+        num_blocks=24,
+    )
     finished = serve(engine, temperature)
     engine.scheduler.check_integrity()
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.size
@@ -79,16 +101,23 @@ def test_one_request_breaks_and_the_others_go_on(after, value, temperature, draf
     completion = doomed.outputs[0]
     assert (completion.token_ids, completion.finish_reason) == (want.pop("doomed")[:after], "error")
     assert doomed.error == completion.error and doomed.error.startswith(
-        f"request doomed: the logits for position {3 + after}, after {after} output tokens, are NaN or infinite"
+        f"request doomed: the logits for position {3 + after}, after {after} output tokens, are NaN"
+        " or infinite"
     )
     assert {name: output.outputs[0].token_ids for name, output in finished.items()} == want
-    assert all(o.outputs[0].finish_reason == "length" and o.error is None for o in finished.values())
+    assert all(
+        o.outputs[0].finish_reason == "length" and o.error is None for o in finished.values()
+    )
 
-    stats, total = doomed.stats, engine.stats().acceptance
-    assert stats.steps + stats.accepted <= max(0, after - 1)  # the prompt gives the first token, each step 1 + accepted
+    stats = doomed.stats
+    total = engine.stats().acceptance
+    # the prompt gives the first token, each step 1 + accepted
+    assert stats.steps + stats.accepted <= max(0, after - 1)
     assert stats.drafted == k * stats.steps
     for name in ("steps", "drafted", "accepted"):
-        assert getattr(total, name) == sum(getattr(o.stats, name) for o in (doomed, *finished.values()))
+        assert getattr(total, name) == sum(
+            getattr(o.stats, name) for o in (doomed, *finished.values())
+        )
     assert engine.stats().generated_tokens == after + 20 * len(finished)
 
 
@@ -100,15 +129,21 @@ def test_logits_after_a_rejected_draft_do_not_matter():
             wrong = [*prompt, *want[name][:end], (want[name][end] + 1) % model.vocab_size]
             model.break_after(wrong, math.nan)
     engine = fake_engine(model, "never", num_speculative_tokens=2)
-    assert {name: output.outputs[0].token_ids for name, output in serve(engine, 0.0).items()} == want
+    assert {
+        name: output.outputs[0].token_ids for name, output in serve(engine, 0.0).items()
+    } == want
 
 
 def test_tokens_that_end_the_request_come_before_the_error():
-    """All drafts are right and the logits after the third token are broken, but that token ends the request."""
+    """All drafts are right and the logits after the third token are broken, but that token ends the
+    request."""
     model = BreakingModel()
     full = model.decode(PROMPTS["doomed"], params_of("doomed", 0.0))
     model.break_after(PROMPTS["doomed"] + full[:3], math.nan)
-    for settings, reason in (({"max_tokens": 3}, "length"), ({"stop_token_ids": [full[2]]}, "stop")):
+    for settings, reason in (
+        ({"max_tokens": 3}, "length"),
+        ({"stop_token_ids": [full[2]]}, "stop"),
+    ):
         engine = fake_engine(model, "always", num_speculative_tokens=3)
         output = serve(engine, 0.0, **settings)["doomed"]
         assert output.outputs[0].finish_reason == reason and output.error is None
@@ -122,7 +157,9 @@ def test_what_a_broken_request_accepts_moves_no_k(ahead):
     model.break_after(PROMPTS["doomed"] + want[:5], math.nan)
     engine = fake_engine(model, "always", num_speculative_tokens=3, async_scheduling=ahead)
     seen = []
-    engine.speculation.observe = lambda accepted, fresh: seen.extend(zip(accepted, fresh, strict=True))
+    engine.speculation.observe = lambda accepted, fresh: seen.extend(
+        zip(accepted, fresh, strict=True)
+    )
     engine.add_request(PROMPTS["doomed"], params_of("doomed", 0.0), "doomed")
     output = run(engine)["doomed"]
     assert output.error and seen == [(3, 3)] and output.stats.steps == 1
@@ -130,7 +167,14 @@ def test_what_a_broken_request_accepts_moves_no_k(ahead):
 
 def test_penalties_and_temperatures_of_any_size_are_no_error():
     model = HashModel()
-    for repetition, temperature in ((1e-44, 0.0), (1e-40, 1.0), (3e38, 0.5), (1.5, 1e-5), (1.0, 3e38), (1.0, 2e-5)):
+    for repetition, temperature in (
+        (1e-44, 0.0),
+        (1e-40, 1.0),
+        (3e38, 0.5),
+        (1.5, 1e-5),
+        (1.0, 3e38),
+        (1.0, 2e-5),
+    ):
         engine = fake_engine(model, num_speculative_tokens=2)
         outputs = serve(engine, temperature, repetition_penalty=repetition, frequency_penalty=2.0)
         assert all(output.outputs[0].finish_reason == "length" for output in outputs.values())
@@ -140,7 +184,8 @@ class BadDrafts:
     """A drafter whose heads break at a depth for the requests that know a token sequence."""
 
     def __init__(self, inner, depth: int) -> None:
-        self.inner, self.depth = inner, depth
+        self.inner = inner
+        self.depth = depth
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         token_ids = self.inner.draft(hidden, batch, verdict).token_ids.clone()
@@ -156,19 +201,27 @@ class BadDrafts:
 def test_heads_that_break_end_the_request_after_its_own_tokens(depth, ahead):
     model = HashModel()
     want = {name: model.decode(prompt, params_of(name, 0.0)) for name, prompt in PROMPTS.items()}
-    engine = fake_engine(model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, max_num_seqs=2)
+    engine = fake_engine(
+        model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, max_num_seqs=2
+    )
     engine.executor.drafter = BadDrafts(engine.executor.drafter, depth)
     finished = serve(engine, 0.0)
     doomed = finished.pop("doomed").outputs[0]
     count = len(doomed.token_ids)
-    assert doomed.finish_reason == "error" and 4 <= count < 20 and doomed.token_ids == want.pop("doomed")[:count]
+    assert (
+        doomed.finish_reason == "error"
+        and 4 <= count < 20
+        and doomed.token_ids == want.pop("doomed")[:count]
+    )
     told = re.match(
-        r"request doomed: draft (\d+) for position (\d+), after (\d+) output tokens, has logits", doomed.error
+        r"request doomed: draft (\d+) for position (\d+), after (\d+) output tokens, has logits",
+        doomed.error,
     )
     assert told and "MTP heads" in doomed.error
     number, position, made = map(int, told.groups())
     assert (number, position) == (depth, 2 + made + depth)
-    # The first draft counts at once, a later one as soon as all before it and the base's next choice are in the output.
+    # The first draft counts at once, a later one as soon as all before it and the base's next
+    # choice are in the output.
     assert count == made if depth == 1 else count >= made + depth
     assert {name: output.outputs[0].token_ids for name, output in finished.items()} == want
 
@@ -186,9 +239,12 @@ class BadAfterPreemption(BadDrafts):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_heads_that_break_after_a_preemption_end_the_request_too(ahead):
     """The step that computes its tokens anew chooses none, but drafts for the next one."""
-    model, blocks = HashModel(), {"num_blocks": 16, "block_size": 2}
+    model = HashModel()
+    blocks = {"num_blocks": 16, "block_size": 2}
     want = {name: model.decode(prompt, params_of(name, 0.0)) for name, prompt in PROMPTS.items()}
-    engine = fake_engine(model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, **blocks)
+    engine = fake_engine(
+        model, "sometimes", num_speculative_tokens=3, async_scheduling=ahead, **blocks
+    )
     engine.executor.drafter = BadAfterPreemption(engine.executor.drafter, 1)
     finished = serve(engine, 0.0)
     engine.scheduler.check_integrity()
@@ -198,12 +254,16 @@ def test_heads_that_break_after_a_preemption_end_the_request_too(ahead):
         count = len(output.outputs[0].token_ids)
         assert output.outputs[0].token_ids == want[name][:count]
         assert (output.outputs[0].finish_reason == "error", count < 20) == (name in preempted,) * 2
-        where = f"request {name}: draft 1 for position {len(PROMPTS[name]) + count}, after {count} output tokens"
+        where = (
+            f"request {name}: draft 1 for position {len(PROMPTS[name]) + count}, after {count}"
+            " output tokens"
+        )
         assert output.error is None or output.error.startswith(where)
 
 
 class NoSecondDepth:
-    """A drafter of trees whose heads find no draft of depth 2 after the first draft, the only one with children."""
+    """A drafter of trees whose heads find no draft of depth 2 after the first draft, the only one
+    with children."""
 
     def __init__(self, inner) -> None:
         self.inner = inner
@@ -233,7 +293,13 @@ def test_drafts_below_a_sibling_that_the_base_rejects_have_no_effect(rule, ahead
             assert "draft 2 for position" in output.error and tokens == want[: len(tokens)]
 
 
-def broken_model(name: str, index=slice(None), value: float = math.nan, heads: str = "repeated", device: str = "cpu"):
+def broken_model(
+    name: str,
+    index=slice(None),
+    value: float = math.nan,
+    heads: str = "repeated",
+    device: str = "cpu",
+):
     """The tiny model with a weight that is not finite."""
     model = build_model(tiny_model(heads).mtpkit_config, device=device, seed=1)
     with torch.no_grad():
@@ -258,13 +324,27 @@ MODES = [
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("k, heads, settings", MODES)
 def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, settings, temperature):
-    """One token's embedding is NaN. The requests that have it break beside the others, in the same chunks and steps;
-    those that come after them into the same slots and blocks give what an engine gives that saw none of it."""
+    """One token's embedding is NaN. The requests that have it break beside the others, in the same
+    chunks and steps; those that come after them into the same slots and blocks give what an engine
+    gives that saw none of it."""
     sampling = SamplingParams(temperature=temperature, max_tokens=14, seed=3, ignore_eos=True)
-    settings = {"max_num_seqs": 3, "num_blocks": 40, "block_size": 4, "max_num_batched_tokens": 16, **settings}
-    first = make_llm(tiny_model(heads), 0, **{**settings, "draft_sampling": False, "synthetic_acceptance": None})
-    seen = {token for output in first.generate(PROMPT_IDS, sampling) for token in output.outputs[0].token_ids}
-    for bad in sorted(range(20, VOCAB_SIZE), key=seen.__contains__):  # most drafts change no token: it is the first
+    settings = {
+        "max_num_seqs": 3,
+        "num_blocks": 40,
+        "block_size": 4,
+        "max_num_batched_tokens": 16,
+        **settings,
+    }
+    first = make_llm(
+        tiny_model(heads), 0, **{**settings, "draft_sampling": False, "synthetic_acceptance": None}
+    )
+    seen = {
+        token
+        for output in first.generate(PROMPT_IDS, sampling)
+        for token in output.outputs[0].token_ids
+    }
+    # most drafts change no token: it is the first
+    for bad in sorted(range(20, VOCAB_SIZE), key=seen.__contains__):
         plain = make_llm(tiny_model(heads), k, **settings)
         want = [output.outputs[0].token_ids for output in plain.generate(PROMPT_IDS, sampling)]
         if all(bad not in tokens for tokens in (*want, *PROMPT_IDS)):
@@ -277,21 +357,30 @@ def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, setting
     assert [o.outputs[0].token_ids for o in outputs[1::2]] == want[:3]
     for output in outputs[::2]:
         assert not output.outputs[0].token_ids and f"request {output.request_id})" in output.error
-    assert any(t.isnan().any() for state in llm.engine.executor.states.all() for t in state.tensors.values())
+    assert any(
+        t.isnan().any()
+        for state in llm.engine.executor.states.all()
+        for t in state.tensors.values()
+    )
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, sampling)] == want
     llm.engine.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("settings", [{}, {"state_rollback": "snapshot"}, {"async_scheduling": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"state_rollback": "snapshot"}, {"async_scheduling": False}]
+)
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_requests_break_at_the_token_that_breaks_them(k, settings, device):
-    """After a token whose embedding is NaN, which most of them choose sooner or later; in replayed steps on a GPU."""
+    """After a token whose embedding is NaN, which most of them choose sooner or later; in replayed
+    steps on a GPU."""
     prompts = make_prompts((1, 4, 8, 9, 21, 3, 6))
     want = [decode(tiny_model(device=device), prompt, 40) for prompt in prompts]
     bad = max(range(VOCAB_SIZE), key=lambda token: sum(token in tokens[3:30] for tokens in want))
     llm = make_llm(broken_model(EMBEDDING, bad, device=device), k, max_num_seqs=4, **settings)
     broke = 0
-    for prompt, tokens, output in zip(prompts, want, llm.generate(prompts, greedy(40)), strict=True):
+    for prompt, tokens, output in zip(
+        prompts, want, llm.generate(prompts, greedy(40)), strict=True
+    ):
         fed = [*prompt, *tokens[:-1]]
         count = max(0, fed.index(bad) + 1 - len(prompt)) if bad in fed else 40
         assert output.outputs[0].token_ids == tokens[:count]
@@ -300,7 +389,9 @@ def test_requests_break_at_the_token_that_breaks_them(k, settings, device):
     assert broke >= 2
 
 
-@pytest.mark.parametrize("k, settings", [(0, {}), (3, {}), (3, {"draft_sampling": True}), (1, {"temperature": 1.0})])
+@pytest.mark.parametrize(
+    "k, settings", [(0, {}), (3, {}), (3, {"draft_sampling": True}), (1, {"temperature": 1.0})]
+)
 @pytest.mark.parametrize(
     "name, index, value",
     [
@@ -310,14 +401,20 @@ def test_requests_break_at_the_token_that_breaks_them(k, settings, device):
         ("decoder.final_norm.weight", slice(None), math.inf),
     ],
 )
-def test_weights_of_the_base_that_are_not_finite_fail_every_request(name, index, value, k, settings):
+def test_weights_of_the_base_that_are_not_finite_fail_every_request(
+    name, index, value, k, settings
+):
     settings = dict(settings)
-    params = SamplingParams(temperature=settings.pop("temperature", 0.0), max_tokens=8, ignore_eos=True)
+    params = SamplingParams(
+        temperature=settings.pop("temperature", 0.0), max_tokens=8, ignore_eos=True
+    )
     llm = make_llm(broken_model(name, index, value), k, **settings)
     outputs = llm.generate(PROMPT_IDS, params)
     for number, (prompt, output) in enumerate(zip(PROMPT_IDS, outputs, strict=True)):
         assert (output.finished, output.outputs[0].token_ids) == (True, [])
-        assert output.error.startswith(f"prompts[{number}] (request {number}): the logits for position {len(prompt)}, ")
+        assert output.error.startswith(
+            f"prompts[{number}] (request {number}): the logits for position {len(prompt)}, "
+        )
         assert "of the base" in output.error
     assert llm.stats().acceptance.steps == 0
     with pytest.raises(RequestError, match=r"^prompts\[0\] .*; likewise 4 more requests$"):
@@ -325,15 +422,21 @@ def test_weights_of_the_base_that_are_not_finite_fail_every_request(name, index,
     require_whole([])
 
 
-@pytest.mark.parametrize("name", ["mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"])
+@pytest.mark.parametrize(
+    "name", ["mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("draft_sampling", [False, True])
 @pytest.mark.parametrize("k", [1, 3])
-def test_heads_that_are_not_finite_are_an_error_that_names_them(name, k, draft_sampling, temperature):
+def test_heads_that_are_not_finite_are_an_error_that_names_them(
+    name, k, draft_sampling, temperature
+):
     params = SamplingParams(temperature=temperature, max_tokens=8, seed=1, ignore_eos=True)
     model = broken_model(name, 0)
     llm = make_llm(model, k, draft_sampling=draft_sampling)
-    first = [o.outputs[0].token_ids[:1] for o in make_llm(tiny_model(), 0).generate(PROMPT_IDS, params)]
+    first = [
+        o.outputs[0].token_ids[:1] for o in make_llm(tiny_model(), 0).generate(PROMPT_IDS, params)
+    ]
     outputs = llm.generate(PROMPT_IDS, params)
     assert [o.outputs[0].token_ids for o in outputs] == first
     assert all("draft 1 " in o.error and "MTP heads are not finite" in o.error for o in outputs)
@@ -345,8 +448,12 @@ def test_heads_that_are_not_finite_are_an_error_that_names_them(name, k, draft_s
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("settings", [{}, {"draft_sampling": True}, {"speculative_token_tree": [2, 2, 1]}])
-def test_a_broken_later_head_matters_once_the_draft_before_it_is_accepted(settings, temperature, device):
+@pytest.mark.parametrize(
+    "settings", [{}, {"draft_sampling": True}, {"speculative_token_tree": [2, 2, 1]}]
+)
+def test_a_broken_later_head_matters_once_the_draft_before_it_is_accepted(
+    settings, temperature, device
+):
     """Until then requests have the tokens of an engine without heads."""
     params = SamplingParams(temperature=temperature, max_tokens=12, seed=5, ignore_eos=True)
     model = broken_model("mtp.layers.1.final_layernorm.weight", heads="distinct", device=device)
@@ -371,8 +478,9 @@ def test_a_broken_later_head_matters_once_the_draft_before_it_is_accepted(settin
     ],
 )
 def test_heads_need_not_read_every_draft_of_a_tree(settings, device):
-    """One token breaks them, so this draft has no children, which does not end a request that has other drafts."""
-    (prompt, *_) = PROMPT_IDS
+    """One token breaks them, so this draft has no children, which does not end a request that has
+    other drafts."""
+    prompt, *_ = PROMPT_IDS
     want = decode(tiny_model(device=device), prompt, 8)
     for bad in (1, 60):
         assert bad not in (*prompt, *want)
@@ -399,8 +507,12 @@ def test_a_stream_ends_the_broken_request_and_goes_on():
     llm = make_llm(broken_model(EMBEDDING, bad), 0)
     last = {output.request_id: output for output in llm.stream([[bad], *prompts], greedy())}
     assert last["0"].finished and last["0"].outputs[0].finish_reason == "error"
-    assert last["0"].error.startswith("prompts[0] (request 0): the logits for position 1, after 0 output tokens,")
-    assert [last[name].outputs[0].token_ids for name in "12"] == [decode(tiny_model(), p, 20) for p in prompts]
+    assert last["0"].error.startswith(
+        "prompts[0] (request 0): the logits for position 1, after 0 output tokens,"
+    )
+    assert [last[name].outputs[0].token_ids for name in "12"] == [
+        decode(tiny_model(), p, 20) for p in prompts
+    ]
 
 
 def test_adaptive_speculation_with_rows_that_broke():

@@ -12,7 +12,9 @@ MODEL = HashModel()
 
 
 def plan(decoding: int = 0, *chunks: int) -> Plan:
-    rows = [Row(None, 0, 4, samples=True)] * decoding + [Row(None, 0, length, samples=False) for length in chunks]
+    rows = [Row(None, 0, 4, samples=True)] * decoding + [
+        Row(None, 0, length, samples=False) for length in chunks
+    ]
     return Plan(tuple(rows), decoding, decoding, 3)
 
 
@@ -50,7 +52,9 @@ def test_times_follow_the_number_of_requests():
 
 def test_requests_that_are_nearly_twice_as_many_have_a_time_of_their_own():
     pacing = timed(timed(Pacing(None), 0.009, rows=70), 0.012, rows=125)
-    assert [pacing.most_tokens(8192, rows, 1) for rows in (70, 125)] == pytest.approx([157, 210], abs=3)
+    assert [pacing.most_tokens(8192, rows, 1) for rows in (70, 125)] == pytest.approx(
+        [157, 210], abs=3
+    )
 
 
 def test_a_step_without_rows_says_nothing_of_one_request():
@@ -81,12 +85,16 @@ def test_results_that_come_together_do_not_stop_prompts(tokens):
         chunk = pacing.most_tokens(8192, 16, 1)
         pacing.observe([plan(16, chunk)], 0.01 + chunk * 1e-4)
         pacing.observe([plan(16)], 0.01)
-    assert pacing.most_tokens(8192, 16, 1) <= 1.5 * before  # chunks of fewer than `_LONG` do not raise a token's time
+    # chunks of fewer than `_LONG` do not raise a token's time
+    assert pacing.most_tokens(8192, 16, 1) <= 1.5 * before
 
 
-def load(pacing: Pacing, steps: int = 300, late: dict[int, float] | None = None, every: int = 1) -> list[int]:
-    """Prompt tokens of each step of a load in which decoding takes 8 ms and a token 27 us, and prompts wait in all but
-    each `every`-th step; `late`: step -> seconds that the host lost then."""
+def load(
+    pacing: Pacing, steps: int = 300, late: dict[int, float] | None = None, every: int = 1
+) -> list[int]:
+    """Prompt tokens of each step of a load in which decoding takes 8 ms and a token 27 us, and
+    prompts wait in all but each `every`-th step; `late`: step -> seconds that the host lost
+    then."""
     chosen = []
     for step in range(steps):
         prompts = every == 1 or step % every
@@ -96,7 +104,27 @@ def load(pacing: Pacing, steps: int = 300, late: dict[int, float] | None = None,
     return chosen
 
 
-SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192]
+SIZES = [
+    16,
+    32,
+    64,
+    128,
+    192,
+    256,
+    320,
+    384,
+    448,
+    512,
+    640,
+    768,
+    896,
+    1024,
+    1280,
+    1536,
+    2048,
+    4096,
+    8192,
+]
 
 
 def warmed(bound: float | None) -> Pacing:
@@ -124,9 +152,9 @@ def mixed_steps(
     token: float = 16e-6,
     crowded: bool = False,
 ) -> list[tuple[int, float]]:
-    """Prompt tokens and seconds of steps. Up to `most_mixed` tokens of prompts share a pass with 16 decode rows, and
-    take `token` seconds each; more have one of their own, 2 ms and 23 us each; decoding takes 6.5 ms. The first `late`
-    ones last 0.3 s more.
+    """Prompt tokens and seconds of steps. Up to `most_mixed` tokens of prompts share a pass with 16
+    decode rows, and take `token` seconds each; more have one of their own, 2 ms and 23 us each;
+    decoding takes 6.5 ms. The first `late` ones last 0.3 s more.
     """
     taken = []
     for step in range(steps):
@@ -147,9 +175,12 @@ def begun(bound: float | None) -> Pacing:
     return pacing
 
 
-@pytest.mark.parametrize("bound, tokens", [(None, 512), (0.012, 320), (0.02, 512), (0.025, 512), (0.03, 512)])
+@pytest.mark.parametrize(
+    "bound, tokens", [(None, 512), (0.012, 320), (0.02, 512), (0.025, 512), (0.03, 512)]
+)
 def test_tokens_that_share_a_pass_have_a_time_of_their_own(bound, tokens):
-    """Seconds of a token in one kind of steps do not lead to steps of the other kind that take too long."""
+    """Seconds of a token in one kind of steps do not lead to steps of the other kind that take too
+    long."""
     taken = mixed_steps(begun(bound), 5000)
     most = 2.75 * 6.5e-3 if bound is None else bound
     assert sum(seconds > most for _, seconds in taken) <= 0.005 * len(taken)
@@ -161,9 +192,14 @@ def test_long_chunks_are_chosen_where_they_compute_more(bound, waiting, tokens):
     assert mixed_steps(begun(bound), 300, waiting=waiting)[-1][0] == tokens
 
 
-@pytest.mark.parametrize("token, crowded, tokens", [(16e-6, False, 2048), (16e-6, True, 512), (30e-6, True, 2048)])
-def test_while_requests_wait_for_others_to_end_the_cheaper_tokens_are_chosen(token, crowded, tokens):
-    """Those of long chunks take 24 us, and a second computes more of them than of any that share a pass."""
+@pytest.mark.parametrize(
+    "token, crowded, tokens", [(16e-6, False, 2048), (16e-6, True, 512), (30e-6, True, 2048)]
+)
+def test_while_requests_wait_for_others_to_end_the_cheaper_tokens_are_chosen(
+    token, crowded, tokens
+):
+    """Those of long chunks take 24 us, and a second computes more of them than of any that share a
+    pass."""
     taken = mixed_steps(begun(None), 300, waiting=1000, token=token, crowded=crowded)
     assert {chosen for chosen, _ in taken[-100:]} == {tokens}
 
@@ -200,7 +236,9 @@ def test_a_first_time_that_is_too_short_says_little(bound, waiting, most, tokens
     pacing = Pacing(bound, SIZES, SIZES, most_mixed=most)
     for _ in range(60):
         pacing.observe([plan(16)], 6.5e-3)
-        pacing.observe([plan(16, 512)] if bound != 0.012 else [plan(16), plan(0, 512)], 6.5e-3 + 512 * 16e-6)
+        pacing.observe(
+            [plan(16, 512)] if bound != 0.012 else [plan(16), plan(0, 512)], 6.5e-3 + 512 * 16e-6
+        )
     pacing.observe([plan(16), plan(0, 8192)] if bound != 0.012 else [plan(16, 300)], seconds)
     taken = mixed_steps(pacing, 100, waiting=waiting, most_mixed=most)
     assert taken[-1][0] == tokens
@@ -257,14 +295,16 @@ def test_mixed_steps_are_tried_once_where_longer_chunks_keep_to_the_bound():
 @pytest.mark.parametrize("most_mixed", [0, 512])
 def test_a_step_without_decode_rows_beside_other_batches_is_one_of_its_own(most_mixed):
     pacing = Pacing(0.03, SIZES, SIZES, most_mixed=most_mixed)
-    pacing._decode, pacing._token = {5: 0.01}, {False: 0.02 / 400, True: 0.02 / 300}
+    pacing._decode = {5: 0.01}
+    pacing._token = {False: 0.02 / 400, True: 0.02 / 300}
     assert pacing.most_tokens(8192, 0, 1, False, 16) == 384
     assert pacing.most_tokens(8192, 16, 1) == (256 if most_mixed else 384)
 
 
 @pytest.mark.parametrize("bound, tokens", [(None, 512), (0.03, 768), (0.25, 8192)])
 def test_a_load_that_never_decodes_alone_is_paced_too(bound, tokens):
-    """From the first step on prompts wait in every one: what decoding takes is what the prompts leave of the time."""
+    """From the first step on prompts wait in every one: what decoding takes is what the prompts
+    leave of the time."""
     pacing = Pacing(bound, SIZES, SIZES)
     pacing.observe([plan(0, 8192)], 27e-6 * 8192)
     assert load(pacing, steps=50)[-1] == tokens
@@ -275,7 +315,8 @@ def test_many_waiting_requests_are_served_before_few_that_decode():
     one, many, most = (pacing.most_tokens(8192, 16, waiting) for waiting in (1, 9, 1000))
     assert one < many < most < 8 * one
     assert pacing.most_tokens(8192, 16, 1, crowded=True) == most
-    assert timed(Pacing(None), decode=1.0).most_tokens(8192, 16, 1, crowded=True) == 4096  # more would gain nothing
+    # more would gain nothing
+    assert timed(Pacing(None), decode=1.0).most_tokens(8192, 16, 1, crowded=True) == 4096
     bounded = timed(Pacing(0.03))
     assert bounded.most_tokens(8192, 16, 1000, crowded=True) == bounded.most_tokens(8192, 16, 1)
 
@@ -308,7 +349,8 @@ def test_each_batch_has_its_part_of_the_bound():
 
 
 def test_requests_of_other_batches_wait_for_a_step_too():
-    """Also where it decodes nothing itself; such a step is filled up to the sizes of chunks that run alone."""
+    """Also where it decodes nothing itself; such a step is filled up to the sizes of chunks that
+    run alone."""
     pacing = timed(Pacing(0.03, alone=(150,), beside=(120,)))
     assert [pacing.most_tokens(8192, *args) for args in ((16, 1), (0, 1, False, 16))] == [120, 150]
     assert timed(Pacing(0.03)).most_tokens(8192, 0, 1, False, 16) == pytest.approx(200, abs=1)
@@ -316,13 +358,16 @@ def test_requests_of_other_batches_wait_for_a_step_too():
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
 def test_the_scheduler_keeps_to_it(num_batches):
-    """A long prompt beside a request that decodes, perhaps in another batch: chunks of the bound; alone it fills the
-    step."""
+    """A long prompt beside a request that decodes, perhaps in another batch: chunks of the bound;
+    alone it fills the step."""
     settings = dict(max_inter_token_latency=5.0 * num_batches, num_batches=num_batches)
     engine = fake_engine(MODEL, num_blocks=400, max_num_batched_tokens=200, **settings)
-    engine.pacing._decode, engine.pacing._token = {1: 1.0}, {False: 0.1}  # 40 tokens fit
+    # 40 tokens fit
+    engine.pacing._decode = {1: 1.0}
+    engine.pacing._token = {False: 0.1}
     engine.pacing.observe = lambda plans, seconds: None
-    seen, plan_step = [], engine.scheduler.plan
+    seen = []
+    plan_step = engine.scheduler.plan
 
     def noted():
         plans = plan_step()
@@ -340,17 +385,22 @@ def test_the_scheduler_keeps_to_it(num_batches):
 
 
 def paced_engine(budget: int, max_num_seqs: int, **settings):
-    """An engine whose steps take `budget` prompt tokens beside requests that decode, and the decode rows and prompt
-    tokens of its steps."""
-    engine = fake_engine(MODEL, num_blocks=4000, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings)
+    """An engine whose steps take `budget` prompt tokens beside requests that decode, and the decode
+    rows and prompt tokens of its steps."""
+    engine = fake_engine(
+        MODEL, num_blocks=4000, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings
+    )
     pacing = engine.scheduler.pacing = engine.pacing = Pacing(None)
     pacing.most_tokens = lambda most, *args: min(budget, most)
     pacing.observe = lambda plans, seconds: None
-    steps, plan_step = [], engine.scheduler.plan
+    steps = []
+    plan_step = engine.scheduler.plan
 
     def noted():
         plans = plan_step()
-        steps.append((sum(p.num_decode_rows for p in plans), sum(p.num_chunk_tokens for p in plans)))
+        steps.append(
+            (sum(p.num_decode_rows for p in plans), sum(p.num_chunk_tokens for p in plans))
+        )
         return plans
 
     engine.scheduler.plan = noted
@@ -358,11 +408,15 @@ def paced_engine(budget: int, max_num_seqs: int, **settings):
 
 
 def test_prompts_gather_while_more_wait_than_there_are_slots():
-    """They fill a step, or wait until one slot in eight is free. Who waits for no slot is not held up."""
+    """They fill a step, or wait until one slot in eight is free. Who waits for no slot is not held
+    up."""
     engine, steps = paced_engine(600, 32)
     plain = fake_engine(MODEL, num_blocks=4000, max_num_seqs=32, max_num_batched_tokens=600)
     for index in range(120):
-        request = [index % 7 + 1] * (40 + index % 50), SamplingParams(temperature=0, max_tokens=5 + index % 40)
+        request = (
+            [index % 7 + 1] * (40 + index % 50),
+            SamplingParams(temperature=0, max_tokens=5 + index % 40),
+        )
         for one in (engine, plain):
             one.add_request(*request)
     outputs = run(engine)
@@ -370,7 +424,8 @@ def test_prompts_gather_while_more_wait_than_there_are_slots():
         name: one.outputs[0].token_ids for name, one in run(plain).items()
     }
     beside = [tokens for rows, tokens in steps if rows and tokens]
-    assert any(tokens == 0 for rows, tokens in steps[: len(steps) // 2] if rows)  # some steps had none, for
+    # some steps had none, for
+    assert any(tokens == 0 for rows, tokens in steps[: len(steps) // 2] if rows)
     assert sorted(beside)[len(beside) // 2] > 150  # others had many
 
 
@@ -386,11 +441,13 @@ def test_a_prompt_that_has_a_slot_does_not_wait_for_others():
 
 
 def test_prompts_do_not_gather_for_long():
-    """One slot of 16 is free, and the prompt that it could take fills no step: it begins after 16 steps all the same,
-    and the last prompt, behind which none waits, at once."""
+    """One slot of 16 is free, and the prompt that it could take fills no step: it begins after 16
+    steps all the same, and the last prompt, behind which none waits, at once."""
     engine, steps = paced_engine(600, 16)
     for max_tokens in (5, *[80] * 15, 9, 9, 9):
-        engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+        engine.add_request(
+            [1] * 40, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        )
     run(engine)
     gathered, last = [step for step, taken in enumerate(steps) if taken == (15, 40)]
     assert steps[gathered - 17 : gathered] == [(16, 0)] + [(15, 0)] * 16
@@ -403,7 +460,9 @@ def test_each_batch_gathers_prompts_for_itself(ended, gathers):
     engine, steps = paced_engine(1000, 32, num_batches=2)
     batches = check_batches(engine.scheduler)
     for max_tokens in (*[5] * ended, *[80] * (32 - ended), 9, 9, 9, 9, 9):
-        engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+        engine.add_request(
+            [1] * 40, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        )
     run(engine)
     first = [taken for batch, taken in zip(batches, steps, strict=True) if batch == 0]
     left = 16 - ended
@@ -414,7 +473,8 @@ def test_each_batch_gathers_prompts_for_itself(ended, gathers):
 
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_one_prompt_is_one_prompt_however_many_requests_its_batch_lacks(num_batches):
-    """The requests of one batch have ended, then a prompt comes: the others wait no longer than beside one batch."""
+    """The requests of one batch have ended, then a prompt comes: the others wait no longer than
+    beside one batch."""
     engine, _ = paced_engine(4096, 20, num_batches=num_batches)
     for _ in range(20):
         engine.add_request([1] * 8, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))

@@ -54,7 +54,11 @@ def test_every_field_has_a_type_that_is_checked_and_a_docstring(made):
             ["1", None, True, *INFINITE],
             "a finite number",
         ),
-        (["stop"], [5, [5], b"a", [b"a"], ["a", None], {"a": 1}], "a text or a list of texts or None"),
+        (
+            ["stop"],
+            [5, [5], b"a", [b"a"], ["a", None], {"a": 1}],
+            "a text or a list of texts or None",
+        ),
         (
             ["stop_token_ids"],
             [5, "5", b"5", ["sys"], [1.5], [-1], [True], [None]],
@@ -69,22 +73,40 @@ def test_kinds_of_sampling_parameters(names, values, must):
             with pytest.raises(UserError) as caught:
                 SamplingParams(**{name: value})
             message = str(caught.value)
-            assert message.startswith(f"sampling parameters: {name} is ") and message.endswith(f", must be {must}")
+            assert message.startswith(f"sampling parameters: {name} is ") and message.endswith(
+                f", must be {must}"
+            )
 
 
 def test_numbers_of_numpy_become_pythons():
-    given = dict(max_tokens=np.int32(3), top_k=np.int64(2), seed=np.int64(-5), temperature=np.float32(0.5))
-    params = SamplingParams(**given, top_p=np.float64(0.5), stop_token_ids=[np.int64(4)], ignore_eos=np.True_)
-    plain = dict(max_tokens=3, top_k=2, seed=-5, temperature=0.5, top_p=0.5, stop_token_ids=[4], ignore_eos=True)
+    given = dict(
+        max_tokens=np.int32(3), top_k=np.int64(2), seed=np.int64(-5), temperature=np.float32(0.5)
+    )
+    params = SamplingParams(
+        **given, top_p=np.float64(0.5), stop_token_ids=[np.int64(4)], ignore_eos=np.True_
+    )
+    plain = dict(
+        max_tokens=3,
+        top_k=2,
+        seed=-5,
+        temperature=0.5,
+        top_p=0.5,
+        stop_token_ids=[4],
+        ignore_eos=True,
+    )
     assert params == SamplingParams(**plain)
     held = [*vars(params).values(), *params.stop_token_ids]
     assert not [value for value in held if isinstance(value, np.generic)]
 
 
-@pytest.mark.parametrize("setting", [{"temperature": 0}, {"seed": -1}, {"stop_token_ids": {3}}, {"stop": ("a", "b")}])
+@pytest.mark.parametrize(
+    "setting", [{"temperature": 0}, {"seed": -1}, {"stop_token_ids": {3}}, {"stop": ("a", "b")}]
+)
 def test_values_that_are_fine(setting):
     ((name, value),) = setting.items()
-    assert getattr(SamplingParams(**setting), name) == (tuple(value) if isinstance(value, set) else value)
+    assert getattr(SamplingParams(**setting), name) == (
+        tuple(value) if isinstance(value, set) else value
+    )
 
 
 def test_all_problems_are_named():
@@ -106,10 +128,19 @@ def test_stop_is_normalised():
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"num_speculative_tokens": 4, "max_num_batched_tokens": 4}, "must be at least 5"),
         ({"state_rollback": "undo"}, "'undo', must be 'replay' or 'snapshot'"),
-        ({"num_speculative_tokens": 4, "max_num_batched_tokens": 4, "block_size": "8"}, "block_size is '8'.*least 5"),
-        ({"num_speculative_tokens": True}, "num_speculative_tokens is True, must be a whole number"),
+        (
+            {"num_speculative_tokens": 4, "max_num_batched_tokens": 4, "block_size": "8"},
+            "block_size is '8'.*least 5",
+        ),
+        (
+            {"num_speculative_tokens": True},
+            "num_speculative_tokens is True, must be a whole number",
+        ),
         ({"max_num_batched_tokens": "9"}, "max_num_batched_tokens is '9', must be a whole number"),
-        ({"graphs": 1, "seed": "x"}, "graphs is 1, must be True or False; seed is 'x', must be a whole number or None"),
+        (
+            {"graphs": 1, "seed": "x"},
+            "graphs is 1, must be True or False; seed is 'x', must be a whole number or None",
+        ),
     ],
 )
 def test_engine_settings(setting, message):
@@ -120,11 +151,21 @@ def test_engine_settings(setting, message):
 @pytest.mark.parametrize(
     "made, setting",
     [
-        *((SamplingParams, {name: sign * 10**30}) for name in ("max_tokens", "top_k", "seed") for sign in (1, -1)),
+        *(
+            (SamplingParams, {name: sign * 10**30})
+            for name in ("max_tokens", "top_k", "seed")
+            for sign in (1, -1)
+        ),
         (SamplingParams, {"seed": 2**63}),
         *(
             (lambda **named: EngineConfig(**{"max_model_len": 10, **named}), {name: 10**30})
-            for name in ("max_model_len", "num_speculative_tokens", "block_size", "max_num_seqs", "seed")
+            for name in (
+                "max_model_len",
+                "num_speculative_tokens",
+                "block_size",
+                "max_num_seqs",
+                "seed",
+            )
         ),
     ],
 )

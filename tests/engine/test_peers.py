@@ -1,7 +1,8 @@
-"""Sums over ranks in memory that all of them map, decoding with them, and what happens where there is no such memory.
+"""Sums over ranks in memory that all of them map, decoding with them, and what happens where there
+is no such memory.
 
-On a GPU two processes share one, which NCCL refuses: all else that they exchange goes over gloo, without graphs. On the
-CPU they map files, and the reference sums.
+On a GPU two processes share one, which NCCL refuses: all else that they exchange goes over gloo,
+without graphs. On the CPU they map files, and the reference sums.
 """
 
 import json
@@ -38,19 +39,23 @@ DECODED = [
     Case("latent", 3, True),
 ]
 ON_CPU = 1
-"""The first cases of those, for which the CPU has time: linears and experts, which is all that is summed."""
+"""The first cases of those, for which the CPU has time: linears and experts, which is all that is
+summed."""
 
 
 def map_files(group, path: Path) -> peers.PeerMemory:
     """Memory of the host that all ranks of a group map, full of zeros."""
-    limit, mine = peers.limit_of(group.size()), group.rank()
+    limit = peers.limit_of(group.size())
+    mine = group.rank()
     size = Windows.nbytes(limit)
     path.mkdir(exist_ok=True)
     windows = {}
     for rank in (mine, *range(group.size())):
         if rank != mine:
             dist.barrier(group)
-        windows[rank] = torch.from_file(str(path / str(rank)), shared=True, size=size, dtype=torch.uint8)
+        windows[rank] = torch.from_file(
+            str(path / str(rank)), shared=True, size=size, dtype=torch.uint8
+        )
     every = tuple(windows[rank] for rank in range(group.size()))
     return peers.PeerMemory(Windows(mine, every, torch.zeros(CHANNELS, dtype=torch.int64), limit))
 
@@ -58,7 +63,8 @@ def map_files(group, path: Path) -> peers.PeerMemory:
 def joined(device: str, path: Path) -> tuple[object, peers.PeerMemory]:
     """A group of both ranks, and its memory, the buffers of this rank full of NaN."""
     share_device(device)
-    group, control = dist.new_group(backend="gloo"), _control_group()
+    group = dist.new_group(backend="gloo")
+    control = _control_group()
     if device == "cuda":
         peers.exchange_in_peer_memory(group, control, torch.empty(1, device=device), True)
     else:
@@ -94,7 +100,9 @@ def exact_sums(rank: int, device: str, path: Path) -> None:
             assert torch.equal(have, in_order(parts)), (dtype, size)
             assert int(memory.windows.epochs[0]) - before == (size <= most)
     for dtype in (torch.int64, torch.float64):
-        parts = [torch.arange(7, device=device, dtype=dtype) * (10**12 + other) for other in range(2)]
+        parts = [
+            torch.arange(7, device=device, dtype=dtype) * (10**12 + other) for other in range(2)
+        ]
         assert torch.equal(all_reduce(parts[rank].clone(), group), parts[0] + parts[1]), dtype
     odd = draw(4001, torch.bfloat16, 5, device)
     want = in_order(odd)
@@ -122,7 +130,8 @@ def sums_in_graphs(rank: int, device: str, path: Path) -> None:
     for parts in inputs:  # compiled before they are captured
         all_reduce(parts[rank].clone(), group)
     torch.cuda.synchronize()
-    before, graph = int(memory.windows.epochs[0]), torch.cuda.CUDAGraph()
+    before = int(memory.windows.epochs[0])
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = [all_reduce(parts[rank].clone(), group) for parts in inputs]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -151,7 +160,11 @@ def test_sums_on_one_gpu(function, tmp_path):
 
 
 def on_device(case: Case, device: str, **settings) -> Case:
-    return replace(case, guided=False, settings=case.settings | dict(device=device, enforce_eager=True) | settings)
+    return replace(
+        case,
+        guided=False,
+        settings=case.settings | dict(device=device, enforce_eager=True) | settings,
+    )
 
 
 def decode_cases(rank: int, tested: list[Case], device: str, out: Path) -> None:
@@ -162,7 +175,9 @@ def decode_cases(rank: int, tested: list[Case], device: str, out: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if device == "cpu":
                 mapped = out / f"windows{number}"
-                patch.setattr(peers, "_peers", lambda group, *_, mapped=mapped: map_files(group, mapped))
+                patch.setattr(
+                    peers, "_peers", lambda group, *_, mapped=mapped: map_files(group, mapped)
+                )
             tokens, llm = decode(model, on_device(case, device, disable_custom_all_reduce=False))
         memory = collectives._chosen[llm.ranks._tensor_group]
         found.append(dict(tokens=tokens, sums=int(memory.windows.epochs[0])))
@@ -173,7 +188,8 @@ def test_two_ranks_decode_what_one_does(device, tmp_path):
     """In fp32, token for token; partial results of layers are summed in memory that both map."""
     tested = DECODED if device == "cuda" else DECODED[:ON_CPU]
     wanted = [
-        decode(build_model(config(case.base), device="cpu", seed=1), on_device(case, device))[0] for case in tested
+        decode(build_model(config(case.base), device="cpu", seed=1), on_device(case, device))[0]
+        for case in tested
     ]
     run_ranks(decode_cases, tested, device, tmp_path, device=device)
     every = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -188,14 +204,16 @@ class SevenMore(Exchange):
 
 
 def no_memory(rank: int, out: Path) -> None:
-    """Ranks that cannot reach each other's memory agree to leave sums to the group, and close in order."""
+    """Ranks that cannot reach each other's memory agree to leave sums to the group, and close in
+    order."""
     init_processes()
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger(peers.__name__).addHandler(handler)
     logging.getLogger(peers.__name__).setLevel(logging.INFO)
-    group, control = dist.new_group(backend="gloo"), _control_group()
+    group = dist.new_group(backend="gloo")
+    control = _control_group()
     for _ in range(2):
         peers.exchange_in_peer_memory(group, control, torch.empty(1), True)
         assert group not in collectives._chosen
@@ -209,13 +227,21 @@ def no_memory(rank: int, out: Path) -> None:
 
 def test_ranks_without_peer_memory(tmp_path):
     run_ranks(no_memory, tmp_path)
-    said = "ranks exchange data by gloo instead of peer memory: rank 0 decodes on cpu, rank 1 decodes on cpu"
-    assert [json.loads((tmp_path / f"{rank}").read_text()) for rank in (0, 1)] == [[3.0, [said]], [3.0, []]]
+    said = (
+        "ranks exchange data by gloo instead of peer memory: rank 0 decodes on cpu, rank 1 decodes"
+        " on cpu"
+    )
+    assert [json.loads((tmp_path / f"{rank}").read_text()) for rank in (0, 1)] == [
+        [3.0, [said]],
+        [3.0, []],
+    ]
 
 
 def test_the_option_reaches_the_ranks(monkeypatch):
     said = []
-    monkeypatch.setattr(Ranks, "connect", lambda self, weight, peer_memory: said.append(peer_memory))
+    monkeypatch.setattr(
+        Ranks, "connect", lambda self, weight, peer_memory: said.append(peer_memory)
+    )
     for settings in ({}, {"disable_custom_all_reduce": False}, {"disable_custom_all_reduce": True}):
         LLM(tiny_model(), num_blocks=20, warm_up=False, **settings)
     assert said == [True, True, False]
@@ -226,14 +252,17 @@ def test_memory_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(peers, "gpu_uuid", lambda index: f"gpu {index}")
     monkeypatch.setattr(platform.torch.cuda, "can_device_access_peer", lambda one, other: False)
-    with pytest.raises(RuntimeError, match="does not see GPU gpu 2, which is on another host or hidden by CUDA_VIS"):
+    with pytest.raises(
+        RuntimeError, match="does not see GPU gpu 2, which is on another host or hidden by CUDA_VIS"
+    ):
         peers._open(("gpu 2", None), here)
     with pytest.raises(RuntimeError, match="has no peer access from GPU 0 to GPU 1"):
         peers._open(("gpu 1", None), here)
 
 
 @pytest.mark.parametrize(
-    "access, atomics, status, reached", [(1, 1, 0, True), (0, 1, 0, False), (1, 0, 0, False), (1, 1, 5, False)]
+    "access, atomics, status, reached",
+    [(1, 1, 0, True), (0, 1, 0, False), (1, 0, 0, False), (1, 1, 5, False)],
 )
 def test_what_gpus_must_be_able_to_do(monkeypatch, access, atomics, status, reached):
     """To read each other's memory, and atomic operations there; one GPU reaches itself."""
@@ -244,6 +273,8 @@ def test_what_gpus_must_be_able_to_do(monkeypatch, access, atomics, status, reac
         return status
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: bool(access))
-    monkeypatch.setattr(platform.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetP2PAttribute=answer))
+    monkeypatch.setattr(
+        platform.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetP2PAttribute=answer)
+    )
     assert platform.shares_memory(0, 1) is reached
     assert platform.shares_memory(1, 1) is True

@@ -1,6 +1,7 @@
 """Random histories of whole engines in which all that no step may read is NaN before each step.
 
-Each is played twice, the second time untouched: all that can be seen must be the same, the drafts and counts, too.
+Each is played twice, the second time untouched: all that can be seen must be the same, the drafts
+and counts, too.
 """
 
 import random
@@ -52,7 +53,9 @@ MOST = 12
 OTHERS = [
     penalised(MOST),
     SamplingParams(seed=3, max_tokens=MOST, ignore_eos=True),
-    SamplingParams(seed=4, temperature=0.7, top_k=5, presence_penalty=0.9, max_tokens=MOST, ignore_eos=True),
+    SamplingParams(
+        seed=4, temperature=0.7, top_k=5, presence_penalty=0.9, max_tokens=MOST, ignore_eos=True
+    ),
 ]
 """Parameters with which outputs are compared with those of the untouched engine alone."""
 
@@ -72,13 +75,18 @@ def asked(rng: random.Random, model, kind: Kind) -> list[tuple[list[int], list[i
     """Prompts, each with its greedy output by decoding without an engine."""
     prompts = make_prompts(LENGTHS)
     if kind.cached:
-        prompts += [[*one, *decode(model, one, MOST)[: rng.randint(1, MOST)], 5] for one in prompts[1:]]
+        prompts += [
+            [*one, *decode(model, one, MOST)[: rng.randint(1, MOST)], 5] for one in prompts[1:]
+        ]
         prompts += [[*prompts[-1], *decode(model, prompts[-1], MOST)], prompts[-1][:-3]]
     return [(prompt, decode(model, prompt, MOST)) for prompt in prompts]
 
 
-def history(rng: random.Random, model, pairs: list[tuple[list[int], list[int]]], kind: Kind) -> None:
-    """Requests that come and go, in an engine whose free memory is poisoned and in one that is left alone.
+def history(
+    rng: random.Random, model, pairs: list[tuple[list[int], list[int]]], kind: Kind
+) -> None:
+    """Requests that come and go, in an engine whose free memory is poisoned and in one that is left
+    alone.
 
     Args:
         pairs: see `asked`.
@@ -104,15 +112,17 @@ def history(rng: random.Random, model, pairs: list[tuple[list[int], list[int]]],
         if not kind.graphs and llm.engine.config.num_speculative_tokens:
             watched(llm, [prompt + tokens for prompt, tokens in pairs])
         assert (llm.engine.executor.graphs is not None) == kind.graphs
-        played.append(play(llm, pairs, random.Random(seed), poisoned, requests=12 if kind.cached else 5))
+        played.append(
+            play(llm, pairs, random.Random(seed), poisoned, requests=12 if kind.cached else 5)
+        )
     assert played[0] == played[1]
     assert not kind.cached or llm.stats().cached_tokens
     assert not kind.auto or len(played[0]["shapes"]) > 1
 
 
 def play(llm, pairs, rng: random.Random, poisoned: bool, requests: int) -> dict:
-    """All that can be seen of an engine's history: outputs and drafts of each step, the shapes of drafts, and totals.
-    Greedy requests get the tokens of decoding without an engine.
+    """All that can be seen of an engine's history: outputs and drafts of each step, the shapes of
+    drafts, and totals. Greedy requests get the tokens of decoding without an engine.
 
     Args:
         poisoned: whether what no step may read is NaN before each step.
@@ -144,10 +154,17 @@ def play(llm, pairs, rng: random.Random, poisoned: bool, requests: int) -> dict:
         outputs = engine.step()
         for one in (output for output in outputs if output.finished):
             assert one.error is None
-            assert one.outputs[0].token_ids == greedy_outputs.get(one.request_id, one.outputs[0].token_ids)
+            assert one.outputs[0].token_ids == greedy_outputs.get(
+                one.request_id, one.outputs[0].token_ids
+            )
             live.remove(one.request_id)
         engine.scheduler.check_integrity()
-        steps.append([(output.request_id, output.outputs[0].text, vars(output.stats).copy()) for output in outputs])
+        steps.append(
+            [
+                (output.request_id, output.outputs[0].text, vars(output.stats).copy())
+                for output in outputs
+            ]
+        )
         steps.append(_drafts(engine))
         shapes.add((engine.scheduler.num_speculative_tokens, engine.scheduler.trees))
     totals = replace(llm.stats(), seconds=0.0, returned_bytes=0.0)
@@ -155,7 +172,8 @@ def play(llm, pairs, rng: random.Random, poisoned: bool, requests: int) -> dict:
 
 
 def _drafts(engine) -> list[tuple]:
-    """The newest token of each request that decodes, with the drafts after it, as the device knows them."""
+    """The newest token of each request that decodes, with the drafts after it, as the device knows
+    them."""
     state = engine.executor.state
     trees = state.tokens if state.parents is None else state.parents
     slots = [request.slot for request in engine.scheduler.running if request.decoding]
@@ -163,8 +181,8 @@ def _drafts(engine) -> list[tuple]:
 
 
 def try_others(patch: pytest.MonkeyPatch) -> None:
-    """Where the engine chooses the drafts of each step, it tries others in every second step, and its choice does not
-    depend on measured times."""
+    """Where the engine chooses the drafts of each step, it tries others in every second step, and
+    its choice does not depend on measured times."""
     time_step = Executor.time_step
 
     def timed(self, rows, drafts, repeats):
@@ -181,7 +199,8 @@ def probes(monkeypatch):
 
 
 def random_history(seed: int, device: str = "cpu", **kind) -> None:
-    rng, wanted = random.Random(seed), Kind(**kind)
+    rng = random.Random(seed)
+    wanted = Kind(**kind)
     *layers, distinct = rng.choice(MODELS)
     model = tiny_model(*layers, device=device, distinct=distinct)
     history(rng, model, asked(rng, model, wanted), wanted)
@@ -211,7 +230,11 @@ def test_in_graphs(seed, device, monkeypatch):
     random_history(seed, device, graphs=True, cached=seed % 3 == 1, auto=seed % 3 == 2)
 
 
-ON_RANKS = [("mamba2", Kind()), ("distinct heads", Kind(cached=True)), ("attention", Kind(cached=True, auto=True))]
+ON_RANKS = [
+    ("mamba2", Kind()),
+    ("distinct heads", Kind(cached=True)),
+    ("attention", Kind(cached=True, auto=True)),
+]
 
 
 def on_rank(rank: int, stages: int, pairs: list) -> None:
@@ -228,5 +251,8 @@ def on_rank(rank: int, stages: int, pairs: list) -> None:
 @pytest.mark.parametrize("stages", [1, 2], ids=["tensor-parallel", "stages"])
 def test_on_two_ranks(stages):
     models = [build_model(config(base), device="cpu", seed=1) for base, _ in ON_RANKS]
-    pairs = [asked(random.Random(1), model, kind) for model, (_, kind) in zip(models, ON_RANKS, strict=True)]
+    pairs = [
+        asked(random.Random(1), model, kind)
+        for model, (_, kind) in zip(models, ON_RANKS, strict=True)
+    ]
     run_ranks(on_rank, stages, pairs)

@@ -33,7 +33,8 @@ from tests.engine.rank_cases import config
 from tests.ranks import free_port, in_rank, need_gpus, run_ranks, share_device
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
-RANKS, STAGES = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
+RANKS = dict(tensor_parallel_size=2)
+STAGES = dict(pipeline_parallel_size=2)
 LIMIT = 10.0
 """Seconds in which the others must have ended."""
 
@@ -58,14 +59,39 @@ def commands(path: Path, ranks: int, out: Path) -> dict[str, tuple[typer.Typer, 
     prompts = ["--prompts", str(path / "prompts.jsonl")]
     brief = ["--num-speculative-tokens", "2", "--temperature", "0"]
     hf, megatron = (["--model", str(path / name)] for name in ("hf", "megatron"))
-    again = ["--num-speculative-tokens", "0", "2", "--batch-size", "2", "--repeats", "1", "--max-tokens", "6"]
+    again = [
+        "--num-speculative-tokens",
+        "0",
+        "2",
+        "--batch-size",
+        "2",
+        "--repeats",
+        "1",
+        "--max-tokens",
+        "6",
+    ]
     report = ["--output", str(out / "report")]
-    timed = ["--prompt-length", "6", "--max-tokens", "12", "--num-speculative-tokens", "1", "--batch-size", "2"]
+    timed = [
+        "--prompt-length",
+        "6",
+        "--max-tokens",
+        "12",
+        "--num-speculative-tokens",
+        "1",
+        "--batch-size",
+        "2",
+    ]
     return {
         "generate": (generate.app, [*hf, *prompts, *brief, "--max-tokens", "6", "--json", *split]),
-        "megatron": (generate.app, [*megatron, *prompts, *brief, "--max-tokens", "6", "--json", *split]),
+        "megatron": (
+            generate.app,
+            [*megatron, *prompts, *brief, "--max-tokens", "6", "--json", *split],
+        ),
         "speedup": (speedup.app, [*hf, *prompts, *again, *report, *split]),
-        "bench": (bench.app, ["decode", *hf, *timed, "--repeats", "1", "--output", str(out / "bench"), *split]),
+        "bench": (
+            bench.app,
+            ["decode", *hf, *timed, "--repeats", "1", "--output", str(out / "bench"), *split],
+        ),
     }
 
 
@@ -80,26 +106,42 @@ def run_commands(rank: int, path: Path, ranks: int, out: Path) -> None:
 def refused(rank: int, path: Path, out: Path) -> None:
     """One rank has another model, another version; then both decode."""
     settings = dict(num_blocks=40, max_num_seqs=2, warm_up=False, tensor_parallel_size=2)
-    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: the content of the model's files is \w+, not"):
+    with pytest.raises(
+        UserError, match=r"rank 1 differs from rank 0: the content of the model's files is \w+, not"
+    ):
         LLM(path / ("other" if rank else "hf"), **settings)
-    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike"):
+    with pytest.raises(
+        UserError,
+        match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike",
+    ):
         LLM(path / "hf", **settings | dict(num_blocks=40 + rank))
     with pytest.MonkeyPatch.context() as patch:
         if rank:
             patch.setitem(join.__globals__, "__version__", "0+mine")
-        with pytest.raises(UserError, match=r"rank 1 differs from rank 0: version of mtpkit is 0\+mine, not"):
+        with pytest.raises(
+            UserError, match=r"rank 1 differs from rank 0: version of mtpkit is 0\+mine, not"
+        ):
             LLM(path / "hf", **settings)
     version = importlib.metadata.version
     with pytest.MonkeyPatch.context() as patch:  # run from its sources
-        patch.setattr(importlib.metadata, "version", lambda name: version({"mtpkit": "not installed"}.get(name, name)))
+        patch.setattr(
+            importlib.metadata,
+            "version",
+            lambda name: version({"mtpkit": "not installed"}.get(name, name)),
+        )
         llm = LLM(path / "hf", 2, **settings)
-    outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], SamplingParams(temperature=0))
-    (out / f"tokens.{rank}").write_text(json.dumps([output.outputs[0].token_ids for output in outputs]))
+    outputs = llm.generate(
+        [dict(prompt_token_ids=prompt) for prompt in PROMPTS], SamplingParams(temperature=0)
+    )
+    (out / f"tokens.{rank}").write_text(
+        json.dumps([output.outputs[0].token_ids for output in outputs])
+    )
 
 
 def test_commands_of_two_ranks_say_what_those_of_one_say(model_dir, tmp_path):
     """And the other rank says nothing."""
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     one.mkdir()
     two.mkdir()
     run_commands(0, model_dir, 1, one)
@@ -125,7 +167,9 @@ class Ending:
     """A drafter at whose third step something happens."""
 
     def __init__(self, llm: LLM, what: str) -> None:
-        self.inner, self.what, self.steps = llm.engine.executor.drafter, what, 0
+        self.inner = llm.engine.executor.drafter
+        self.what = what
+        self.steps = 0
         self.earlier = self.inner.earlier
 
     def draft(self, hidden, batch, verdict):
@@ -140,11 +184,14 @@ class Ending:
         return self.inner.draft(hidden, batch, verdict)
 
 
-def ends(rank: int, path: Path, out: Path, what: str, victim: int, split: dict[str, int], **settings) -> None:
+def ends(
+    rank: int, path: Path, out: Path, what: str, victim: int, split: dict[str, int], **settings
+) -> None:
     """Decode, in which one rank does what it is told; what each says goes to a file."""
     file = os.open(out / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
-    watch._PATIENCE, watch._GRACE = 1.0, 0.2
+    watch._PATIENCE = 1.0
+    watch._GRACE = 0.2
 
     def work() -> None:
         llm = LLM(path / "hf", 2, num_blocks=40, max_num_seqs=2, warm_up=False, **split, **settings)
@@ -152,7 +199,10 @@ def ends(rank: int, path: Path, out: Path, what: str, victim: int, split: dict[s
             llm.engine.executor.drafter = Ending(llm, what)
         (out / f"{rank}.began").touch()
         prompts = [[7] * (3 + rank)] if what == "other prompts" else PROMPTS
-        llm.generate([dict(prompt_token_ids=prompt) for prompt in prompts], SamplingParams(max_tokens=40, seed=0))
+        llm.generate(
+            [dict(prompt_token_ids=prompt) for prompt in prompts],
+            SamplingParams(max_tokens=40, seed=0),
+        )
 
     try:
         run(work)
@@ -193,7 +243,9 @@ def ends_on_gpu(rank: int, *args) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what, said", [("killed", "rank 1 has died"), ("fails", "rank 1 failed: the paper ran out")])
+@pytest.mark.parametrize(
+    "what, said", [("killed", "rank 1 has died"), ("fails", "rank 1 failed: the paper ran out")]
+)
 def test_a_rank_that_waits_in_a_kernel_is_ended(model_dir, tmp_path, what, said):
     require_end(model_dir, tmp_path, what, said, function=ends_on_gpu, method="spawn")
 
@@ -208,15 +260,30 @@ def ends_beside_nccl(rank: int, *args) -> None:
 def test_a_rank_that_waits_for_nccl_is_ended(model_dir, tmp_path, split, function):
     """In a step, or while steps are captured."""
     need_gpus(2)
-    require_end(model_dir, tmp_path, "killed", "rank 1 has died", split=split, function=function, method="spawn")
+    require_end(
+        model_dir,
+        tmp_path,
+        "killed",
+        "rank 1 has died",
+        split=split,
+        function=function,
+        method="spawn",
+    )
 
 
-def require_end(model_dir, tmp_path, what, said, victim=1, split=RANKS, function=ends, method="forkserver") -> None:
-    context, port, size = multiprocessing.get_context(method), free_port(), math.prod(split.values())
+def require_end(
+    model_dir, tmp_path, what, said, victim=1, split=RANKS, function=ends, method="forkserver"
+) -> None:
+    context = multiprocessing.get_context(method)
+    port = free_port()
+    size = math.prod(split.values())
     if method == "forkserver":
         context.set_forkserver_preload(["tests.preload", __name__])
     ranks = [
-        context.Process(target=in_rank, args=(rank, size, port, function, (model_dir, tmp_path, what, victim, split)))
+        context.Process(
+            target=in_rank,
+            args=(rank, size, port, function, (model_dir, tmp_path, what, victim, split)),
+        )
         for rank in range(size)
     ]
     for process in ranks:
@@ -225,7 +292,8 @@ def require_end(model_dir, tmp_path, what, said, victim=1, split=RANKS, function
     began = time.monotonic()
     for process in ranks:
         process.join(LIMIT - (time.monotonic() - began))
-    seconds, codes = time.monotonic() - began, [process.exitcode for process in ranks]
+    seconds = time.monotonic() - began
+    codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
     other = int(victim == 0)
@@ -236,9 +304,13 @@ def require_end(model_dir, tmp_path, what, said, victim=1, split=RANKS, function
 
 def test_programs_that_are_no_rank_connect():
     """One says nothing and ends, one sends what a rank does not; the rank comes last."""
-    server, found = watch.listen(), []
-    port, secret = server.getsockname()[1], bytes(range(watch.SECRET_LENGTH))
-    accept = threading.Thread(target=lambda: found.append(watch.Watch._accept(Known(secret), server, 2)))
+    server = watch.listen()
+    found = []
+    port = server.getsockname()[1]
+    secret = bytes(range(watch.SECRET_LENGTH))
+    accept = threading.Thread(
+        target=lambda: found.append(watch.Watch._accept(Known(secret), server, 2))
+    )
     accept.start()
     for sent in (b"", b"GET / HTTP/1.1", bytes(watch.SECRET_LENGTH + 4), secret + b"\0\0"):
         with socket.create_connection(("localhost", port)) as connection:
@@ -255,13 +327,15 @@ class Known(watch.Watch):
     """A watch of nothing, that knows the ranks' secret."""
 
     def __init__(self, secret: bytes, rank: int = 0) -> None:
-        self._secret, self.rank = secret, rank
+        self._secret = secret
+        self.rank = rank
 
 
 @pytest.mark.parametrize("place", [0, 0.31, 0.5, 0.77, 0.999])
 def test_models_that_differ_in_one_place_are_told_apart(tmp_path, place):
     size = 3 << 20
-    content, changed = bytes(size), bytearray(size)
+    content = bytes(size)
+    changed = bytearray(size)
     start = int(place * size)
     changed[start : start + size // 200] = b"\1" * len(changed[start : start + size // 200])
     (file := tmp_path / "model.safetensors").write_bytes(content)
@@ -273,14 +347,21 @@ def test_models_that_differ_in_one_place_are_told_apart(tmp_path, place):
 
 def test_sizes_that_cannot_be_split(model_dir):
     with pytest.raises(
-        UserError, match="tensor_parallel_size 3: the model's hidden_size 32 cannot be divided evenly; take a"
+        UserError,
+        match="tensor_parallel_size 3: the model's hidden_size 32 cannot be divided evenly; take a",
     ):
         LLM(model_dir / "hf", tensor_parallel_size=3)
-    with pytest.raises(UserError, match="tensor_parallel_size 2: enable_expert_parallel is set, but the model has no"):
+    with pytest.raises(
+        UserError,
+        match="tensor_parallel_size 2: enable_expert_parallel is set, but the model has no",
+    ):
         LLM(model_dir / "hf", tensor_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(
         UserError,
-        match="tensor_parallel_size 2 needs 2 processes, but there is 1: start them with torchrun --standalone",
+        match=(
+            "tensor_parallel_size 2 needs 2 processes, but there is 1: start them with torchrun"
+            " --standalone"
+        ),
     ):
         LLM(model_dir / "hf", tensor_parallel_size=2)
 
@@ -289,7 +370,9 @@ def test_sizes_that_cannot_be_split(model_dir):
 @pytest.mark.parametrize("name", ["generate", "speedup", "bench"])
 def test_commands_of_several_ranks_need_torchrun(model_dir, tmp_path, name, split):
     app, arguments = commands(model_dir, 1, tmp_path)[name]
-    with pytest.raises(UserError, match=r"parallel[-_]size 2 needs 2 processes, but there is 1: start them"):
+    with pytest.raises(
+        UserError, match=r"parallel[-_]size 2 needs 2 processes, but there is 1: start them"
+    ):
         typer.main.get_command(app)([*arguments, split, "2"], standalone_mode=False)
 
 
@@ -298,10 +381,18 @@ def problems(model: ModelConfig, ranks: int, whole_experts: bool = False) -> lis
 
 
 def test_every_size_that_ranks_cannot_divide_is_named():
-    mamba2, experts = config("mamba2"), config("recurrent experts")
-    assert problems(mamba2, 2) == [] and problems(experts, 2) == [] and problems(experts, 2, True) == []
+    mamba2 = config("mamba2")
+    experts = config("recurrent experts")
+    assert (
+        problems(mamba2, 2) == []
+        and problems(experts, 2) == []
+        and problems(experts, 2, True) == []
+    )
     assert problems(mamba2.replace(vocab_size=61), 2) == ["vocab_size"]
-    assert problems(mamba2.replace(mamba_num_heads=3, mamba_num_groups=1), 2) == ["mamba_num_heads", "mamba_num_groups"]
+    assert problems(mamba2.replace(mamba_num_heads=3, mamba_num_groups=1), 2) == [
+        "mamba_num_heads",
+        "mamba_num_groups",
+    ]
     odd = experts.replace(moe_ffn_hidden_size=23, num_moe_experts=5)
     assert problems(odd, 2) == ["moe_ffn_hidden_size"]
     assert problems(odd, 2, whole_experts=True) == ["5"]
@@ -311,30 +402,43 @@ def test_more_processes_than_ranks_are_refused(monkeypatch, model_dir):
     """Each of them would do all of the work, and print it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        UserError, match="there are 2 processes, but --tensor-parallel-size is 1: set it to 2, or start 1"
+        UserError,
+        match="there are 2 processes, but --tensor-parallel-size is 1: set it to 2, or start 1",
     ):
-        typer.main.get_command(generate.app)(["--model", str(model_dir / "hf"), "a"], standalone_mode=False)
+        typer.main.get_command(generate.app)(
+            ["--model", str(model_dir / "hf"), "a"], standalone_mode=False
+        )
     with pytest.raises(
-        UserError, match="size 1 x --pipeline-parallel-size 3 is 3: choose sizes whose product is 2, or st"
+        UserError,
+        match="size 1 x --pipeline-parallel-size 3 is 3: choose sizes whose product is 2, or st",
     ):
         reports(1, 3)
 
 
-@pytest.mark.parametrize("command", [["load"], ["prefill"], ["kernels", "--device", "cpu"], ["convert"]])
+@pytest.mark.parametrize(
+    "command", [["load"], ["prefill"], ["kernels", "--device", "cpu"], ["convert"]]
+)
 def test_what_processes_do_not_share_is_refused_under_torchrun(command, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = [] if command == ["convert"] else ["--model", "nemotron-h-tiny"]
-    with pytest.raises(UserError, match="there are 2 processes, but this command runs in one: start it without torchr"):
+    with pytest.raises(
+        UserError,
+        match="there are 2 processes, but this command runs in one: start it without torchr",
+    ):
         typer.main.get_command(bench.app)([*command, *model], standalone_mode=False)
 
 
 def test_a_model_that_is_split_otherwise_is_refused(monkeypatch):
     model = build_model(config("mamba2"), device="cpu")
     with pytest.raises(
-        UserError, match="split over 1 ranks, experts over 1, layers over 1 stages: leave all sizes out"
+        UserError,
+        match="split over 1 ranks, experts over 1, layers over 1 stages: leave all sizes out",
     ):
         LLM(model, tensor_parallel_size=2)
     monkeypatch.setattr(model, "config", replace(model.config))
     model.config.sequence_parallel = True
-    with pytest.raises(UserError, match="the model given is split over sequences, or over experts without the other"):
+    with pytest.raises(
+        UserError,
+        match="the model given is split over sequences, or over experts without the other",
+    ):
         LLM(model)

@@ -25,7 +25,8 @@ from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
 
 GROWN_SHAPE = {key: value for key, value in GROWN.items() if key != "num_speculative_tokens"}
-SNAPSHOT, AHEAD = dict(state_rollback="snapshot"), dict(async_scheduling=True)
+SNAPSHOT = dict(state_rollback="snapshot")
+AHEAD = dict(async_scheduling=True)
 DRAWN = dict(speculative_token_tree=[3, 2], draft_sampling=True)
 CASES = [
     Case("mamba2", 3, settings=FIXED),
@@ -34,15 +35,23 @@ CASES = [
     Case("delta", 3, settings=GROWN_SHAPE),
     Case("attention", 3, settings=FIXED),
     Case("latent", 3, True, settings=GROWN_SHAPE),
-    Case("mamba2", 2, settings=dict(speculative_token_tree=[2, 2], max_num_batched_tokens=17)),  # with filters
+    # with filters
+    Case("mamba2", 2, settings=dict(speculative_token_tree=[2, 2], max_num_batched_tokens=17)),
     Case("attention", 3, penalised=True, settings=GROWN_SHAPE | AHEAD | PREEMPTED),
     Case("mamba2", 3, settings=FIXED | AHEAD | dict(enable_prefix_caching=True)),
-    Case("delta", 2, penalised=True, settings=dict(speculative_token_tree=[3, 1], draft_vocab=[1, 33, 40])),
+    Case(
+        "delta",
+        2,
+        penalised=True,
+        settings=dict(speculative_token_tree=[3, 1], draft_vocab=[1, 33, 40]),
+    ),
     Case("mamba2", 2, settings=DRAWN),
     Case("attention", 2, settings=DRAWN | dict(draft_vocab=[1, 33, 40, 41, 60])),
 ]
-"""A rank of two holds one token of the small draft vocabularies, whose trees have more siblings than that."""
-DRAWN_CASE, GREEDY_CASE = CASES[-2], CASES[0]
+"""A rank of two holds one token of the small draft vocabularies, whose trees have more siblings
+than that."""
+DRAWN_CASE = CASES[-2]
+GREEDY_CASE = CASES[0]
 
 
 def of_first_part(values, tokens, log_sums, group):
@@ -54,24 +63,36 @@ SABOTAGE = {
     "nothing": (GREEDY_CASE, []),
     "nothing with draws": (DRAWN_CASE, []),
     "candidates of the first rank": (GREEDY_CASE, [(choices, "top_of_ranks", of_first_part)]),
-    "siblings that every rank leaves out": (DRAWN_CASE, [(SplitVocabulary, "without", lambda self, w, ids: w)]),
-    "p and q of the rank's own column": (DRAWN_CASE, [(drawn_tree, "_at", lambda w, at: w[:, :1].double())]),
+    "siblings that every rank leaves out": (
+        DRAWN_CASE,
+        [(SplitVocabulary, "without", lambda self, w, ids: w)],
+    ),
+    "p and q of the rank's own column": (
+        DRAWN_CASE,
+        [(drawn_tree, "_at", lambda w, at: w[:, :1].double())],
+    ),
 }
 """What is broken, the case in which it must show, and how."""
 
 
 def names(case: Case) -> str:
-    return f"{case.base} K={case.k} {'EP ' if case.whole_experts else ''}{case.settings}{case.penalised or ''}"
+    return (
+        f"{case.base} K={case.k}"
+        f" {'EP ' if case.whole_experts else ''}{case.settings}{case.penalised or ''}"
+    )
 
 
 def decode(model, case: Case, truth: list[list[int]] | None) -> dict:
-    """Output tokens of each prompt, and the trees that were made; with a prefix cache those of the second time.
+    """Output tokens of each prompt, and the trees that were made; with a prefix cache those of the
+    second time.
 
     Args:
         truth: what follows each prompt, on some path of each tree; None: trees are the heads' own.
     """
     llm = make_llm(model, case.k, **case.settings)
-    trees = watched(llm, [prompt + tokens for prompt, tokens in zip(PROMPTS, truth or [], strict=False)])
+    trees = watched(
+        llm, [prompt + tokens for prompt, tokens in zip(PROMPTS, truth or [], strict=False)]
+    )
     for _ in range(2 if llm.engine.executor.checkpoints else 1):
         outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
         llm.engine.scheduler.check_integrity()
@@ -89,18 +110,24 @@ def is_drawn(case: Case) -> bool:
 
 
 def one_rank() -> list[list]:
-    """Of each case what plain decoding gives, None where drafts are drawn, and what one rank makes with trees."""
-    models, plain = {}, {}
+    """Of each case what plain decoding gives, None where drafts are drawn, and what one rank makes
+    with trees."""
+    models = {}
+    plain = {}
     found = []
     for case in CASES:
-        model = models.setdefault(case.base, None) or build_model(config(case.base), device="cpu", seed=1)
+        model = models.setdefault(case.base, None) or build_model(
+            config(case.base), device="cpu", seed=1
+        )
         models[case.base] = model
         truth = None
         if not is_drawn(case):
             key = (case.base, case.penalised, case.filtered)
             if key not in plain:
                 llm = make_llm(model, 0)
-                outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
+                outputs = llm.generate(
+                    [dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params
+                )
                 plain[key] = [output.outputs[0].token_ids for output in outputs]
             truth = plain[key]
         found.append([truth, decode(model, case, truth)])
@@ -111,13 +138,16 @@ def two_ranks(rank: int, wanted: list, out: Path) -> None:
     look_at_new_objects()
     found: list[dict] = [{}] * len(CASES)
     models: dict[tuple, object] = {}
-    for index in sorted(range(len(CASES)), key=lambda index: (CASES[index].whole_experts, CASES[index].base)):
+    for index in sorted(
+        range(len(CASES)), key=lambda index: (CASES[index].whole_experts, CASES[index].base)
+    ):
         case = CASES[index]
         key = (case.base, case.whole_experts)
         if key not in models:
             models[key] = split_model(config(case.base), case.whole_experts)
         found[index] = decode(models[key], case, wanted[index][0])
-    model, survived = split_model(config("mamba2")), {}
+    model = split_model(config("mamba2"))
+    survived = {}
     for name, (case, patches) in SABOTAGE.items():
         with pytest.MonkeyPatch.context() as patch:
             for where, attribute, value in patches:
@@ -159,7 +189,8 @@ def check_candidates() -> None:
 def check_acceptance() -> None:
     """Of trees of seven tokens, some of whose siblings had nothing left to be drawn from."""
     split, own = split_vocabulary()
-    whole, rows = Vocabulary(VOCAB), 300
+    whole = Vocabulary(VOCAB)
+    rows = 300
     generator = torch.Generator().manual_seed(5)
     q, p = (torch.randn(rows, n, VOCAB, generator=generator).mul(3).softmax(-1) for n in (3, 7))
     q[:20], p[20:30, :] = torch.eye(VOCAB)[37], torch.nan
@@ -167,15 +198,25 @@ def check_acceptance() -> None:
     for token, children in enumerate(CHILDREN[:3].tolist()):
         left = q[:, token]
         for child in (one for one in children if one > 0):
-            drawn = sampling.sample(left, torch.rand(rows, generator=generator, dtype=torch.float64)).clamp_min(0)
+            drawn = sampling.sample(
+                left, torch.rand(rows, generator=generator, dtype=torch.float64)
+            ).clamp_min(0)
             tokens[:, child], left = drawn, whole.without(left, drawn)
-            assert split.without(q[:, token, own], drawn).equal(whole.without(q[:, token], drawn)[:, own])
+            assert split.without(q[:, token, own], drawn).equal(
+                whole.without(q[:, token], drawn)[:, own]
+            )
     accept, draw = torch.rand(2, rows, 7, generator=generator, dtype=torch.float64)
     index = torch.tensor([0, 1, 2, 0, 0, 0, 0])
     tree = TreeInput(index, index, None, 0, CHILDREN, index)
-    have = split.accept_drawn_tree(tokens, tree, q[..., own].contiguous(), p[..., own].contiguous(), accept, draw, 2)
+    have = split.accept_drawn_tree(
+        tokens, tree, q[..., own].contiguous(), p[..., own].contiguous(), accept, draw, 2
+    )
     want = whole.accept_drawn_tree(tokens, tree, q, p, accept, draw, 2)
-    assert all(map(torch.equal, have, want)) and set(want[0].tolist()) == {0, 1, 2} and (want[1] == NO_TOKEN).any()
+    assert (
+        all(map(torch.equal, have, want))
+        and set(want[0].tolist()) == {0, 1, 2}
+        and (want[1] == NO_TOKEN).any()
+    )
 
 
 class Undecided:

@@ -21,7 +21,18 @@ from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model, collectives
 from mtpkit.model.layers import linear, moe
-from tests.engine.rank_cases import MIXED, PROMPTS, VOCAB, Case, cases, config, decode, names, one_rank, split_model
+from tests.engine.rank_cases import (
+    MIXED,
+    PROMPTS,
+    VOCAB,
+    Case,
+    cases,
+    config,
+    decode,
+    names,
+    one_rank,
+    split_model,
+)
 from tests.engine.tiny import held_bytes, make_llm
 from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
@@ -29,7 +40,9 @@ from tests.shared import look_at_new_objects, made_once
 TESTED = cases()
 
 
-GREEDY, FILTERED, EXPERTS = Case("mamba2", 0), Case("attention", 2, settings=MIXED), Case("latent", 0, True)
+GREEDY = Case("mamba2", 0)
+FILTERED = Case("attention", 2, settings=MIXED)
+EXPERTS = Case("latent", 0, True)
 DRAWN = Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True))
 PENALISED = Case("mamba2", 2, penalised=True, settings=dict(state_rollback="snapshot"))
 
@@ -39,7 +52,10 @@ def alone(values, group):
 
 
 def of_first_part(values, tokens, group, first):
-    return tuple(part[0] for part in (collectives.all_gather(values, group), collectives.all_gather(tokens, group)))
+    return tuple(
+        part[0]
+        for part in (collectives.all_gather(values, group), collectives.all_gather(tokens, group))
+    )
 
 
 SABOTAGE = {
@@ -53,19 +69,32 @@ SABOTAGE = {
     "the first rank's best tokens": (GREEDY, [(choices, "best_of_ranks", of_first_part)]),
     "shares in the wrong order": (
         GREEDY,
-        [(choices, "all_gather", lambda values, group: collectives.all_gather(values, group).flip(0))],
+        [
+            (
+                choices,
+                "all_gather",
+                lambda values, group: collectives.all_gather(values, group).flip(0),
+            )
+        ],
     ),
     "no top-p": (FILTERED, [(SplitVocabulary, "_keep_mass", lambda self, scaled, top_p: scaled)]),
     "no top-k": (FILTERED, [(SplitVocabulary, "_keep_best", lambda self, scaled, top_k: scaled)]),
-    "penalties of wrong columns": (PENALISED, [(SplitVocabulary, "place", lambda self, ids: ids % self.width)]),
-    "drafts that every rank holds": (DRAWN, [(SplitVocabulary, "place", lambda self, ids: ids % self.width)]),
+    "penalties of wrong columns": (
+        PENALISED,
+        [(SplitVocabulary, "place", lambda self, ids: ids % self.width)],
+    ),
+    "drafts that every rank holds": (
+        DRAWN,
+        [(SplitVocabulary, "place", lambda self, ids: ids % self.width)],
+    ),
 }
 """What is broken, the case in which it must show, and how."""
 
 
 def measured(case: Case, model, truth) -> dict:
     tokens, llm = decode(model, case, truth)
-    stats, plan = llm.stats(), llm.memory_plan
+    stats = llm.stats()
+    plan = llm.memory_plan
     return dict(
         tokens=tokens,
         preemptions=stats.preemptions,
@@ -78,7 +107,9 @@ def measured(case: Case, model, truth) -> dict:
 
 def two_ranks(rank: int, wanted: list[list[list[int]]], out: Path) -> None:
     look_at_new_objects()
-    order = sorted(range(len(TESTED)), key=lambda index: (TESTED[index].whole_experts, TESTED[index].base))
+    order = sorted(
+        range(len(TESTED)), key=lambda index: (TESTED[index].whole_experts, TESTED[index].base)
+    )
     found: list[dict] = [{}] * len(TESTED)
     models: dict[tuple[str, bool], Any] = {}
     for index in order:
@@ -102,12 +133,15 @@ def two_ranks(rank: int, wanted: list[list[list[int]]], out: Path) -> None:
 
 
 def check_choices(rank: int) -> None:
-    """What two ranks choose from parts of logits is what one chooses from all of them, ties and invalid rows, too."""
+    """What two ranks choose from parts of logits is what one chooses from all of them, ties and
+    invalid rows, too."""
     split = SplitVocabulary(VOCAB, parallel_state.get_tensor_model_parallel_group())
-    whole, own = Vocabulary(VOCAB), slice(split.first, split.first + split.width)
+    whole = Vocabulary(VOCAB)
+    own = slice(split.first, split.first + split.width)
     generator = torch.Generator().manual_seed(11)
     rows = 400
-    logits = (2 * torch.randn(rows, VOCAB, generator=generator)).round(decimals=0)  # most tokens tie
+    # most tokens tie
+    logits = (2 * torch.randn(rows, VOCAB, generator=generator)).round(decimals=0)
     logits[:5, 3], logits[5:9, 60], logits[9:10] = torch.nan, torch.inf, -torch.inf
     logits[11:40, :32] = -torch.inf
     uniforms = torch.rand(rows, generator=generator, dtype=torch.float64)
@@ -119,11 +153,14 @@ def check_choices(rank: int) -> None:
     assert torch.equal(split.argmax(logits[:, own]), whole.argmax(logits))
     for filters in itertools.product([None, top_k], [None, top_p], [None, min_p]):
         shaping = (temperature, *filters)
-        want, have = whole.probabilities(logits, shaping), split.probabilities(logits[:, own], shaping)
+        want = whole.probabilities(logits, shaping)
+        have = split.probabilities(logits[:, own], shaping)
         torch.testing.assert_close(have, want[:, own], rtol=1e-5, atol=1e-7, equal_nan=True)
         drawn = split.sample_logits(logits[:, own], shaping, uniforms)
         assert torch.equal(drawn, whole.sample_logits(logits, shaping, uniforms)), filters
-    probs, other = (torch.randn(60, 4, VOCAB, generator=generator).mul(2).softmax(-1) for _ in range(2))
+    probs, other = (
+        torch.randn(60, 4, VOCAB, generator=generator).mul(2).softmax(-1) for _ in range(2)
+    )
     drafts = torch.randint(VOCAB, (60, 3), generator=generator)
     accept, draw = torch.rand(2, 60, 4, generator=generator, dtype=torch.float64)
     parts = probs[..., own].contiguous(), other[:, :3, own].contiguous()
@@ -136,7 +173,8 @@ class Undecided:
     """Another K in each step; no rank but the first may ask it."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.steps = rank, 0
+        self.rank = rank
+        self.steps = 0
 
     def choose(self, num_rows: int) -> int:
         assert self.rank == 0
@@ -148,12 +186,18 @@ class Undecided:
 
 
 def check_that_rank_0_decides(rank: int, wanted) -> None:
-    """K, and prompt tokens beside decoding requests, though each rank's clock says something else."""
+    """K, and prompt tokens beside decoding requests, though each rank's clock says something
+    else."""
     model = split_model(config("mamba2"))
     case = Case("mamba2", 3, settings=dict(max_inter_token_latency=1e-6 + rank, max_num_seqs=2))
-    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: max_inter_token_latency is 1\.000001, not 1e-06"):
+    with pytest.raises(
+        UserError,
+        match=r"rank 1 differs from rank 0: max_inter_token_latency is 1\.000001, not 1e-06",
+    ):
         decode(model, case)
-    case = replace(case, settings=dict(max_inter_token_latency=1e-6, max_num_seqs=2, max_mixed_tokens=0))
+    case = replace(
+        case, settings=dict(max_inter_token_latency=1e-6, max_num_seqs=2, max_mixed_tokens=0)
+    )
     llm = make_llm(model, case.k, **case.settings)
     llm.engine.speculation = Undecided(rank)
     llm.engine.pacing._most = lambda *args: 3 + 2 * rank
@@ -204,15 +248,22 @@ def test_each_rank_has_half_of_the_memory(decoded, base):
         mine = decoded[rank][TESTED.index(case)]
         assert mine["weights"] < 0.6 * whole
         share = mine["held"] / held_bytes(one.engine)
-        assert share == (1 if base in ("latent", "attention") else 0.5), "latents, and groups of fewer heads, are whole"
+        assert share == (1 if base in ("latent", "attention") else 0.5), (
+            "latents, and groups of fewer heads, are whole"
+        )
         assert mine["planned"] >= mine["held"]
 
 
-def decision(step=3, preemptions=2, depths=2, trees=False, chosen=40, rows=2, **changed) -> Decision:
-    """The announcement of a step of two rows, the first of which decodes; `changed`: of the second, a chunk."""
+def decision(
+    step=3, preemptions=2, depths=2, trees=False, chosen=40, rows=2, **changed
+) -> Decision:
+    """The announcement of a step of two rows, the first of which decodes; `changed`: of the second,
+    a chunk."""
     own = dict(arrival=7, seed=11, start=4, length=5, slot=1, block_table=[8, 9]) | changed
     request = SimpleNamespace(arrival=1, seed=3, slot=0, block_table=[2])
-    other = SimpleNamespace(**{name: own[name] for name in ("arrival", "seed", "slot", "block_table")})
+    other = SimpleNamespace(
+        **{name: own[name] for name in ("arrival", "seed", "slot", "block_table")}
+    )
     chunk = Row(other, own["start"], own["length"], samples=True)
     plan = Plan((Row(request, 6, 1 + depths, samples=True), chunk)[:rows], 1, rows, depths, trees)
     scheduler = SimpleNamespace(
@@ -250,13 +301,18 @@ def test_ranks_notice_all_in_which_their_plans_differ(changed, said):
 
 
 def test_a_rank_plans_with_all_that_the_first_one_chose(monkeypatch):
-    """The drafts and the number of prompt tokens, which rank 0 takes from times that it measured itself."""
+    """The drafts and the number of prompt tokens, which rank 0 takes from times that it measured
+    itself."""
     pacing = SimpleNamespace(told=None, chosen=None)
     ranks = object.__new__(SplitRanks)
     ranks.rank = 1
     ranks._steps = 3
-    monkeypatch.setattr(ranks, "_tell", lambda values: list(astuple(decision(trees=True))), raising=False)
+    monkeypatch.setattr(
+        ranks, "_tell", lambda values: list(astuple(decision(trees=True))), raising=False
+    )
     scheduler = SimpleNamespace(has_unfinished=True, pacing=pacing, num_preemptions=0, plan=list)
-    with pytest.raises(MtpkitError, match=r"rank 0 plans another step than rank 1: .*plans 1, not 0"):
+    with pytest.raises(
+        MtpkitError, match=r"rank 0 plans another step than rank 1: .*plans 1, not 0"
+    ):
         ranks.plan(scheduler, lambda rows: 0)
     assert (scheduler.num_speculative_tokens, scheduler.trees, pacing.told) == (2, True, 40)

@@ -1,4 +1,5 @@
-"""Replicas that share out prompts; replicas that fail, die, or lose the process that started them."""
+"""Replicas that share out prompts; replicas that fail, die, or lose the process that started
+them."""
 
 import multiprocessing
 import os
@@ -49,13 +50,19 @@ def model_dir(tmp_path_factory):
 
 
 def settings(model_dir, **changes) -> EngineOptions:
-    return EngineOptions(model_dir, 2, **{"num_blocks": 40, "max_num_seqs": 2, "warm_up": False, **changes})
+    return EngineOptions(
+        model_dir, 2, **{"num_blocks": 40, "max_num_seqs": 2, "warm_up": False, **changes}
+    )
 
 
 def test_tokens_are_those_of_one_engine(model_dir):
-    """Greedy, with a seed, and with seeds that an engine draws; more prompts than the replicas have at once."""
+    """Greedy, with a seed, and with seeds that an engine draws; more prompts than the replicas have
+    at once."""
     chosen = (dict(temperature=0), dict(seed=3), dict(), dict(seed=3))
-    params = [SamplingParams(max_tokens=4 + 5 * (i % 3), ignore_eos=True, **chosen[i % 4]) for i in range(len(PROMPTS))]
+    params = [
+        SamplingParams(max_tokens=4 + 5 * (i % 3), ignore_eos=True, **chosen[i % 4])
+        for i in range(len(PROMPTS))
+    ]
     options = settings(model_dir, seed=7, tokenizer=Tokenizer())
     llm = LLM(**vars(options))
     want = llm.generate([*PROMPTS, "314"], [*params, SamplingParams(seed=1)])
@@ -71,7 +78,10 @@ def test_tokens_are_those_of_one_engine(model_dir):
     assert [(one.prompt, list(one.prompt_token_ids)) for one in outputs] == [
         (one.prompt, list(one.prompt_token_ids)) for one in want
     ]
-    assert stats.acceptance == llm.stats().acceptance and stats.generated_tokens == llm.stats().generated_tokens
+    assert (
+        stats.acceptance == llm.stats().acceptance
+        and stats.generated_tokens == llm.stats().generated_tokens
+    )
     assert stats.state_bytes_per_request == llm.stats().state_bytes_per_request
 
 
@@ -84,7 +94,9 @@ def test_prompts_that_cannot_be_served_have_outputs_with_their_errors(model_dir)
             {"prompt_token_ids": [], "name": "x"},
         ]
         outputs = {int(one.request_id): one for one in replicas.stream(prompts)}
-    assert outputs[3].error.startswith("file:4: 60 prompt tokens leave no room for output in max_model_len 40")
+    assert outputs[3].error.startswith(
+        "file:4: 60 prompt tokens leave no room for output in max_model_len 40"
+    )
     assert outputs[4].error.startswith("x: the prompt is empty")
     want = LLM(**vars(settings(model_dir, max_model_len=40))).generate(prompts)
     assert [outputs[index].outputs for index in range(5)] == [one.outputs for one in want]
@@ -98,7 +110,9 @@ def test_prompts_that_cannot_be_served_have_outputs_with_their_errors(model_dir)
     ],
 )
 def test_a_replica_that_fails_ends_the_others(model_dir, what, said):
-    long, short = (SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in (300, 4))
+    long, short = (
+        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in (300, 4)
+    )
     options = settings(model_dir, tokenizer=Tokenizer(what), num_blocks=100, max_model_len=400)
     with pytest.raises(MtpkitError, match=said), Replicas(options, 2) as replicas:
         processes = replicas._processes
@@ -135,9 +149,21 @@ def test_a_replica_ends_when_nobody_is_left_to_tell(model_dir):
             {},
             "each of the 2 replicas holds a whole model, but pipeline_parallel_size 2 splits it",
         ),
-        ({"device": "cuda:1"}, {}, "each of the 2 replicas gets its own device: leave out device 'cuda:1'"),
-        ({}, {"WORLD_SIZE": "2"}, "2 processes, but 2 replicas are started by one: start it without torchrun"),
-        ({}, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, "2 replicas need 2 GPUs, but this machine has 1: start 1"),
+        (
+            {"device": "cuda:1"},
+            {},
+            "each of the 2 replicas gets its own device: leave out device 'cuda:1'",
+        ),
+        (
+            {},
+            {"WORLD_SIZE": "2"},
+            "2 processes, but 2 replicas are started by one: start it without torchrun",
+        ),
+        (
+            {},
+            {"CUDA_VISIBLE_DEVICES": "GPU-a"},
+            "2 replicas need 2 GPUs, but this machine has 1: start 1",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(monkeypatch, tmp_path, changes, environment, said):
@@ -169,7 +195,9 @@ def test_each_replica_sees_a_gpu_of_its_own(monkeypatch, tmp_path):
     assert gpus_of_replicas(settings(tmp_path, device="cpu"), 3) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,6")
     assert gpus_of_replicas(settings(tmp_path), 3) == ["4", "GPU-a", "6"]
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: Context if method == "spawn" else None)
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda method: Context if method == "spawn" else None
+    )
     with pytest.raises(MtpkitError, match="enough"):
         Replicas(settings(tmp_path), 2)
     assert seen == ["4"] and os.environ["CUDA_VISIBLE_DEVICES"] == "4,GPU-a,6"

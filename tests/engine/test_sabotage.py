@@ -59,7 +59,9 @@ def test_recurrent_states_of_distinct_heads_that_are_taken_back_wrongly(monkeypa
         for counter, counts in right.counts.items():
             if counter.behind and off is not None:
                 most = counter.after(self.counts[counter], width, torch.full_like(new, width))
-                counts.copy_(most if isinstance(off, str) else (counts + off).clamp(min=0).minimum(most))
+                counts.copy_(
+                    most if isinstance(off, str) else (counts + off).clamp(min=0).minimum(most)
+                )
         return right
 
     monkeypatch.setattr(Committed, "after", wrong)
@@ -68,7 +70,9 @@ def test_recurrent_states_of_distinct_heads_that_are_taken_back_wrongly(monkeypa
 
 @ROLLBACKS
 @pytest.mark.parametrize("off", [0, -1])
-def test_recurrent_states_of_distinct_heads_that_a_chunk_leaves_too_early(monkeypatch, rollback, off):
+def test_recurrent_states_of_distinct_heads_that_a_chunk_leaves_too_early(
+    monkeypatch, rollback, off
+):
     chunks = _Rows._with_chunks
 
     def early(self, batch, starts, ends):
@@ -86,7 +90,9 @@ def test_recurrent_states_of_distinct_heads_that_are_not_zero_at_position_0(monk
         rows = chunks(self, batch, starts, ends)
         lens = rows.inputs.query_start.diff()
         return rows._replace(
-            inputs=replace(rows.inputs, state_slots=torch.where(lens > 0, rows.inputs.state_slots, -1))
+            inputs=replace(
+                rows.inputs, state_slots=torch.where(lens > 0, rows.inputs.state_slots, -1)
+            )
         )
 
     monkeypatch.setattr(_Rows, "_with_chunks", without_empty_ones)
@@ -124,7 +130,11 @@ def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
     def step_then_swap(self, batch, *args):
         step(self, batch, *args)
         for values in self.committed.counts.values():
-            first, second = values[batch.inputs.state_slots[:2]] if len(batch.inputs.state_slots) > 1 else (0, 0)
+            first, second = (
+                values[batch.inputs.state_slots[:2]]
+                if len(batch.inputs.state_slots) > 1
+                else (0, 0)
+            )
             if batch.plan.num_decode_rows > 1:
                 values[batch.inputs.state_slots[:2]] = torch.stack([second, first])
 
@@ -157,7 +167,9 @@ def test_entries_made_from_drafts_left_in_distinct_caches(monkeypatch):
 def test_draft_entries_at_the_wrong_cache_position(monkeypatch):
     one_token = RepeatedDrafter._one_token
     monkeypatch.setattr(
-        RepeatedDrafter, "_one_token", lambda self, batch, positions: one_token(self, batch, positions - 1)
+        RepeatedDrafter,
+        "_one_token",
+        lambda self, batch, positions: one_token(self, batch, positions - 1),
     )
     assert not drafts_survive("repeated")
 

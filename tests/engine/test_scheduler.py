@@ -52,13 +52,15 @@ varying = st.one_of(st.just([]), st.lists(st.integers(0, 5), min_size=2, max_siz
 @hypothesis_settings(max_examples=150)
 @given(requests, engines, varying, st.integers(0, 30), st.integers(-1, 30))
 def test_random_histories(arrivals, settings, depths, spare_blocks, abort_at):
-    """Every request gets the oracle's tokens, is returned once a step at most and, whatever ran beside it, has the same
-    acceptance; nothing leaks."""
+    """Every request gets the oracle's tokens, is returned once a step at most and, whatever ran
+    beside it, has the same acceptance; nothing leaks."""
     largest = max(len(prompt) + params.max_tokens for _, prompt, params in arrivals)
     lookahead = max(1, 2 * settings["num_speculative_tokens"])
     num_blocks = -(-(largest + lookahead) // settings["block_size"]) + spare_blocks
     engine = fake_engine(MODEL, num_blocks=num_blocks, eos=(0,), **settings)
-    scheduler, finished, aborted = engine.scheduler, {}, None
+    scheduler = engine.scheduler
+    finished = {}
+    aborted = None
     check_batches(scheduler)
     if depths:
         turns = itertools.cycle(min(k, settings["num_speculative_tokens"]) for k in depths)
@@ -79,14 +81,19 @@ def test_random_histories(arrivals, settings, depths, spare_blocks, abort_at):
         scheduler.check_integrity()
         engine.executor.runner.forget(scheduler.blocks.free_ids, scheduler.slots.free_ids)
         step += 1
-    assert scheduler.blocks.num_free == num_blocks and scheduler.slots.num_free == settings["max_num_seqs"]
+    assert (
+        scheduler.blocks.num_free == num_blocks
+        and scheduler.slots.num_free == settings["max_num_seqs"]
+    )
     assert set(finished) == {str(index) for index in range(len(arrivals))} - {aborted}
     for request_id, output in finished.items():
         _, prompt, params = arrivals[int(request_id)]
         MODEL.check(prompt, output.outputs[0].token_ids, params, () if params.ignore_eos else (0,))
         if depths:
             continue
-        alone = fake_engine(MODEL, num_blocks=200, eos=(0,), **settings | {"async_scheduling": False})
+        alone = fake_engine(
+            MODEL, num_blocks=200, eos=(0,), **settings | {"async_scheduling": False}
+        )
         alone.add_request(prompt, params, request_id=request_id)
         stats = run(alone)[request_id].stats
         assert (stats.steps, stats.accepted_per_depth, stats.reached_per_depth) == (
@@ -115,7 +122,9 @@ def test_a_prompt_that_fills_the_cache_is_served_or_refused(length, k):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
 def test_preempted_requests_resume_with_the_same_output(k, ahead):
-    engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=k, async_scheduling=ahead)
+    engine = fake_engine(
+        MODEL, num_blocks=14, block_size=2, num_speculative_tokens=k, async_scheduling=ahead
+    )
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1]]
     ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     finished = run(engine)
@@ -142,13 +151,19 @@ def test_statistics_begin_anew_after_a_reset():
     engine = fake_engine(MODEL, num_blocks=14, block_size=2, num_speculative_tokens=3)
     new = engine.stats()
     assert (new.preemptions, new.generated_tokens, new.seconds) == (0, 0, 0)
-    new = replace(new, acceptance=AcceptanceStats.for_depths(3))  # what an engine counts is its own object
+    # what an engine counts is its own object
+    new = replace(new, acceptance=AcceptanceStats.for_depths(3))
     for _ in range(2):
         for length in (3, 2, 4, 1):
             engine.add_request([1] * length, GREEDY)
         run(engine)
         stats = engine.stats()
-        assert stats.preemptions and stats.generated_tokens == 48 and stats.seconds and stats.acceptance.steps
+        assert (
+            stats.preemptions
+            and stats.generated_tokens == 48
+            and stats.seconds
+            and stats.acceptance.steps
+        )
         assert stats.prompt_tokens == 10 <= stats.prefilled_tokens
         engine.reset_stats()
         assert engine.stats() == new
@@ -175,14 +190,22 @@ def test_commit_releases_every_block_that_a_rewind_emptied(block_size):
 def test_rows_that_sample_have_room_for_what_the_drafts_write(k, ahead):
     """Depths 2 .. K write at the K - 1 positions after a step's last: after a prompt's end, too."""
     engine = fake_engine(
-        MODEL, num_blocks=60, block_size=2, num_speculative_tokens=k, max_num_batched_tokens=9, async_scheduling=ahead
+        MODEL,
+        num_blocks=60,
+        block_size=2,
+        num_speculative_tokens=k,
+        max_num_batched_tokens=9,
+        async_scheduling=ahead,
     )
-    launch, seen = engine.executor.launch, []
+    launch = engine.executor.launch
+    seen = []
 
     def watch(plan):
         for row in plan.rows:
             steps_before = row.request.in_flight - row.emits if plan.num_decode_rows else 0
-            written = row.start + steps_before * (1 + k) + row.length + (k - 1 if row.samples else 0)
+            written = (
+                row.start + steps_before * (1 + k) + row.length + (k - 1 if row.samples else 0)
+            )
             assert len(row.request.block_table) * 2 >= written
             seen.append((row.samples, plan.num_decode_rows > 0))
         return launch(plan)
@@ -197,8 +220,11 @@ def test_rows_that_sample_have_room_for_what_the_drafts_write(k, ahead):
 @pytest.mark.parametrize("k, budget", [(0, 5), (2, 7), (2, 12), (3, 9)])
 def test_a_step_has_at_most_the_tokens_of_the_budget(k, budget):
     """Counted over decode rows, chunks that go on and chunks that begin; and it is used up."""
-    engine = fake_engine(MODEL, num_blocks=200, num_speculative_tokens=k, max_num_batched_tokens=budget)
-    plan, sizes = engine.scheduler.plan, []
+    engine = fake_engine(
+        MODEL, num_blocks=200, num_speculative_tokens=k, max_num_batched_tokens=budget
+    )
+    plan = engine.scheduler.plan
+    sizes = []
 
     def watch():
         plans = plan()
@@ -214,14 +240,17 @@ def test_a_step_has_at_most_the_tokens_of_the_budget(k, budget):
 
 @pytest.mark.parametrize("mixed", [0, 1, 3, 4, 7])
 def test_chunks_follow_the_budget_and_decode_rows_come_first(mixed):
-    engine = fake_engine(MODEL, num_speculative_tokens=2, max_num_batched_tokens=7, max_mixed_tokens=mixed)
+    engine = fake_engine(
+        MODEL, num_speculative_tokens=2, max_num_batched_tokens=7, max_mixed_tokens=mixed
+    )
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=30))
     engine.step()
     engine.add_request(list(range(1, 10)), GREEDY)
     shapes = []
     for _ in range(3):
         plans = engine.scheduler.plan()
-        decode, chunks = plans[0], plans[-1]
+        decode = plans[0]
+        chunks = plans[-1]
         assert decode.num_decode_rows == 1 and decode.rows[0].length == 3
         assert (decode is chunks) == (chunks.num_chunk_tokens <= mixed)
         assert decode is chunks or not chunks.num_decode_rows
@@ -237,7 +266,8 @@ def test_a_step_runs_before_the_results_of_the_last_are_known():
     tokens = MODEL.decode([1, 2], SamplingParams(temperature=0, max_tokens=12))
     params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[tokens[3]])
     engine.add_request([1, 2], params, "a")
-    launched, launch = [], engine.executor.launch
+    launched = []
+    launch = engine.executor.launch
     engine.executor.launch = lambda plan: launched.append(plan) or launch(plan)
     assert engine.step() == [] and len(launched) == 1
     counts = []
@@ -245,7 +275,8 @@ def test_a_step_runs_before_the_results_of_the_last_are_known():
         outputs = engine.step()
         counts.append((len(launched), len(outputs[0].outputs[0].token_ids)))
     cut = tokens.index(tokens[3]) + 1
-    assert counts == [(2, 1), (3, cut)]  # the third step was launched before the second's stop token was seen
+    # the third step was launched before the second's stop token was seen
+    assert counts == [(2, 1), (3, cut)]
     assert outputs[0].outputs[0].token_ids == tokens[:cut]
     engine.scheduler.check_integrity()
 
@@ -255,7 +286,8 @@ def test_no_step_is_launched_for_a_request_that_is_sure_to_end(k):
     """The steps under way bring its last token, whatever becomes of their drafts."""
     engine = fake_engine(MODEL, drafts="never", num_speculative_tokens=k, async_scheduling=True)
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=7, ignore_eos=True))
-    launched, launch = [], engine.executor.launch
+    launched = []
+    launch = engine.executor.launch
     engine.executor.launch = lambda plan: launched.append(plan.num_decode_rows) or launch(plan)
     run(engine)
     assert sum(launched) == 6  # the first token is prefill's
@@ -281,7 +313,9 @@ def test_max_tokens_cuts_accepted_drafts(max_tokens):
 @pytest.mark.parametrize("max_tokens, count", [(None, 8), (30, 8), (8, 8), (7, 7), (1, 1)])
 def test_max_model_len_ends_an_output_as_max_tokens_does(max_tokens, count, k, ahead):
     """As in vLLM: prompt and output together have at most that many tokens."""
-    engine = fake_engine(MODEL, "always", num_speculative_tokens=k, max_model_len=10, async_scheduling=ahead)
+    engine = fake_engine(
+        MODEL, "always", num_speculative_tokens=k, max_model_len=10, async_scheduling=ahead
+    )
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=max_tokens), "a")
     output = run(engine)["a"].outputs[0]
     assert output.token_ids == MODEL.decode([1, 2], SamplingParams(temperature=0, max_tokens=count))
@@ -309,13 +343,20 @@ def test_stop_tokens_end_the_output_among_accepted_drafts():
     "settings, prompt, max_tokens, message",
     [
         ({}, [], 4, "prompt is empty"),
-        ({"max_model_len": 10}, [1] * 10, 4, "10 prompt tokens leave no room for output in max_model_len 10"),
+        (
+            {"max_model_len": 10},
+            [1] * 10,
+            4,
+            "10 prompt tokens leave no room for output in max_model_len 10",
+        ),
         ({"num_blocks": 4}, [1] * 8, 8, "need 5 blocks of 4, the cache has 4"),
         ({"num_blocks": 4}, [1] * 8, 7, "need 5 blocks of 4, the cache has 4"),
         ({}, [99], 4, r"tokens \[99\] are outside the vocabulary of 11"),
     ],
 )
-def test_requests_that_can_never_be_served_are_refused_at_once(settings, prompt, max_tokens, message):
+def test_requests_that_can_never_be_served_are_refused_at_once(
+    settings, prompt, max_tokens, message
+):
     engine = fake_engine(MODEL, num_speculative_tokens=2, **settings)
     with pytest.raises(UserError, match=message):
         engine.add_request(prompt, SamplingParams(max_tokens=max_tokens))

@@ -1,4 +1,5 @@
-"""Arguments of `LLM` that cannot be are refused in one line, before a model is opened; what goes unused is said."""
+"""Arguments of `LLM` that cannot be are refused in one line, before a model is opened; what goes
+unused is said."""
 
 import inspect
 import logging
@@ -18,7 +19,9 @@ def test_arguments_are_the_fields_of_the_options():
     parameters = inspect.signature(LLM.__init__).parameters
     assert list(parameters) == ["self", *EngineOptions.__pydantic_fields__]
     for name, info in EngineOptions.__pydantic_fields__.items():
-        assert parameters[name].default == (inspect.Parameter.empty if name == "model" else info.default)
+        assert parameters[name].default == (
+            inspect.Parameter.empty if name == "model" else info.default
+        )
         assert f"{name}: {info.description}" in LLM.__init__.__doc__
 
 
@@ -27,7 +30,11 @@ def test_arguments_are_the_fields_of_the_options():
     [
         ("model", None, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
         ("model", 5, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
-        ("model", torch.nn.Linear(2, 2), "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
+        (
+            "model",
+            torch.nn.Linear(2, 2),
+            "the directory of a checkpoint, or a model from mtpkit.model.build_model",
+        ),
         ("num_speculative_tokens", True, "a whole number or 'auto' or None"),
         ("num_speculative_tokens", 1.0, "a whole number or 'auto' or None"),
         ("num_speculative_tokens", "most", "a whole number or 'auto' or None"),
@@ -66,11 +73,17 @@ def test_kinds_of_values(name, value, must):
     with pytest.raises(UserError) as caught:
         LLM(**{"model": "nowhere", name: value})
     message = str(caught.value)
-    assert message.startswith(f"engine: {name} is ") and message.endswith(f", must be {must}") and "\n" not in message
+    assert (
+        message.startswith(f"engine: {name} is ")
+        and message.endswith(f", must be {must}")
+        and "\n" not in message
+    )
 
 
 def test_all_problems_are_named_at_once():
-    with pytest.raises(UserError, match=r"^engine: model is 5, .*; block_size is 0, .*; enforce_eager is 'no', .*$"):
+    with pytest.raises(
+        UserError, match=r"^engine: model is 5, .*; block_size is 0, .*; enforce_eager is 'no', .*$"
+    ):
         LLM(5, block_size=0, enforce_eager="no")
 
 
@@ -81,8 +94,14 @@ def test_all_problems_are_named_at_once():
         ({"synthetic_acceptance": [0.5, float(2)]}, "must be 2 rates from 0 to 1, one per draft"),
         ({"draft_vocab": []}, "draft_vocab is empty"),
         ({"draft_vocab": [True, 2]}, "draft_vocab: True must be integers"),
-        ({"device": "meta"}, "device is meta, on which decoding is not supported: use 'cuda' or 'cpu'"),
-        ({"draft_sampling": True, "num_speculative_tokens": "auto"}, "draft_sampling is True, must be False"),
+        (
+            {"device": "meta"},
+            "device is meta, on which decoding is not supported: use 'cuda' or 'cpu'",
+        ),
+        (
+            {"draft_sampling": True, "num_speculative_tokens": "auto"},
+            "draft_sampling is True, must be False",
+        ),
     ],
 )
 def test_values_that_do_not_fit(settings, message):
@@ -125,7 +144,10 @@ def test_heads_that_are_not_used_are_mentioned(caplog, heads, k, said):
 
 
 def test_no_seed_is_another_one_each_time():
-    seeds = {make_llm(tiny_model(), 0, seed=None).engine.make_request([1], SamplingParams()).seed for _ in range(3)}
+    seeds = {
+        make_llm(tiny_model(), 0, seed=None).engine.make_request([1], SamplingParams()).seed
+        for _ in range(3)
+    }
     assert len(seeds) == 3
 
 

@@ -1,4 +1,5 @@
-"""A prefix cache on two pipeline stages: turns of conversations get the tokens of one rank without a cache, in fp32.
+"""A prefix cache on two pipeline stages: turns of conversations get the tokens of one rank without
+a cache, in fp32.
 
 Broken on the first stage on purpose, they do not: see `SABOTAGE`.
 """
@@ -57,25 +58,37 @@ SABOTAGE: dict[str, list[Any]] = {
 
 
 def talk(model, case: Case, truth: list | None = None, cached: bool = True) -> dict:
-    """The outputs of each turn, whose prompts are the turns before and a token, and at last of prompts known in full.
+    """The outputs of each turn, whose prompts are the turns before and a token, and at last of
+    prompts known in full.
 
     Args:
         truth: what they will be, of which the drafts have some; None: drafts are the heads' own.
     """
     llm = make_llm(model, case.k, enable_prefix_caching=cached, **case.settings)
     params = [one for one, _ in zip(itertools.cycle(PARAMS), PROMPTS, strict=False)]
-    histories, turns = PROMPTS, []
+    histories = PROMPTS
+    turns = []
     for turn in range(TURNS):
         if truth and case.k:
-            guide(llm, histories, truth=[known + tokens for known, tokens in zip(histories, truth[turn], strict=True)])
+            guide(
+                llm,
+                histories,
+                truth=[
+                    known + tokens for known, tokens in zip(histories, truth[turn], strict=True)
+                ],
+            )
         outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in histories], params)
         llm.engine.scheduler.check_integrity()
         turns.append([output.outputs[0].token_ids for output in outputs])
-        histories = [[*known, *tokens, 5 + turn] for known, tokens in zip(histories, turns[-1], strict=True)]
+        histories = [
+            [*known, *tokens, 5 + turn] for known, tokens in zip(histories, turns[-1], strict=True)
+        ]
     stats = llm.stats()
     for _ in range(2):
         before = llm.stats().prefilled_tokens
-        outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS[3:]], params[3:])
+        outputs = llm.generate(
+            [dict(prompt_token_ids=prompt) for prompt in PROMPTS[3:]], params[3:]
+        )
     turns.append([output.outputs[0].token_ids for output in outputs])
     return dict(
         turns=turns,
@@ -107,7 +120,9 @@ def two_stages(rank: int, wanted: list, out: Path) -> None:
             if broken and rank == 0:
                 patch.setattr(*broken)
             survived[name] = talk(models[CASES[0].base], CASES[0], wanted[0])["turns"] == wanted[0]
-    (out / f"{rank}.json").write_text(json.dumps(dict(found=found, graphs=graphs, survived=survived)))
+    (out / f"{rank}.json").write_text(
+        json.dumps(dict(found=found, graphs=graphs, survived=survived))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +164,8 @@ def test_a_known_prompt_costs_no_base_run(decoded):
 
 
 def test_stages_with_room_for_different_numbers(decoded):
-    """The stage with the fewest checkpoints sets the number; one of attention alone has nothing to keep."""
+    """The stage with the fewest checkpoints sets the number; one of attention alone has nothing to
+    keep."""
     first, last = (stage["found"][3] for stage in decoded[1:])
     assert first["room"] != last["room"]
     assert last["checkpoints"] == FEW["prefix_cache_bytes"] // max(first["room"], last["room"]) > 1

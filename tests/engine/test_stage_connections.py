@@ -1,5 +1,6 @@
-"""Stages decode where transfers wait as NCCL's do: the hosts of two ranks for each other at their first one, and the
-capture of a graph for all that was sent. Sums of tensor-parallel ranks and rank 0's decisions wait by themselves.
+"""Stages decode where transfers wait as NCCL's do: the hosts of two ranks for each other at their
+first one, and the capture of a graph for all that was sent. Sums of tensor-parallel ranks and rank
+0's decisions wait by themselves.
 """
 
 import json
@@ -58,7 +59,8 @@ class Transfers:
     def isend(self, values: torch.Tensor, group: dist.ProcessGroup, group_dst: int) -> Sent:
         self._meet(group, group_dst)
         sent = Sent(dist.isend(values, group=group, group_dst=group_dst), self._patience)
-        if group_dst == group.rank() + 1:  # results, which go back, are few bytes: NCCL takes them at once
+        # results, which go back, are few bytes: NCCL takes them at once
+        if group_dst == group.rank() + 1:
             self.sent.append(sent)
         return sent
 
@@ -76,16 +78,22 @@ class Transfers:
         if (place, other) in self._met:
             return
         self._met.add((place, other))
-        here, there = torch.zeros(1), torch.zeros(1)
+        here = torch.zeros(1)
+        there = torch.zeros(1)
         meeting = self._meetings[place]
         rank = dist.get_global_rank(group, other)
-        both = [dist.isend(here, group=meeting, dst=rank), dist.irecv(there, group=meeting, src=rank)]
+        both = [
+            dist.isend(here, group=meeting, dst=rank),
+            dist.irecv(there, group=meeting, src=rank),
+        ]
         for one in both:
             assert one is not None
             one.wait(self._patience)
 
 
-def decode_stages(rank: int, split: tuple[int, int], connected: bool, seconds: float, out: Path) -> None:
+def decode_stages(
+    rank: int, split: tuple[int, int], connected: bool, seconds: float, out: Path
+) -> None:
     look_at_new_objects()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "stage_patterns", halves)
@@ -113,7 +121,9 @@ def test_connected_stages_do_not_wait_for_each_other(split, tmp_path):
     ranks = split[0] * split[1]
     (wanted,) = one_rank([CASE], split[0])
     run_ranks(decode_stages, split, True, 60.0, tmp_path, ranks=ranks)
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)] == [wanted] * ranks
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)] == [
+        wanted
+    ] * ranks
 
 
 @pytest.mark.parametrize("split", SPLITS)

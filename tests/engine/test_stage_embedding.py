@@ -22,7 +22,8 @@ from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
 
 BITS = {"int8": 8, "int4": 4}
-SEEDED, DRAWN = Case("mamba2", 2), Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True))
+SEEDED = Case("mamba2", 2)
+DRAWN = Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True))
 TIED = config("mamba2").replace(tie_word_embeddings=True)
 SEEDS = 2_000
 
@@ -38,7 +39,8 @@ def two_stages(rank: int, wanted: dict, out: Path) -> None:
     look_at_new_objects()
     found = {}
     for dtype in BITS:
-        model, settings = split_model(config("mamba2"), ranks=1, stages=2), dict(draft_embedding_dtype=dtype)
+        model = split_model(config("mamba2"), ranks=1, stages=2)
+        settings = dict(draft_embedding_dtype=dtype)
         tokens, llm = decode(model, Case("mamba2", 2, settings=settings), wanted["seeded"])
         found[dtype] = dict(
             tokens=tokens,
@@ -49,11 +51,16 @@ def two_stages(rank: int, wanted: dict, out: Path) -> None:
         )
     if rank == 1:
         with pytest.raises(
-            UserError, match="the draft embedding of this model is already int4, not int8: load the model again"
+            UserError,
+            match=(
+                "the draft embedding of this model is already int4, not int8: load the model again"
+            ),
         ):
             round_embedding(model, "int8", 3, 2)
     model = split_model(TIED, ranks=1, stages=2)
-    tokens, llm = decode(model, Case("mamba2", 3, settings=dict(draft_embedding_dtype="int8")), wanted["tied"])
+    tokens, llm = decode(
+        model, Case("mamba2", 3, settings=dict(draft_embedding_dtype="int8")), wanted["tied"]
+    )
     found["tied"] = dict(tokens=tokens, planned=llm.memory_plan.draft_embedding)
     check_a_split_table()
     (out / f"{rank}.json").write_text(json.dumps(found))
@@ -61,7 +68,8 @@ def two_stages(rank: int, wanted: dict, out: Path) -> None:
 
 def check_a_split_table() -> None:
     """Of two tensor-parallel ranks, each of which has the rows of its tokens."""
-    table, ids = split_model(config("mamba2")).embedding.word_embeddings, torch.arange(VOCAB).view(2, -1)
+    table = split_model(config("mamba2")).embedding.word_embeddings
+    ids = torch.arange(VOCAB).view(2, -1)
     with torch.no_grad():
         want = IntegerRows.of(table(ids.flatten()), 4).at(ids, torch.float32)
         assert len(table.weight) == VOCAB // 2 and IntegerEmbedding(table, 4)(ids).equal(want)
@@ -69,7 +77,8 @@ def check_a_split_table() -> None:
 
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory):
-    """What one rank decodes, with an embedding of plain numbers, and what each of two stages does."""
+    """What one rank decodes, with an embedding of plain numbers, and what each of two stages
+    does."""
 
     def make(path: Path) -> None:
         model = build_model(config("mamba2"), device="cpu", seed=1)
@@ -85,18 +94,23 @@ def decoded(tmp_path_factory):
 def let_heads_read_integers(patch: pytest.MonkeyPatch, bits: int) -> None:
     """On one rank, too, where the base reads the embedding as it is."""
     whole = mtp.mtp_input
-    patch.setattr(mtp, "mtp_input", lambda ids, x, table, *rest: whole(ids, x, IntegerRows.of(table, bits), *rest))
+    patch.setattr(
+        mtp,
+        "mtp_input",
+        lambda ids, x, table, *rest: whole(ids, x, IntegerRows.of(table, bits), *rest),
+    )
 
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_drafts_alone_change(decoded, dtype, monkeypatch):
-    """Greedy tokens and those of a seed are the same. Drafts, and the tokens that drawn drafts lead to, are those of
-    one rank whose heads read the same numbers."""
+    """Greedy tokens and those of a seed are the same. Drafts, and the tokens that drawn drafts lead
+    to, are those of one rank whose heads read the same numbers."""
     wanted, *stages = decoded
     model = build_model(config("mamba2"), device="cpu", seed=1)
     plain = drafts_of(model)
     let_heads_read_integers(monkeypatch, BITS[dtype])
-    drafts, drawn = drafts_of(model), decode(model, DRAWN)[0]
+    drafts = drafts_of(model)
+    drawn = decode(model, DRAWN)[0]
     table = model.embedding.word_embeddings.weight
     for stage in stages:
         assert stage[dtype]["tokens"] == wanted["seeded"] and stage[dtype]["drawn"] == drawn
@@ -113,20 +127,29 @@ def test_a_tied_embedding_is_the_lm_head(decoded):
 
 
 def test_drawn_drafts_keep_the_law(monkeypatch):
-    """The second token, which drawn drafts lead to, has the base's own distribution after the first one."""
-    model, prompt = tiny_model(), PROMPTS[2]
+    """The second token, which drawn drafts lead to, has the base's own distribution after the first
+    one."""
+    model = tiny_model()
+    prompt = PROMPTS[2]
     let_heads_read_integers(monkeypatch, 4)
     llm = make_llm(model, 1, draft_sampling=True, max_num_seqs=250, num_blocks=800)
-    params = [SamplingParams(seed=seed, top_k=4, max_tokens=2, ignore_eos=True) for seed in range(SEEDS)]
+    params = [
+        SamplingParams(seed=seed, top_k=4, max_tokens=2, ignore_eos=True) for seed in range(SEEDS)
+    ]
     outputs = llm.generate([dict(prompt_token_ids=prompt)] * SEEDS, params)
     assert 0.1 < llm.stats().acceptance.conditional_acceptance[0] < 0.9
     drawn = [tuple(output.outputs[0].token_ids) for output in outputs]
-    law = {(first, second): p * q for first, p in after(model, prompt) for second, q in after(model, [*prompt, first])}
+    law = {
+        (first, second): p * q
+        for first, p in after(model, prompt)
+        for second, q in after(model, [*prompt, first])
+    }
     assert set(drawn) <= set(law)
     common = [pair for pair, chance in law.items() if chance * SEEDS >= 5]
     expected = [law[pair] * SEEDS for pair in common]
     counts = [drawn.count(pair) for pair in common]
-    expected, counts = [*expected, SEEDS - sum(expected)], [*counts, SEEDS - sum(counts)]
+    expected = [*expected, SEEDS - sum(expected)]
+    counts = [*counts, SEEDS - sum(counts)]
     assert len(common) > 4 and stats.chisquare(counts, expected).pvalue > 1e-3
 
 

@@ -1,4 +1,5 @@
-"""Trees of drafts on two pipeline stages: the trees of one rank, and the tokens of plain decoding, in fp32.
+"""Trees of drafts on two pipeline stages: the trees of one rank, and the tokens of plain decoding,
+in fp32.
 
 Broken on the first stage on purpose, they are not: see `SABOTAGE`.
 """
@@ -46,7 +47,9 @@ CASES = [
     ),  # chunks of which no row samples
 ]
 """PREEMPTED has so few blocks that those of a request that ends go to another one at once."""
-FIXED_CASE, ENDING, GRAPHS = CASES[0], CASES[4], CASES[2]
+FIXED_CASE = CASES[0]
+ENDING = CASES[4]
+GRAPHS = CASES[2]
 FOUR = [
     Case("attention", 3, settings=FIXED | PREEMPTED),
     Case("latent", 3, True, penalised=True, settings=GROWN_SHAPE | PREEMPTED),
@@ -65,14 +68,20 @@ def no_path(packed, batch, tree):
 SABOTAGE: dict[str, tuple[Case, list[Any]]] = {
     "nothing": (FIXED_CASE, []),
     "nothing of grown trees": (GRAPHS, []),
-    "a path that is not kept": (FIXED_CASE, [StepInput, "keep_path", lambda self, path, accepted: None]),
+    "a path that is not kept": (
+        FIXED_CASE,
+        [StepInput, "keep_path", lambda self, path, accepted: None],
+    ),
     "another path": (GRAPHS, [executor_module, "unpack_returned", no_path]),
 }
 """What is broken, the case in which it must show, and how."""
 
 
-def decode(model, case: Case, truth: list | None, drafts_change: bool = False, watch: bool = True) -> dict:
-    """Outputs of each prompt, with a prefix cache those of the second time, and the trees that the heads made.
+def decode(
+    model, case: Case, truth: list | None, drafts_change: bool = False, watch: bool = True
+) -> dict:
+    """Outputs of each prompt, with a prefix cache those of the second time, and the trees that the
+    heads made.
 
     Args:
         truth: what follows each prompt, on some path of each tree; None: trees are the heads' own.
@@ -103,7 +112,8 @@ def is_drawn(case: Case) -> bool:
 
 
 def one_rank() -> list[list]:
-    """Of each case what plain decoding gives, None where drafts are drawn, and what one rank makes with trees."""
+    """Of each case what plain decoding gives, None where drafts are drawn, and what one rank makes
+    with trees."""
     models: dict[str, Any] = {}
     found = []
     for case in CASES:
@@ -112,7 +122,9 @@ def one_rank() -> list[list]:
         truth = None
         if not is_drawn(case):
             llm = make_llm(models[case.base], 0)
-            outputs = llm.generate([dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params)
+            outputs = llm.generate(
+                [dict(prompt_token_ids=prompt) for prompt in PROMPTS], case.params
+            )
             truth = [output.outputs[0].token_ids for output in outputs]
         found.append([truth, decode(models[case.base], case, truth)])
     return found
@@ -138,7 +150,9 @@ def two_stages(rank: int, wanted: list, out: Path) -> None:
                 patch.setattr(*broken)
             truth = wanted[CASES.index(case)][0]
             survived[name] = decode(models[case.base], case, truth)["tokens"] == truth
-    (out / f"{rank}.json").write_text(json.dumps(dict(found=found, mixed=mixed, graphs=graphs, survived=survived)))
+    (out / f"{rank}.json").write_text(
+        json.dumps(dict(found=found, mixed=mixed, graphs=graphs, survived=survived))
+    )
 
 
 def two_stages_of_two(rank: int, wanted: list, out: Path) -> None:
@@ -177,29 +191,45 @@ def test_two_stages_decode_what_one_rank_does(decoded, index):
     made = {tuple(known): tree for known, *tree in stages[1]["trees"]}
     want = {tuple(known): tree for known, *tree in one["trees"]}
     both = made.keys() & want.keys()
-    assert len(both) > 10 and all(made[known] == want[known] for known in both) and not stages[0]["trees"]
+    assert (
+        len(both) > 10
+        and all(made[known] == want[known] for known in both)
+        and not stages[0]["trees"]
+    )
 
 
 def test_two_stages_of_two_ranks_decode_what_one_rank_does(tmp_path):
     wanted = plain_tokens([replace(case, guided=False, settings={}) for case in FOUR])
     run_ranks(two_stages_of_two, wanted, tmp_path, ranks=4)
     for rank in range(4):
-        for one, tokens in zip(json.loads((tmp_path / f"{rank}.json").read_text()), wanted, strict=True):
+        for one, tokens in zip(
+            json.loads((tmp_path / f"{rank}.json").read_text()), wanted, strict=True
+        ):
             assert one["tokens"] == tokens and one["preemptions"] > 0
             assert all(one["ranks"][0]), "siblings of both ranks were right"
             assert bool(one["trees"]) == (rank > 1)
 
 
 def test_bytes_that_go_back(decoded):
-    """Of the fixed tree the count, the tokens, which depths are invalid, ranks, the path and the tree's tokens; of the
-    grown one its parents, too. Without rows that decode there are neither ranks nor a path."""
+    """Of the fixed tree the count, the tokens, which depths are invalid, ranks, the path and the
+    tree's tokens; of the grown one its parents, too. Without rows that decode there are neither
+    ranks nor a path."""
     token = (VOCAB + 2).bit_length()
     for index, tokens, grows in ((0, 11, False), (1, 6, True), (5, 7, False)):
-        k, place = CASES[index].k, (tokens + 1).bit_length()
-        least = (k + 2).bit_length() + (1 + k) * token + 2 * k + (tokens - 1) * token + tokens * place * grows
+        k = CASES[index].k
+        place = (tokens + 1).bit_length()
+        least = (
+            (k + 2).bit_length()
+            + (1 + k) * token
+            + 2 * k
+            + (tokens - 1) * token
+            + tokens * place * grows
+        )
         of_decoding = k * ((tokens + 3).bit_length() + place)
         for stage in decoded[1:]:
-            assert -(-least // 8) < stage["found"][index]["returned"] <= -(-(least + of_decoding) // 8)
+            assert (
+                -(-least // 8) < stage["found"][index]["returned"] <= -(-(least + of_decoding) // 8)
+            )
     plan = Plan.without_rows(1, 1, parse_tree([2, 2, 1]))
     assert nbytes_of(columns_of(plan, parse_tree([2, 2, 1]), 131_072)) == 36
 
@@ -221,7 +251,8 @@ def test_what_is_broken_shows(decoded, name):
 
 def test_results_that_no_step_has_are_refused():
     """K = 2, two children of the newest token and one child of each: 5 tokens."""
-    plan, tree = Plan.without_rows(1, 1, TokenTree((-1, 0, 0, 1, 2))), DynamicTree(2, 2, 5)
+    plan = Plan.without_rows(1, 1, TokenTree((-1, 0, 0, 1, 2)))
+    tree = DynamicTree(2, 2, 5)
     good = np.array([[1, 7, 8, 0, 0, -1, 1, -2, 2, 0, 9, 10, 11, 12, -1, 0, 0, 1, 2]])
     columns = columns_of(plan, tree, 64)
     check_returned(good, columns)
@@ -234,23 +265,30 @@ def test_results_that_no_step_has_are_refused():
     ):
         wrong = good.copy()
         wrong[0, column] = value
-        with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which must be from"):
+        with pytest.raises(
+            MtpkitError, match=f"the last stage sent {value} for {what}.*, which must be from"
+        ):
             check_returned(wrong, columns)
 
 
 @pytest.mark.parametrize("slot", [0, None, 2], ids=["stays", "left", "came back elsewhere"])
 def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_owner(slot):
-    """Its accepted path is moved within these blocks. A step of other slots does not wait for a request that stays."""
-    request, stored = SimpleNamespace(slot=0), []
+    """Its accepted path is moved within these blocks. A step of other slots does not wait for a
+    request that stays."""
+    request = SimpleNamespace(slot=0)
+    stored = []
     plan = Plan((Row(request, 4, 3, samples=True),), 1, 1, 2, trees=True)
     executor = object.__new__(Executor)
-    executor._open, executor._most_open, executor.graphs = deque(), 4, None
+    executor._open = deque()
+    executor._most_open = 4
+    executor.graphs = None
     executor._store_first = lambda: stored.append(executor._open.popleft())
     executor._opened(plan, frozenset([0]), lambda message: message)
     request.slot = slot
     executor.state = SimpleNamespace(admit=lambda requests: None)
     executor.checkpoints, executor.stage = None, SimpleNamespace(stages=2)
-    executor._launch_stage, executor.save = lambda plan, slots: None, lambda saves: None
+    executor._launch_stage = lambda plan, slots: None
+    executor.save = lambda saves: None
     other = Row(SimpleNamespace(slot=1), 0, 3, samples=True)
     executor.launch(Plan((other,), 1, 1, 2, trees=True))
     assert len(stored) == (slot != 0)

@@ -1,4 +1,5 @@
-"""Two pipeline stages decode what one rank decodes, token for token, in fp32; each has its layers' weights and states.
+"""Two pipeline stages decode what one rank decodes, token for token, in fp32; each has its layers'
+weights and states.
 
 Broken on purpose, they do not: see `SABOTAGE`.
 """
@@ -40,7 +41,18 @@ from mtpkit.engine.tree import DynamicTree, parse_tree
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import StepInput, build, build_model
 from mtpkit.model.stages import Decoding
-from tests.engine.rank_cases import CACHED, MIXED, PROMPTS, VOCAB, Case, config, decode, names, one_rank, split_model
+from tests.engine.rank_cases import (
+    CACHED,
+    MIXED,
+    PROMPTS,
+    VOCAB,
+    Case,
+    config,
+    decode,
+    names,
+    one_rank,
+    split_model,
+)
 from tests.engine.replayed import TruthOnDevice, replay_on_cpu
 from tests.engine.test_trees import FIXED, GROWN
 from tests.engine.tiny import held_bytes, make_llm, record_drafts, tiny_model
@@ -50,7 +62,11 @@ from tests.shared import look_at_new_objects, made_once
 PREEMPTED = dict(block_size=2, num_blocks=24)
 GROWN_SHAPE = {key: value for key, value in GROWN.items() if key != "num_speculative_tokens"}
 SETTINGS = {0: {}, 1: dict(state_rollback="snapshot"), 2: MIXED, 3: PREEMPTED}
-TESTED = [Case(base, k, settings=SETTINGS[k]) for base in ("mamba2", "delta", "latent", "attention") for k in SETTINGS]
+TESTED = [
+    Case(base, k, settings=SETTINGS[k])
+    for base in ("mamba2", "delta", "latent", "attention")
+    for k in SETTINGS
+]
 TESTED += [
     Case("mamba2", 3, settings=dict(async_scheduling=False, **MIXED)),
     Case("mamba2", 2, penalised=True, settings=dict(draft_vocab=[1, 5, 31, 32, 60])),
@@ -82,7 +98,8 @@ GRAPHS = [
 ]
 """With steps that are CUDA graphs, or run as those are."""
 DRAFTING = ("mamba2", "distinct heads")
-GREEDY, SAMPLED = Case("mamba2", 3, settings=PREEMPTED), Case("delta", 2, settings=MIXED)
+GREEDY = Case("mamba2", 3, settings=PREEMPTED)
+SAMPLED = Case("delta", 2, settings=MIXED)
 
 
 def none_accepted(packed, batch, tree):
@@ -104,14 +121,26 @@ SABOTAGE = {
     "nothing": (GREEDY, None),
     "nothing of gated delta nets": (SAMPLED, None),
     "a rejected draft that stays in states": (GREEDY, (StepInput, "committed_after", one_more)),
-    "a rejected draft that stays in gated delta nets": (SAMPLED, (StepInput, "committed_after", one_more)),
+    "a rejected draft that stays in gated delta nets": (
+        SAMPLED,
+        (StepInput, "committed_after", one_more),
+    ),
     "accepted drafts that go": (GREEDY, (executor_module, "unpack_returned", none_accepted)),
     "drafts of other rows": (GREEDY, (executor_module, "unpack_returned", of_other_rows)),
 }
 """What is broken on the first stage, the case in which it must show, and how."""
 
 
-TIMED = ["--prompt-length", "6", "--max-tokens", "12", "--num-speculative-tokens", "1", "--batch-size", "2"]
+TIMED = [
+    "--prompt-length",
+    "6",
+    "--max-tokens",
+    "12",
+    "--num-speculative-tokens",
+    "1",
+    "--batch-size",
+    "2",
+]
 TIMED += ["--repeats", "1", "--pipeline-parallel-size", "2"]
 
 
@@ -123,7 +152,8 @@ def halves(config, stages, balance="memory") -> list[str]:
 
 
 def measured(model, case: Case, truth) -> dict:
-    launch, opened = Executor.launch, []
+    launch = Executor.launch
+    opened = []
 
     def counted(executor: Executor, plan: Plan):
         launched = launch(executor, plan)
@@ -134,7 +164,9 @@ def measured(model, case: Case, truth) -> dict:
         patch.setattr(Executor, "launch", counted)
         tokens, llm = decode(model, case, truth)
     executor = llm.engine.executor
-    assert not executor._open and not getattr(executor.stage, "_sends", ()), "a message that is dropped is lost"
+    assert not executor._open and not getattr(executor.stage, "_sends", ()), (
+        "a message that is dropped is lost"
+    )
     stats = llm.stats()
     return dict(
         tokens=tokens,
@@ -144,7 +176,8 @@ def measured(model, case: Case, truth) -> dict:
         opened=max(opened),
         weights=sum(parameter.nbytes for parameter in llm.model.parameters()),
         held=held_bytes(llm.engine),
-        planned=llm.memory_plan.slot_bytes * llm.memory_plan.max_num_seqs + llm.memory_plan.kv_bytes,
+        planned=llm.memory_plan.slot_bytes * llm.memory_plan.max_num_seqs
+        + llm.memory_plan.kv_bytes,
         columns=sum(column.nbytes for column in llm.engine.executor.state.columns.values()),
     )
 
@@ -158,12 +191,15 @@ def replayed(model, case: Case, truth) -> dict:
     tokens = [output.outputs[0].token_ids for output in outputs]
     executor = llm.engine.executor
     stores = len(executor.stores._graphs) if executor.stores else 0
-    return dict(tokens=tokens, accepted=accepted, graphs=len(executor.graphs._graphs), stores=stores)
+    return dict(
+        tokens=tokens, accepted=accepted, graphs=len(executor.graphs._graphs), stores=stores
+    )
 
 
 def after_aborts(model) -> list[list[int]]:
-    """Outputs of requests that come when others were dropped while batches of theirs were under way; with replayed
-    graphs, a stage stores the results of a batch whose requests it no longer has."""
+    """Outputs of requests that come when others were dropped while batches of theirs were under
+    way; with replayed graphs, a stage stores the results of a batch whose requests it no longer
+    has."""
     llm = make_llm(model, 3, max_num_seqs=3)
     params = [GREEDY.params[0]] * len(PROMPTS)
     ids = [llm.engine.add_request(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
@@ -178,7 +214,9 @@ def after_aborts(model) -> list[list[int]]:
 
 def drafts_of(model) -> list:
     """The heads' own drafts; none on a rank that has no heads."""
-    recorded = record_drafts(make_llm(model, 3, async_scheduling=False), PROMPTS[:3], max_tokens=6, guided=False)
+    recorded = record_drafts(
+        make_llm(model, 3, async_scheduling=False), PROMPTS[:3], max_tokens=6, guided=False
+    )
     return sorted([list(known), list(drafts)] for known, drafts in recorded.items())
 
 
@@ -194,7 +232,10 @@ def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Pat
             found.append(measured(models[case.base], case, truth))
         drafts = {base: drafts_of(models[base]) for base in DRAFTING}
         replay_on_cpu(patch)
-        graphs = [replayed(models[case.base], case, truth) for case, truth in zip(GRAPHS, replays, strict=True)]
+        graphs = [
+            replayed(models[case.base], case, truth)
+            for case, truth in zip(GRAPHS, replays, strict=True)
+        ]
         aborted = [after_aborts(models["mamba2"])]
     shown = {}
     for name, (case, broken) in SABOTAGE.items():
@@ -209,9 +250,14 @@ def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Pat
     timed = make_llm(models["mamba2"], "auto", max_num_seqs=2).engine.speculation.step_times
     assert {rows for rows, _ in timed} == {1, 2} and all(seconds > 0 for seconds in timed.values())
     (out / f"{rank}.json").write_text(
-        json.dumps(dict(found=found, drafts=drafts, shown=shown, aborted=aborted, graphs=graphs, auto=auto))
+        json.dumps(
+            dict(found=found, drafts=drafts, shown=shown, aborted=aborted, graphs=graphs, auto=auto)
+        )
     )
-    with pytest.raises(UserError, match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike"):
+    with pytest.raises(
+        UserError,
+        match=r"rank 1 differs from rank 0: num_blocks is 41, not 40; start all ranks alike",
+    ):
         LLM(directory, num_blocks=40 + rank, pipeline_parallel_size=2)
     say(out / f"{rank}.said", generate.app, command(directory, 2))
     say(out / f"{rank}.timed", bench.app, ["decode", "--model", str(directory), *TIMED])
@@ -219,7 +265,8 @@ def two_stages(rank: int, wanted: list, replays: list, directory: Path, out: Pat
 
 def say(path: Path, app: typer.Typer, arguments: list[str]) -> None:
     """Run a command; what it says goes to a file, with statistics to another."""
-    stdout, stderr = io.StringIO(), io.StringIO()
+    stdout = io.StringIO()
+    stderr = io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         typer.main.get_command(app)(arguments, standalone_mode=False)
     path.write_text(stdout.getvalue())
@@ -233,27 +280,45 @@ def one_step(rows: int, k: int) -> float:
 
 def adaptive(rank: int, model, truth: list[list[int]]) -> dict:
     """With K that the first stage chooses, by times that differ between stages."""
-    chosen, choose = [], AdaptiveSpeculation.choose
+    chosen = []
+    choose = AdaptiveSpeculation.choose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "time_step", lambda self, rows, k, repeats: (1 + 2 * rank) * one_step(rows, k))
-        patch.setattr(AdaptiveSpeculation, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+        patch.setattr(
+            Executor, "time_step", lambda self, rows, k, repeats: (1 + 2 * rank) * one_step(rows, k)
+        )
+        patch.setattr(
+            AdaptiveSpeculation, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1]
+        )
         patch.setattr(adaptive_module, "_PROBE_INTERVAL", 5)
         tokens, llm = decode(model, Case("mamba2", "auto", settings=dict(max_num_seqs=4)), truth)
     times = [[*key, value] for key, value in llm.engine.speculation.step_times.items()]
-    return dict(tokens=tokens, chosen=chosen, times=times, accepted=sum(llm.stats().acceptance.accepted_per_depth))
+    return dict(
+        tokens=tokens,
+        chosen=chosen,
+        times=times,
+        accepted=sum(llm.stats().acceptance.accepted_per_depth),
+    )
 
 
 def refused(model) -> None:
     """Sizes that are not those of the model."""
     with pytest.raises(
-        UserError, match="split over 1 ranks, experts over 1, layers over 2 stages: leave all sizes out"
+        UserError,
+        match="split over 1 ranks, experts over 1, layers over 2 stages: leave all sizes out",
     ):
         make_llm(model, 2, pipeline_parallel_size=3)
 
 
 def command(directory: Path, stages: int) -> list[str]:
     prompts = ["--prompts", str(directory / "prompts.jsonl"), "--json"]
-    sizes = ["--num-speculative-tokens", "2", "--max-tokens", "6", "--pipeline-parallel-size", str(stages)]
+    sizes = [
+        "--num-speculative-tokens",
+        "2",
+        "--max-tokens",
+        "6",
+        "--pipeline-parallel-size",
+        str(stages),
+    ]
     return ["--model", str(directory), *prompts, *sizes]
 
 
@@ -271,7 +336,8 @@ def decoded(tmp_path_factory):
     """What one rank decoded, and what each of two stages did."""
 
     def make(path: Path) -> None:
-        wanted, replays = one_rank(TESTED), one_rank(GRAPHS)
+        wanted = one_rank(TESTED)
+        replays = one_rank(GRAPHS)
         (path / "wanted.json").write_text(json.dumps(wanted))
         (path / "replays.json").write_text(json.dumps(replays))
         model = build_model(config("mamba2"), device="cpu", seed=1)
@@ -281,7 +347,11 @@ def decoded(tmp_path_factory):
         run_ranks(two_stages, wanted, replays, path / "hf", path)
 
     path = made_once(tmp_path_factory, "two_stages", make)
-    return path, json.loads((path / "wanted.json").read_text()), [read(path / f"{rank}.json") for rank in (0, 1)]
+    return (
+        path,
+        json.loads((path / "wanted.json").read_text()),
+        [read(path / f"{rank}.json") for rank in (0, 1)],
+    )
 
 
 def read(path: Path) -> Any:
@@ -296,14 +366,18 @@ def test_two_stages_decode_what_one_rank_does(decoded, index):
         assert one["tokens"] == wanted[index]
         assert (one["preemptions"] > 0) == ("num_blocks" in TESTED[index].settings)
         assert one["accepted"] > 0 or not TESTED[index].k or not TESTED[index].guided
-        k, bits = TESTED[index].k, (VOCAB + 2).bit_length()
+        k = TESTED[index].k
+        bits = (VOCAB + 2).bit_length()
         assert one["returned"] == -(-((k + 2).bit_length() + (1 + 2 * k) * bits) // 8)
 
 
 def test_stages_replay_graphs(decoded):
-    """Transfers are outside of them, and what a stage stores later is not what later replays leave."""
+    """Transfers are outside of them, and what a stage stores later is not what later replays
+    leave."""
     for number, stage in enumerate(decoded[2]):
-        for case, want, one in zip(GRAPHS, read(decoded[0] / "replays.json"), stage["graphs"], strict=True):
+        for case, want, one in zip(
+            GRAPHS, read(decoded[0] / "replays.json"), stage["graphs"], strict=True
+        ):
             assert one["tokens"] == want and one["graphs"] > 1, names(case)
             assert one["stores"] == (0 if number else one["graphs"]), names(case)
             assert one["accepted"] > 0 or not case.k, names(case)
@@ -312,7 +386,8 @@ def test_stages_replay_graphs(decoded):
 def test_a_batch_runs_while_the_last_stage_has_another(decoded):
     for index, case in enumerate(TESTED):
         most = 2 if case.settings.get("async_scheduling", True) else 1
-        most *= 1 + ("max_mixed_tokens" in case.settings)  # chunks of prompts are plans of their own
+        # chunks of prompts are plans of their own
+        most *= 1 + ("max_mixed_tokens" in case.settings)
         assert [stage["found"][index]["opened"] for stage in decoded[2]] == [most, 0]
 
 
@@ -322,8 +397,12 @@ def test_aborted_requests_leave_nothing(decoded):
 
 
 def test_the_first_stage_chooses_the_drafts(decoded):
-    """Of four requests both batches pass the slower stage one after the other; one request passes both stages."""
-    wanted, (first, last) = decoded[1][TESTED.index(GREEDY)], [stage["auto"] for stage in decoded[2]]
+    """Of four requests both batches pass the slower stage one after the other; one request passes
+    both stages."""
+    wanted, (first, last) = (
+        decoded[1][TESTED.index(GREEDY)],
+        [stage["auto"] for stage in decoded[2]],
+    )
     assert first["tokens"] == last["tokens"] == wanted and first["accepted"] == last["accepted"] > 0
     assert len(set(first["chosen"])) > 1 and not last["chosen"]
     times = {(rows, k): seconds for rows, k, seconds in first["times"]}
@@ -349,29 +428,40 @@ def test_what_is_broken_shows(decoded, name):
 @pytest.mark.parametrize("base", ["mamba2", "delta", "latent", "attention", "distinct heads"])
 def test_each_stage_has_its_own_layers_alone(decoded, base):
     index = next(index for index, case in enumerate(TESTED) if case.base == base and case.k == 3)
-    model, case = build_model(config(base), device="cpu", seed=1), TESTED[index]
+    model = build_model(config(base), device="cpu", seed=1)
+    case = TESTED[index]
     one = measured(model, case, decoded[1][index])
     first, last = (stage["found"][index] for stage in decoded[2])
-    assert first["weights"] + last["weights"] == one["weights"] + model.embedding.word_embeddings.weight.nbytes
+    assert (
+        first["weights"] + last["weights"]
+        == one["weights"] + model.embedding.word_embeddings.weight.nbytes
+    )
     assert first["held"] + last["held"] == one["held"] and first["held"] and last["held"]
     assert first["planned"] >= first["held"] and last["planned"] >= last["held"]
-    assert first["columns"] < last["columns"] == one["columns"], "penalties are counted where logits are"
+    assert first["columns"] < last["columns"] == one["columns"], (
+        "penalties are counted where logits are"
+    )
 
 
 def test_the_command_of_two_stages_says_what_that_of_one_says(decoded, capsys):
     path = decoded[0]
     typer.main.get_command(generate.app)(command(path / "hf", 1), standalone_mode=False)
     assert [(path / f"{rank}.said").read_text() for rank in (0, 1)] == [capsys.readouterr().out, ""]
-    assert "5 bytes per step and request went back between stages" in (path / "0.said.err").read_text()
+    assert (
+        "5 bytes per step and request went back between stages" in (path / "0.said.err").read_text()
+    )
 
 
 def test_stages_are_timed_by_the_benchmark(decoded):
-    """And its own check passes, which compares tokens with a plain forward pass through both stages."""
+    """And its own check passes, which compares tokens with a plain forward pass through both
+    stages."""
     said = [(decoded[0] / f"{rank}.timed").read_text() for rank in (0, 1)]
     (row,) = json.loads(said[0].splitlines()[-1])["rows"]
     assert not said[1]
     # A step is one of all batches, so that each of the two requests gets so many tokens in it.
-    assert row["tokens_per_s"] * row["step_ms"] / 1e3 == pytest.approx(2 * row["acceptance_length"], rel=0.2)
+    assert row["tokens_per_s"] * row["step_ms"] / 1e3 == pytest.approx(
+        2 * row["acceptance_length"], rel=0.2
+    )
 
 
 def test_four_ranks_decode_what_one_does(tmp_path):
@@ -381,7 +471,9 @@ def test_four_ranks_decode_what_one_does(tmp_path):
     for rank in range(4):
         found = read(tmp_path / f"{rank}.json")
         assert [one["tokens"] for one in found] == wanted
-        assert [one["preemptions"] > 0 for one in found] == ["num_blocks" in case.settings for case, *_ in FOUR]
+        assert [one["preemptions"] > 0 for one in found] == [
+            "num_blocks" in case.settings for case, *_ in FOUR
+        ]
         assert found[3]["opened"] == (0 if rank == 3 else 4)
 
 
@@ -392,7 +484,9 @@ def stage_of(rank: int, stages: int) -> PipelineStage:
 def test_what_a_stage_hands_on_is_planned_for():
     """What came; what goes, and copies of it under way, of two for each stage and the newest."""
     llm = make_llm(tiny_model(), 2)
-    model, engine, cpu = llm.model.mtpkit_config, llm.engine, torch.device("cpu")
+    model = llm.model.mtpkit_config
+    engine = llm.engine
+    cpu = torch.device("cpu")
     hidden = engine.config.max_num_batched_tokens * model.hidden_size * 4
     for rank, stages, copies in ((0, 2, 6), (1, 2, 1), (1, 3, 9)):
         ranks = Ranks()
@@ -402,7 +496,8 @@ def test_what_a_stage_hands_on_is_planned_for():
 
 
 def test_results_that_no_step_has_are_refused():
-    good, columns = np.array([[2, 5, 6, 7, -1, 60, 63, 0]]), columns_of(Plan.without_rows(1, 1, 3), None, 64)
+    good = np.array([[2, 5, 6, 7, -1, 60, 63, 0]])
+    columns = columns_of(Plan.without_rows(1, 1, 3), None, 64)
     check_returned(good, columns)
     for column, value, what in (
         (0, 4, "accepted drafts"),
@@ -412,18 +507,26 @@ def test_results_that_no_step_has_are_refused():
     ):
         wrong = good.copy()
         wrong[0, column] = value
-        with pytest.raises(MtpkitError, match=f"the last stage sent {value} for {what}.*, which must be from"):
+        with pytest.raises(
+            MtpkitError, match=f"the last stage sent {value} for {what}.*, which must be from"
+        ):
             check_returned(wrong, columns)
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 6, 7, 127, 128, 2**15, 131_072, 262_144, 2**23 + 1])
 def test_integers_take_the_bits_that_they_need(vocab_size):
-    """The largest and smallest of each column come back, what is outside as the nearest number outside."""
+    """The largest and smallest of each column come back, what is outside as the nearest number
+    outside."""
     columns = columns_of(Plan.without_rows(1, 1, 3), None, vocab_size)
-    ends = [[getattr(c, end) for c in columns.values() for _ in range(c.width)] for end in ("least", "most")]
+    ends = [
+        [getattr(c, end) for c in columns.values() for _ in range(c.width)]
+        for end in ("least", "most")
+    ]
     within = torch.tensor([*ends, [0] * len(ends[0]), torch.randint(2, (len(ends[0]),)).tolist()])
     outside = within[:2] + torch.tensor([[-1], [1]])
-    message = to_bytes(torch.cat([within, outside, outside + torch.tensor([[-9], [2**40]])]), columns)
+    message = to_bytes(
+        torch.cat([within, outside, outside + torch.tensor([[-9], [2**40]])]), columns
+    )
     assert message.shape == (8, nbytes_of(columns)) and message.dtype == torch.uint8
     assert torch.equal(from_bytes(message, columns), torch.cat([within, outside, outside]))
     assert not from_bytes(message[:0], columns).numel()
@@ -432,7 +535,9 @@ def test_integers_take_the_bits_that_they_need(vocab_size):
 def test_bytes_of_published_vocabularies():
     """5 numbers of accepted drafts and one outside on each side take 3 bits, tokens 18."""
     of_chain = columns_of(Plan.without_rows(1, 1, 3), None, 131_072)
-    assert [column.bits for column in of_chain.values()] == [3, 18, 18] and nbytes_of(of_chain) == 17
+    assert [column.bits for column in of_chain.values()] == [3, 18, 18] and nbytes_of(
+        of_chain
+    ) == 17
     for shape in ([3, 2, 1], [2, 2, 2], [4, 2, 1], DynamicTree(4, 4, 16)):
         tree = shape if isinstance(shape, DynamicTree) else parse_tree(shape)
         assert nbytes_of(columns_of(Plan.without_rows(1, 1, tree), tree, 248_320)) < 64
@@ -440,11 +545,19 @@ def test_bytes_of_published_vocabularies():
 
 def test_more_stages_than_layers_or_processes(decoded):
     path = decoded[0] / "hf"
-    with pytest.raises(UserError, match="pipeline_parallel_size 6: the model's base has 5 layers; take no more stages"):
+    with pytest.raises(
+        UserError,
+        match="pipeline_parallel_size 6: the model's base has 5 layers; take no more stages",
+    ):
         LLM(path, pipeline_parallel_size=6)
-    with pytest.raises(UserError, match="pipeline_parallel_size 2 needs 2 processes, but there is 1: start them with"):
+    with pytest.raises(
+        UserError,
+        match="pipeline_parallel_size 2 needs 2 processes, but there is 1: start them with",
+    ):
         LLM(path, pipeline_parallel_size=2)
-    with pytest.raises(UserError, match=r"_size 2 x pipeline_parallel_size 2 needs 4 .* --nproc-per-node 4"):
+    with pytest.raises(
+        UserError, match=r"_size 2 x pipeline_parallel_size 2 needs 4 .* --nproc-per-node 4"
+    ):
         LLM(path, tensor_parallel_size=2, pipeline_parallel_size=2)
 
 

@@ -13,7 +13,8 @@ from tests.engine.tiny import decode, greedy, make_llm, make_prompts, tiny_model
 
 def in_threads(count: int, call) -> list:
     """Results or exceptions of `call(index)` in threads that start together."""
-    results, gate = [None] * count, threading.Barrier(count)
+    results = [None] * count
+    gate = threading.Barrier(count)
 
     def work(index: int) -> None:
         gate.wait()
@@ -34,7 +35,8 @@ def in_threads(count: int, call) -> list:
 @pytest.mark.parametrize("k", [0, 2])
 def test_calls_from_threads_each_get_their_own_outputs(k):
     """Lists and streams, greedy and drawn, and one call that is refused."""
-    model, prompts = tiny_model(), make_prompts((1, 4, 8, 9, 3, 5))
+    model = tiny_model()
+    prompts = make_prompts((1, 4, 8, 9, 3, 5))
     llm = make_llm(model, k, max_num_seqs=3)
     drawn = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
     want = [o.outputs[0].token_ids for o in make_llm(model, 0).generate(prompts, drawn)]
@@ -52,14 +54,17 @@ def test_calls_from_threads_each_get_their_own_outputs(k):
     assert [one.outputs[0].finish_reason for one in results[4]] == ["length", "error"]
     assert results[4][1].error.startswith("prompts[1]: the prompt is empty")
     for index in (0, 2):
-        assert results[index] == [decode(model, prompt, 20) for prompt in prompts[index : index + 2]]
+        assert results[index] == [
+            decode(model, prompt, 20) for prompt in prompts[index : index + 2]
+        ]
     assert [results[1], results[3]] == [want[1:3], want[3:5]]
     llm.engine.scheduler.check_integrity()
     assert not llm.engine.has_unfinished
 
 
 def test_requests_of_threads_have_ids_of_their_own(monkeypatch):
-    llm, count = make_llm(tiny_model(), 0), 8
+    llm = make_llm(tiny_model(), 0)
+    count = 8
     name_of = Engine._name
 
     def slowly(self, request_id):
@@ -76,10 +81,15 @@ def test_a_stream_of_another_thread_is_waited_for_and_one_of_this_thread_refused
     llm = make_llm(tiny_model(), 2)
     stream = llm.stream([[1]], greedy())
     next(stream)
-    with pytest.raises(UserError, match="an earlier stream of this thread is still open: read it to its end or close"):
+    with pytest.raises(
+        UserError,
+        match="an earlier stream of this thread is still open: read it to its end or close",
+    ):
         llm.generate([[3]], greedy())
     results = []
-    other = threading.Thread(target=lambda: results.append(llm.generate([[3]], greedy())), daemon=True)
+    other = threading.Thread(
+        target=lambda: results.append(llm.generate([[3]], greedy())), daemon=True
+    )
     other.start()
     other.join(timeout=0.3)
     assert other.is_alive() and not results
@@ -92,7 +102,9 @@ def test_a_stream_of_another_thread_is_waited_for_and_one_of_this_thread_refused
 def test_the_thread_that_reads_a_stream_is_refused_not_the_one_that_began_it():
     """The call would wait for itself forever."""
     llm = make_llm(tiny_model(), 0)
-    stream, begun, over = llm.stream([[1]], greedy()), threading.Event(), threading.Event()
+    stream = llm.stream([[1]], greedy())
+    begun = threading.Event()
+    over = threading.Event()
 
     def begin() -> None:
         next(stream)
@@ -119,7 +131,8 @@ def test_the_thread_that_reads_a_stream_is_refused_not_the_one_that_began_it():
 
 
 def test_a_call_that_fails_lets_the_next_one_run(monkeypatch):
-    llm, step = make_llm(tiny_model(), 0), Engine.step
+    llm = make_llm(tiny_model(), 0)
+    step = Engine.step
 
     def fail(self, finished_only=False):
         monkeypatch.setattr(Engine, "step", step)

@@ -1,4 +1,5 @@
-"""Decode rows that the token budget has no room for take turns: nothing waits longer than the others take."""
+"""Decode rows that the token budget has no room for take turns: nothing waits longer than the
+others take."""
 
 import itertools
 import logging
@@ -21,25 +22,31 @@ def lasting(max_tokens: int) -> SamplingParams:
 
 
 class Queues:
-    """A plain model of who decodes next: one queue per batch, whose first requests run and join its end again.
+    """A plain model of who decodes next: one queue per batch, whose first requests run and join its
+    end again.
 
-    It watches the plans of a scheduler and compares the decode rows of each with the front of the queue. `waits` has,
-    for each request, the number of plans of its batch in which it could have decoded since its last step.
+    It watches the plans of a scheduler and compares the decode rows of each with the front of the
+    queue. `waits` has, for each request, the number of plans of its batch in which it could have
+    decoded since its last step.
     """
 
     def __init__(self, scheduler, budget: int) -> None:
-        self.scheduler, self.budget = scheduler, budget
+        self.scheduler = scheduler
+        self.budget = budget
         self.queues = [list[str]() for _ in range(scheduler.config.num_batches)]
         self.waits: dict[str, int] = {}
         self.longest = 0
         self.crowded = 0
         """Plans in which some rows had to wait."""
-        self._plan, self._plan_decode = scheduler.plan, scheduler._plan_decode
-        scheduler.plan, scheduler._plan_decode = self.plan, self.plan_decode
+        self._plan = scheduler.plan
+        self._plan_decode = scheduler._plan_decode
+        scheduler.plan = self.plan
+        scheduler._plan_decode = self.plan_decode
 
     def plan_decode(self, budget: int):
         scheduler = self.scheduler
-        trees, k = scheduler.trees, scheduler.num_speculative_tokens
+        trees = scheduler.trees
+        k = scheduler.num_speculative_tokens
         most = budget // (scheduler.config.tree.tokens if trees else 1 + k)
         ready = [r.request_id for r in scheduler._batch if r.decoding and not r.ends_in_flight]
         preemptions = scheduler.num_preemptions
@@ -77,7 +84,9 @@ shapes = st.sampled_from([0, 1, 2, 3, parse_tree([2, 1]), DynamicTree(2, 2, 4)])
 
 @hypothesis_settings(max_examples=30)
 @given(
-    arrivals=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9), st.integers(1, 25)), min_size=2, max_size=9),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 9), st.integers(1, 25)), min_size=2, max_size=9
+    ),
     shape=shapes,
     rows=st.integers(1, 3),
     rest=st.integers(0, 3),
@@ -87,8 +96,9 @@ shapes = st.sampled_from([0, 1, 2, 3, parse_tree([2, 1]), DynamicTree(2, 2, 4)])
     depths=st.lists(st.integers(0, 3), max_size=4),
 )
 def test_rows_take_turns(arrivals, shape, rows, rest, num_batches, ahead, spare_blocks, depths):
-    """The plain model chooses the same rows, no row waits for more than the others' turns, and outputs are those of
-    plain decoding; with steps ahead, several batches, trees, changing K and preemptions."""
+    """The plain model chooses the same rows, no row waits for more than the others' turns, and
+    outputs are those of plain decoding; with steps ahead, several batches, trees, changing K and
+    preemptions."""
     tree = shape if isinstance(shape, TokenTree | DynamicTree) else None
     k, width = (tree.depth, tree.tokens) if tree else (shape, 1 + shape)
     longest = max(prompt + output for _, prompt, output in arrivals)
@@ -119,7 +129,9 @@ def test_rows_take_turns(arrivals, shape, rows, rest, num_batches, ahead, spare_
     slots = -(-8 // num_batches)
     assert queues.longest <= (slots - 1) // rows
     for index, (_, prompt, output) in enumerate(arrivals):
-        assert finished[str(index)].outputs[0].token_ids == MODEL.decode([index] * prompt, lasting(output))
+        assert finished[str(index)].outputs[0].token_ids == MODEL.decode(
+            [index] * prompt, lasting(output)
+        )
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -136,7 +148,8 @@ def test_eight_requests_through_room_for_two(ahead):
     )
     for index in range(8):
         engine.add_request([index], lasting(401), str(index))
-    launch, seen = engine.executor.launch, []
+    launch = engine.executor.launch
+    seen = []
 
     def launching(plan):
         seen.append([int(row.request.request_id) for row in plan.decode_rows])
@@ -154,8 +167,9 @@ def test_eight_requests_through_room_for_two(ahead):
 
 @pytest.mark.parametrize("num_blocks, budget", [(7, 3), (8, 4)], ids=["one row", "two rows"])
 def test_with_blocks_for_few_the_last_in_turn_gives_way_to_the_others(num_blocks, budget):
-    """A budget of one row, whose turn is the youngest request's, which finds no block: another one decodes. A budget of
-    two, in which the one that has waited longest is the younger: it is not preempted once it has a row."""
+    """A budget of one row, whose turn is the youngest request's, which finds no block: another one
+    decodes. A budget of two, in which the one that has waited longest is the younger: it is not
+    preempted once it has a row."""
     engine = fake_engine(
         MODEL,
         "always",
@@ -176,11 +190,22 @@ def test_with_blocks_for_few_the_last_in_turn_gives_way_to_the_others(num_blocks
 @pytest.mark.parametrize("settings", [{}, {"tree": "[2, 1]"}, {"state_rollback": "snapshot"}])
 def test_a_model_decodes_the_same_in_turns(settings):
     """Real states and heads, some of whose rows stand still in each step."""
-    model, prompts = tiny_model(), make_prompts((1, 4, 8, 9, 3))
-    settings = {("speculative_token_tree" if key == "tree" else key): value for key, value in settings.items()}
-    llm = make_llm(model, None if "speculative_token_tree" in settings else 2, max_num_batched_tokens=10, **settings)
+    model = tiny_model()
+    prompts = make_prompts((1, 4, 8, 9, 3))
+    settings = {
+        ("speculative_token_tree" if key == "tree" else key): value
+        for key, value in settings.items()
+    }
+    llm = make_llm(
+        model,
+        None if "speculative_token_tree" in settings else 2,
+        max_num_batched_tokens=10,
+        **settings,
+    )
     outputs = llm.generate(prompts, greedy(14))
-    assert [one.outputs[0].token_ids for one in outputs] == [decode(model, prompt, 14) for prompt in prompts]
+    assert [one.outputs[0].token_ids for one in outputs] == [
+        decode(model, prompt, 14) for prompt in prompts
+    ]
 
 
 @pytest.mark.parametrize("k", [0, 1])
@@ -198,7 +223,9 @@ def test_resumed_rows_count_in_the_budget(k):
     prompt = [1, 2, 3, 4, 5, 6, 7]
     engine.add_request(prompt, lasting(1), "first")
     run(engine)
-    plan, sizes, resumed = engine.scheduler.plan, [], []
+    plan = engine.scheduler.plan
+    sizes = []
+    resumed = []
 
     def watch():
         plans = plan()
@@ -221,13 +248,25 @@ def test_resumed_rows_count_in_the_budget(k):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        (dict(num_speculative_tokens=3, max_num_batched_tokens=31), "room for 7 of 8 requests of 4 tokens"),
+        (
+            dict(num_speculative_tokens=3, max_num_batched_tokens=31),
+            "room for 7 of 8 requests of 4 tokens",
+        ),
         (dict(num_speculative_tokens=3, max_num_batched_tokens=32), None),
-        (dict(num_speculative_tokens=0, max_num_batched_tokens=7), "room for 7 of 8 requests of 1 tokens"),
-        (dict(speculative_token_tree="[3, 2]", max_num_batched_tokens=79), "room for 7 of 8 requests of 10 tokens"),
+        (
+            dict(num_speculative_tokens=0, max_num_batched_tokens=7),
+            "room for 7 of 8 requests of 1 tokens",
+        ),
+        (
+            dict(speculative_token_tree="[3, 2]", max_num_batched_tokens=79),
+            "room for 7 of 8 requests of 10 tokens",
+        ),
         (dict(speculative_token_tree="[3, 2]", max_num_batched_tokens=80), None),
         (dict(num_speculative_tokens=3), None),
-        (dict(num_speculative_tokens=3, max_model_len=129), "max_model_len 129 is above the model's 128 positions"),
+        (
+            dict(num_speculative_tokens=3, max_model_len=129),
+            "max_model_len 129 is above the model's 128 positions",
+        ),
         (dict(num_speculative_tokens=3, max_model_len=128), None),
     ],
 )
@@ -241,7 +280,8 @@ def test_limits_that_a_user_should_know_of_are_said_at_the_start(settings, said,
 
 
 def test_k_is_chosen_from_the_time_of_all_turns(monkeypatch):
-    """A budget of 8 tokens: at K = 3 four requests take two steps of two rows, at K = 0 and 1 one step."""
+    """A budget of 8 tokens: at K = 3 four requests take two steps of two rows, at K = 0 and 1 one
+    step."""
     engine = fake_engine(MODEL, num_speculative_tokens=3, max_num_batched_tokens=8)
     timed = []
     monkeypatch.setattr(engine.executor, "time_step", lambda *what: timed.append(what) or 1.0)

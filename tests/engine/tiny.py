@@ -1,4 +1,5 @@
-"""Tiny random hybrid models, what decoding without an engine makes of them, and spies on the engine."""
+"""Tiny random hybrid models, what decoding without an engine makes of them, and spies on the
+engine."""
 
 import functools
 import math
@@ -8,7 +9,14 @@ import torch
 from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.step import Drafts
-from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits, normed_states, unroll_depths
+from mtpkit.model import (
+    SequenceInput,
+    base_forward,
+    build_model,
+    compute_logits,
+    normed_states,
+    unroll_depths,
+)
 from tests.engine.fakes import KnownTokens
 from tests.model.toy import MLA
 from tests.toy_config import toy_config
@@ -57,18 +65,26 @@ def tiny_model(
 
 @functools.cache
 def ruled_model(
-    heads: str = "repeated", mtp_pattern: str = "*-", device: str = "cpu", vocab_size: int = VOCAB_SIZE, **rules
+    heads: str = "repeated",
+    mtp_pattern: str = "*-",
+    device: str = "cpu",
+    vocab_size: int = VOCAB_SIZE,
+    **rules,
 ):
     """A `tiny_model` (4 distinct heads) whose heads read as `rules`, fields of `MtpConfig`, say.
 
-    The weights of the final norms are far apart: with equal ones norms after them would make all states alike.
+    The weights of the final norms are far apart: with equal ones norms after them would make all
+    states alike.
     """
     config = tiny_model(heads, mtp_pattern=mtp_pattern, distinct=4).mtpkit_config
     keys = {f"mtp_{name}": value for name, value in rules.items()}
     model = build_model(config.replace(vocab_size=vocab_size, **keys), device=device, seed=1)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for norm in (model.decoder.final_norm, *(layer.final_layernorm for layer in model.mtp.layers)):
+        for norm in (
+            model.decoder.final_norm,
+            *(layer.final_layernorm for layer in model.mtp.layers),
+        ):
             norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator).exp())
     return model
 
@@ -80,21 +96,27 @@ def headless_model():
 
 def make_prompts(lengths=PROMPT_LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 @functools.cache
 def _continued(model, prompt: tuple[int, ...]) -> list[int]:
-    """As many tokens after a prompt as any test has asked for so far, each of which takes a whole forward pass."""
+    """As many tokens after a prompt as any test has asked for so far, each of which takes a whole
+    forward pass."""
     return []
 
 
 def decode(model, prompt: list[int], max_tokens: int) -> list[int]:
     """Greedy decoding by computing the whole sequence anew for every token."""
-    found, device = _continued(model, tuple(prompt)), next(model.parameters()).device
+    found = _continued(model, tuple(prompt))
+    device = next(model.parameters()).device
     with torch.inference_mode():
         while len(found) < max_tokens:
-            hidden = base_forward(model, torch.tensor([[*prompt, *found]], device=device), SequenceInput())
+            hidden = base_forward(
+                model, torch.tensor([[*prompt, *found]], device=device), SequenceInput()
+            )
             found.append(int(compute_logits(model, normed_states(model, hidden[-1, 0])).argmax()))
     return found[:max_tokens]
 
@@ -106,12 +128,17 @@ def greedy(max_tokens: int = 20) -> SamplingParams:
 def penalised(max_tokens: int = 20, **settings) -> SamplingParams:
     """Greedy, with penalties that change most tokens."""
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": -0.9, "presence_penalty": 0.7}
-    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **penalties, **settings})
+    return SamplingParams(
+        **{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **penalties, **settings}
+    )
 
 
 def make_llm(model, k: int, **settings) -> LLM:
-    """A small engine. Without a prefix cache, so that prompts are computed as often as a test has them."""
-    small = dict(num_blocks=200, block_size=8, max_num_seqs=8, warm_up=False, enable_prefix_caching=False)
+    """A small engine. Without a prefix cache, so that prompts are computed as often as a test has
+    them."""
+    small = dict(
+        num_blocks=200, block_size=8, max_num_seqs=8, warm_up=False, enable_prefix_caching=False
+    )
     return LLM(model, k, **small | settings)
 
 
@@ -145,11 +172,14 @@ def poison_free(engine) -> None:
 
 def held_bytes(engine) -> int:
     """Bytes of the states of all layers."""
-    return sum(tensor.nbytes for state in engine.executor.states.all() for tensor in state.tensors.values())
+    return sum(
+        tensor.nbytes for state in engine.executor.states.all() for tensor in state.tensors.values()
+    )
 
 
 class Guided:
-    """A drafter around the heads' own that makes some of their drafts right, so that all lengths are accepted."""
+    """A drafter around the heads' own that makes some of their drafts right, so that all lengths
+    are accepted."""
 
     def __init__(self, inner, truth: list[list[int]]) -> None:
         self.inner, self.known = inner, KnownTokens()
@@ -187,12 +217,16 @@ class Recorder:
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
-        for known, token_ids in zip(self.known.after(batch, verdict), drafts.token_ids.tolist(), strict=True):
+        for known, token_ids in zip(
+            self.known.after(batch, verdict), drafts.token_ids.tolist(), strict=True
+        ):
             self.drafts[tuple(known)] = token_ids
         return drafts
 
 
-def record_drafts(llm: LLM, prompts, max_tokens: int = 20, guided: bool = True) -> dict[tuple, list[int]]:
+def record_drafts(
+    llm: LLM, prompts, max_tokens: int = 20, guided: bool = True
+) -> dict[tuple, list[int]]:
     """The heads' own drafts after each sequence of known tokens."""
     recorder = llm.engine.executor.drafter = Recorder(llm.engine.executor.drafter)
     if guided:
@@ -209,9 +243,11 @@ def _forced(model, known: tuple[int, ...]) -> list[int]:
 
 @torch.inference_mode()
 def teacher_forced_drafts(model, known: tuple[int, ...], depths: int) -> list[int]:
-    """The drafts after `known` tokens, from whole sequences without caches: each depth reads the drafts before it."""
+    """The drafts after `known` tokens, from whole sequences without caches: each depth reads the
+    drafts before it."""
     attention = "serving" if model.mtpkit_config.mtp.repeated else "per_depth"
-    newest, found = len(known) - 2, _forced(model, known)
+    newest = len(known) - 2
+    found = _forced(model, known)
     while len(found) < depths:
         ids = torch.tensor([[*known, *found]])
         hidden = base_forward(model, ids, SequenceInput())

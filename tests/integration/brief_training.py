@@ -1,4 +1,5 @@
-"""Heads trained for a moment on the very texts that will be decoded, and two counts of what is accepted of them."""
+"""Heads trained for a moment on the very texts that will be decoded, and two counts of what is
+accepted of them."""
 
 import torch
 
@@ -9,7 +10,9 @@ from mtpkit.training.heads import freeze_base
 from tests.engine.tiny import make_prompts
 from tests.training.toy import answer_batch
 
-TOKENS, K, VOCAB = 90, 3, 13
+TOKENS = 90
+K = 3
+VOCAB = 13
 PROMPTS = [[token % VOCAB for token in prompt] for prompt in make_prompts((5, 3, 7, 2))]
 ATTENTION = {"repeated": "serving", "distinct": "per_depth"}
 
@@ -22,7 +25,9 @@ def train(model, texts: list[list[int]], attention: str, steps: int = 25, lr: fl
     length = min(map(len, texts))
     ids = torch.tensor([text[:length] for text in texts])
     positions = torch.arange(length).expand_as(ids)
-    batch = PackedBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids), positions)
+    batch = PackedBatch(
+        ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids), positions
+    )
     optimizer = torch.optim.AdamW(freeze_base(model).values(), lr=lr)
     depths = model.mtpkit_config.mtp.num_depths
     for _ in range(steps):

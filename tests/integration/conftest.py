@@ -1,6 +1,8 @@
-"""Heads trained for half a minute on the tiny base, each kind once for all tests and workers, in both layouts.
+"""Heads trained for half a minute on the tiny base, each kind once for all tests and workers, in
+both layouts.
 
-They learn what the base itself answers to the prompts of the tests, and so are soon right more often than not.
+They learn what the base itself answers to the prompts of the tests, and so are soon right more
+often than not.
 """
 
 import json
@@ -46,7 +48,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     corpus = tmp_path_factory.mktemp("corpus")
     call("examples/tiny_base/corpus.py", corpus).check_returncode()
     tokenizer = load_tokenizer(TINY_BASE)
-    texts = [json.loads(line)["prompt"] for line in (corpus / "prompts.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["prompt"] for line in (corpus / "prompts.jsonl").read_text().splitlines()
+    ]
     return [tokenizer.encode(text)[: 24 + 7 * index] for index, text in enumerate(texts[:PROMPTS])]
 
 
@@ -65,8 +69,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) 
 
 
 @pytest.fixture(scope="session")
-def train_on_answers(tmp_path_factory: pytest.TempPathFactory, answers: list[list[int]]) -> Callable[..., Trained]:
-    """Heads by loss, attention, steps and further settings, made by whichever worker needs them first."""
+def train_on_answers(
+    tmp_path_factory: pytest.TempPathFactory, answers: list[list[int]]
+) -> Callable[..., Trained]:
+    """Heads by loss, attention, steps and further settings, made by whichever worker needs them
+    first."""
 
     def make(loss: str, attention: str, steps: int, *further: str) -> Trained:
         settings = [f"loss.kind={loss}", f"heads.attention={attention}", f"steps={steps}", *further]
@@ -86,8 +93,14 @@ def trained(train_on_answers: Callable[..., Trained]) -> Trained:
 def _make(shared: Path, answers: list[list[int]], settings: list[str]) -> None:
     tokenizer = load_tokenizer(TINY_BASE)
     lines = [json.dumps({"text": tokenizer.decode(tokens)}) + "\n" for tokens in answers]
-    cache, data = shared.with_name("cache"), shared.with_name("answers.jsonl")
-    paths = [f"model={TINY_BASE}", f"output={shared / 'run'}", f"data.train=[{data}]", f"cache={cache}"]
+    cache = shared.with_name("cache")
+    data = shared.with_name("answers.jsonl")
+    paths = [
+        f"model={TINY_BASE}",
+        f"output={shared / 'run'}",
+        f"data.train=[{data}]",
+        f"cache={cache}",
+    ]
     config = load_config(ROOT / "examples" / "train_tiny.yaml", [*SETTINGS, *settings, *paths])
     with FileLock(f"{cache}.lock"):
         data.write_text("".join(lines))

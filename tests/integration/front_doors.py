@@ -14,7 +14,8 @@ from tests.ranks import fork
 
 ROOT = Path(__file__).parents[2]
 TINY_BASE = ROOT / "examples" / "tiny_base" / "model"
-TOKENS, PROMPTS = 80, 16
+TOKENS = 80
+PROMPTS = 16
 """Prompts that the heads are trained for, and the tokens that follow them."""
 
 
@@ -25,11 +26,14 @@ def greedy(max_tokens: int) -> SamplingParams:
 def call(*command: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run a script of the repository, or a module, from its root."""
     arguments = [sys.executable, *map(str, command)]
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False, input=stdin)
+    return subprocess.run(
+        arguments, cwd=ROOT, capture_output=True, text=True, check=False, input=stdin
+    )
 
 
 def call_in_fork(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of Python with a script of the repository, or a module, without the seconds of imports."""
+    """`subprocess.run` of Python with a script of the repository, or a module, without the seconds
+    of imports."""
     with tempfile.NamedTemporaryFile("r+") as printed:
         process = fork(_run, command[1:], printed.name)
         process.join()
@@ -46,7 +50,8 @@ def _run(arguments: list[str], printed: str) -> None:
 
 
 def call_here(script: str, *arguments: object) -> object:
-    """Run a script of the repository in this process, since starting one takes seconds; returns its exit code."""
+    """Run a script of the repository in this process, since starting one takes seconds; returns its
+    exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
         try:

@@ -8,7 +8,8 @@ from mtpkit.training.config.reading import load_config
 from tests.integration.front_doors import call_here, call_in_fork
 
 TEXT = (
-    "def add(left, right):\n    return left + right\n\n\nclass Sum:\n    def __init__(self):\n        self.value = 0\n"
+    "def add(left, right):\n    return left + right\n\n\nclass Sum:\n    def __init__(self):\n     "
+    "   self.value = 0\n"
 )
 
 
@@ -26,7 +27,19 @@ def corpus(tmp_path):
 
 def test_rows_of_text_and_of_the_bases_own_answers(corpus, capsys, monkeypatch):
     monkeypatch.setattr("subprocess.run", call_in_fork)
-    options = ["--corpus", corpus, "--output", corpus / "out", "--steps", 2, "--prompts", 2, "--rows", 1, 16]
+    options = [
+        "--corpus",
+        corpus,
+        "--output",
+        corpus / "out",
+        "--steps",
+        2,
+        "--prompts",
+        2,
+        "--rows",
+        1,
+        16,
+    ]
     assert not call_here("examples/ablations.py", *options)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["steps"], result["prompts"]) == (2, 2)
@@ -41,8 +54,12 @@ def test_rows_of_text_and_of_the_bases_own_answers(corpus, capsys, monkeypatch):
     for row in (per_depth, own):
         assert row["engine"] == pytest.approx(row["served"], rel=1e-12)
         assert len(row["engine_conditional_acceptance"]) == 3
-    answers = [json.loads(line) for line in (corpus / "out" / "greedy-2.jsonl").read_text().splitlines()]
-    assert len(answers) == 11 and all(len(answer["completion_token_ids"]) == 96 for answer in answers)
+    answers = [
+        json.loads(line) for line in (corpus / "out" / "greedy-2.jsonl").read_text().splitlines()
+    ]
+    assert len(answers) == 11 and all(
+        len(answer["completion_token_ids"]) == 96 for answer in answers
+    )
 
 
 def test_mistakes_end_in_one_line(corpus, capsys):
@@ -52,8 +69,12 @@ def test_mistakes_end_in_one_line(corpus, capsys):
         ([*ablations, corpus / "file" / "x"], f"mtpkit: error: {corpus}/file/x: Not a directory"),
         ([*ablations, corpus, "--rows", 99], "argument --rows: invalid choice: 99"),
         ([*ablations, corpus, "--rows", "kl"], "argument --rows: invalid int value: 'kl'"),
-        (["examples/tiny_base/corpus.py", corpus / "file"], f"mtpkit: error: {corpus}/file: File exists"),
+        (
+            ["examples/tiny_base/corpus.py", corpus / "file"],
+            f"mtpkit: error: {corpus}/file: File exists",
+        ),
     ):
-        code, error = call_here(*command), capsys.readouterr().err
+        code = call_here(*command)
+        error = capsys.readouterr().err
         assert code and "Traceback" not in error
         assert says in error.splitlines()[-1]

@@ -22,11 +22,17 @@ Counts = tuple[int, list[int], list[int]]
 def rates(counts: Counts) -> list[float]:
     """Acceptance length, then the conditional acceptance of each depth."""
     steps, reached, accepted = counts
-    return [1 + sum(accepted) / steps, *(part / whole for part, whole in zip(accepted, reached, strict=True))]
+    return [
+        1 + sum(accepted) / steps,
+        *(part / whole for part, whole in zip(accepted, reached, strict=True)),
+    ]
 
 
-def predicted(directory: Path, prompts: list[list[int]], answers: list[list[int]], attention: str = "auto") -> Counts:
-    """What the command says of the base's own answers, which the end of a request cuts short as in the engine."""
+def predicted(
+    directory: Path, prompts: list[list[int]], answers: list[list[int]], attention: str = "auto"
+) -> Counts:
+    """What the command says of the base's own answers, which the end of a request cuts short as in
+    the engine."""
     data, found = (directory.parent / f"greedy.{kind}" for kind in ("jsonl", "json"))
     own = fingerprint(load_tokenizer(find_companions(directory)))
     rows = [
@@ -40,14 +46,30 @@ def predicted(directory: Path, prompts: list[list[int]], answers: list[list[int]
         for prompt, tokens in zip(prompts, answers, strict=True)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = f"--sequence-length 512 --batch-size 4 --num-depths {K} --attention {attention} --dtype float32"
+    options = (
+        f"--sequence-length 512 --batch-size 4 --num-depths {K} --attention {attention} --dtype"
+        " float32"
+    )
     with pytest.raises(SystemExit) as stop:
-        run(app, ["--model", str(directory), "--data", str(data), *options.split(), "--output", str(found)])
+        run(
+            app,
+            [
+                "--model",
+                str(directory),
+                "--data",
+                str(data),
+                *options.split(),
+                "--output",
+                str(found),
+            ],
+        )
     assert not stop.value.code
     values = json.loads(found.read_text())
     assert (values["departures"], values["steps"]) == (0, values["reached_per_depth"][0])
     counts = values["steps"], values["reached_per_depth"], values["accepted_per_depth"]
-    assert [values["acceptance_length"], *values["conditional_acceptance"]] == pytest.approx(rates(counts), rel=1e-12)
+    assert [values["acceptance_length"], *values["conditional_acceptance"]] == pytest.approx(
+        rates(counts), rel=1e-12
+    )
     low, high = values["acceptance_length_interval"]
     assert low < values["acceptance_length"] < high
     return counts
@@ -72,7 +94,8 @@ def test_the_engine_counts_what_teacher_forcing_predicts(layout, trained, prompt
 
 
 def test_they_agree_however_heads_were_trained(train_on_answers, prompts, answers):
-    """With another loss and another attention than by default: both change weights alone, not what is computed here."""
+    """With another loss and another attention than by default: both change weights alone, not what
+    is computed here."""
     other = train_on_answers("ce", "per_depth", 12)
     expected = predicted(other.hf, prompts, answers, "serving")
     assert rates(expected)[0] > 1.4, "heads that accept little would agree with much"
@@ -80,8 +103,11 @@ def test_they_agree_however_heads_were_trained(train_on_answers, prompts, answer
 
 
 @pytest.mark.parametrize(("pattern", "rollback"), [("M", "replay"), ("M*-", "snapshot")])
-def test_they_agree_for_distinct_heads_with_mamba_layers(pattern, rollback, train_on_answers, prompts, answers):
-    """Each with a rollback; `engine/test_drafts.py` compares all drafts of such heads under both."""
+def test_they_agree_for_distinct_heads_with_mamba_layers(
+    pattern, rollback, train_on_answers, prompts, answers
+):
+    """Each with a rollback; `engine/test_drafts.py` compares all drafts of such heads under
+    both."""
     heads = f"heads.pattern={pattern}", "heads.repeated=false"
     other = train_on_answers("kl", "per_depth", 12, *heads)
     expected = predicted(other.megatron, prompts, answers, "per_depth")
@@ -91,7 +117,8 @@ def test_they_agree_for_distinct_heads_with_mamba_layers(pattern, rollback, trai
 
 def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path, capsys):
     """Through the front door, in smaller batches; files and the last line are as documented."""
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    file = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out"
     file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
     paths = "--model", trained.hf, "--prompts", file, "--out", out
     options = f"--k {K} --batch-size 8 --max-tokens {TOKENS} --ignore-eos --repeats 1"
@@ -106,7 +133,12 @@ def test_the_report_says_the_same(trained, prompts, teacher_forced, tmp_path, ca
     for name in ("speedup", "acceptance_length"):
         low, high = drafted[f"{name}_interval"]
         assert low < drafted[name] < high
-    assert (plain["batch_size"], plain["k"], plain["speedup"], plain["acceptance_length"]) == (8, 0, 1, 1)
+    assert (plain["batch_size"], plain["k"], plain["speedup"], plain["acceptance_length"]) == (
+        8,
+        0,
+        1,
+        1,
+    )
     assert (drafted["batch_size"], drafted["k"], drafted["identical"]) == (8, K, 1)
     assert drafted["speedup"] == pytest.approx(drafted["tokens_per_s"] / plain["tokens_per_s"])
     assert [drafted["acceptance_length"], *drafted["conditional_acceptance"]] == pytest.approx(
@@ -128,7 +160,9 @@ def shift_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     mtp_forward = repeated.mtp_forward
 
     def shifted(model, depth, hidden, *args, **kwargs):
-        return mtp_forward(model, depth, hidden.roll(1, 0) if depth == 1 else hidden, *args, **kwargs)
+        return mtp_forward(
+            model, depth, hidden.roll(1, 0) if depth == 1 else hidden, *args, **kwargs
+        )
 
     monkeypatch.setattr(repeated, "mtp_forward", shifted)
 

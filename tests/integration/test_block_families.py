@@ -1,4 +1,5 @@
-"""GLM-4-MoE and MiMo: drafts against transformers and a recurrence in fp64, decoding. Every family: several ranks."""
+"""GLM-4-MoE and MiMo: drafts against transformers and a recurrence in fp64, decoding. Every family:
+several ranks."""
 
 import math
 from pathlib import Path
@@ -17,7 +18,14 @@ from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_dep
 from tests.checkpoint.block_models import add_glm_heads, add_mimo_heads, write_glm, write_mimo
 from tests.checkpoint.family_models import FAMILIES, write_family
 from tests.checkpoint.qwen_models import add_heads, write
-from tests.engine.tiny import decode, generate, greedy, make_llm, record_drafts, teacher_forced_drafts
+from tests.engine.tiny import (
+    decode,
+    generate,
+    greedy,
+    make_llm,
+    record_drafts,
+    teacher_forced_drafts,
+)
 from tests.kernels.recurrence import relative
 from tests.ranks import run_ranks
 
@@ -46,12 +54,19 @@ def other_glm(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def mimo(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("mimo")
-    write_mimo(directory, initializer_range=0.3, num_attention_heads=6, num_key_value_heads=1, head_dim=8)
+    write_mimo(
+        directory, initializer_range=0.3, num_attention_heads=6, num_key_value_heads=1, head_dim=8
+    )
     add_mimo_heads(directory)
     return directory
 
 
-QWEN = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=8)
+QWEN = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +83,10 @@ def qwen(tmp_path_factory) -> dict[str, Path]:
 def others(tmp_path_factory) -> dict[str, Path]:
     """Families whose drafts are compared elsewhere; Nemotron's experts work in a latent width."""
     sizes = {"nemotron_h": dict(moe_latent_size=12), "deepseek_v3": dict(num_hidden_layers=2)}
-    return {name: write_family(name, tmp_path_factory.mktemp(name), **changes) for name, changes in sizes.items()}
+    return {
+        name: write_family(name, tmp_path_factory.mktemp(name), **changes)
+        for name, changes in sizes.items()
+    }
 
 
 @pytest.fixture
@@ -98,14 +116,23 @@ def test_drafts_and_tokens_of_glm_are_those_of_transformers(glm, tmp_path, physi
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
     # By these names transformers finds the heads, which it knows of published sizes alone.
-    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[34]\."])
-    theirs = Glm4MoeForCausalLM.from_pretrained(glm, dtype=torch.float32, experts_implementation="eager").eval()
+    monkeypatch.setattr(
+        Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[34]\."]
+    )
+    theirs = Glm4MoeForCausalLM.from_pretrained(
+        glm, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     ours = load_model(glm)
     tokens = []
-    prompts = [prompt for prompt in PROMPTS if len(prompt) > 2]  # transformers fails on shorter ones
+    # transformers fails on shorter ones
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 2]
     for prompt in prompts:
-        settings = dict(max_new_tokens=12, do_sample=False, use_mtp=True, eos_token_id=None, pad_token_id=0)
-        tokens.append(theirs.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist())
+        settings = dict(
+            max_new_tokens=12, do_sample=False, use_mtp=True, eos_token_id=None, pad_token_id=0
+        )
+        tokens.append(
+            theirs.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
+        )
     assert tokens == generate(make_llm(ours, physical), prompts, greedy(12))
     assert len(found) > 12 and max(map(len, found.values())) == physical
     drafts = {known: teacher_forced_drafts(ours, known, physical) for known in found}
@@ -127,7 +154,8 @@ def test_any_number_of_drafts_of_other_heads_of_glm(other_glm):
 
 
 def check_all_k(directory: Path, most: int):
-    """Up to `most` drafts a step give the tokens of none, with room for all and without; returns the model."""
+    """Up to `most` drafts a step give the tokens of none, with room for all and without; returns
+    the model."""
     model = load_model(directory)
     want = [decode(model, prompt, 14) for prompt in PROMPTS]
     for k in range(most + 1):
@@ -142,7 +170,10 @@ def test_more_drafts_than_distinct_heads_are_refused(glm, k):
     """The message says what to do."""
     with pytest.raises(UserError) as error:
         LLM(glm, k, device="cpu")
-    said = f"num_speculative_tokens is {k}, but the model has 2 distinct MTP heads: set it to 2 or less"
+    said = (
+        f"num_speculative_tokens is {k}, but the model has 2 distinct MTP heads: set it to 2 or"
+        " less"
+    )
     assert str(error.value) == said
 
 
@@ -159,27 +190,40 @@ def rms(x, weight, eps=1e-6):
 
 
 def mimo_depth(tensors, ids, hidden, heads, groups, width, base=640000.0):
-    """A depth of MiMo's head in fp64, by the published names: row t joins hidden t with token t + 1 of `ids`."""
+    """A depth of MiMo's head in fp64, by the published names: row t joins hidden t with token t + 1
+    of `ids`."""
     w = {n.removeprefix("model.mtp_layers.0."): t.double() for n, t in tensors.items()}
     embedded = rms(w["model.embed_tokens.weight"][ids[:, 1:]], w["token_layernorm.weight"])
-    x = torch.cat([rms(hidden[:, :-1], w["hidden_layernorm.weight"]), embedded], -1) @ w["input_proj.weight"].t()
+    x = (
+        torch.cat([rms(hidden[:, :-1], w["hidden_layernorm.weight"]), embedded], -1)
+        @ w["input_proj.weight"].t()
+    )
     u = rms(x, w["input_layernorm.weight"])
     q, k, v = (
-        (u @ w[f"self_attn.{n}_proj.weight"].t() + w[f"self_attn.{n}_proj.bias"]).unflatten(-1, (-1, width))
+        (u @ w[f"self_attn.{n}_proj.weight"].t() + w[f"self_attn.{n}_proj.bias"]).unflatten(
+            -1, (-1, width)
+        )
         for n in "qkv"
     )
-    angles = torch.arange(x.shape[1])[:, None] * base ** (-torch.arange(0, width, 2) / width)[None].double()
+    angles = (
+        torch.arange(x.shape[1])[:, None]
+        * base ** (-torch.arange(0, width, 2) / width)[None].double()
+    )
 
     def rotate(t):
         first, second = t.chunk(2, -1)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        cos = angles.cos()[:, None]
+        sin = angles.sin()[:, None]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-    q, k = rotate(q), rotate(k).repeat_interleave(heads // groups, 2)
+    q = rotate(q)
+    k = rotate(k).repeat_interleave(heads // groups, 2)
     scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(width)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     probs = scores.masked_fill(future, -math.inf).softmax(-1)
-    mixed = torch.einsum("bhst,bthd->bshd", probs, v.repeat_interleave(heads // groups, 2)).flatten(2)
+    mixed = torch.einsum("bhst,bthd->bshd", probs, v.repeat_interleave(heads // groups, 2)).flatten(
+        2
+    )
     x = x + mixed @ w["self_attn.o_proj.weight"].t()
     u = rms(x, w["post_attention_layernorm.weight"])
     inner = F.silu(u @ w["mlp.gate_proj.weight"].t()) * (u @ w["mlp.up_proj.weight"].t())
@@ -191,11 +235,19 @@ def test_the_depths_of_mimo_are_those_of_its_definition(mimo):
     """The head is repeated: depth k reads the state of depth k - 1 after its final norm."""
     from transformers import Qwen2ForCausalLM
 
-    model, tensors = load_model(mimo), load_file(mimo / "model.safetensors")
-    states = list(unroll_depths(model, base_forward(model, IDS, SequenceInput()), IDS, 3, attention="per_depth"))
-    have, seen = states[0].transpose(0, 1)[:, :-1], []
+    model = load_model(mimo)
+    tensors = load_file(mimo / "model.safetensors")
+    states = list(
+        unroll_depths(
+            model, base_forward(model, IDS, SequenceInput()), IDS, 3, attention="per_depth"
+        )
+    )
+    have = states[0].transpose(0, 1)[:, :-1]
+    seen = []
     theirs = Qwen2ForCausalLM.from_pretrained(mimo, dtype=torch.float64)
-    theirs.model.norm.register_forward_hook(lambda _, given, normed: seen.extend([given[0], normed]))
+    theirs.model.norm.register_forward_hook(
+        lambda _, given, normed: seen.extend([given[0], normed])
+    )
     theirs(IDS)
     reads, normed = seen  # what vLLM feeds the heads is the state before the final norm
     want = reads
@@ -240,12 +292,14 @@ def split_rank(rank: int, out: Path, directories: dict[str, Path]) -> None:
         for split in splits(name):
             parallel_state.destroy_model_parallel()
             found = outputs(load_model(directory, **{split: 2}), depths)
-            save_file({n: t.contiguous() for n, t in found.items()}, out / f"{name}.{split}.{rank}.st")
+            save_file(
+                {n: t.contiguous() for n, t in found.items()}, out / f"{name}.{split}.{rank}.st"
+            )
 
 
 def test_two_ranks_compute_what_one_does(glm, mimo, qwen, others, tmp_path):
-    """Loaded from the published layout, split over tensor-parallel ranks (MiMo's one group of heads too) or over
-    expert-parallel ones."""
+    """Loaded from the published layout, split over tensor-parallel ranks (MiMo's one group of heads
+    too) or over expert-parallel ones."""
     directories = {"glm": glm, "mimo": mimo, **qwen, **others}
     assert len(directories) == len(FAMILIES)
     run_ranks(split_rank, tmp_path, directories)

@@ -1,4 +1,5 @@
-"""Heads for a base of DeepSeek-V3: trained from its Hugging Face directory, exported, decoded with."""
+"""Heads for a base of DeepSeek-V3: trained from its Hugging Face directory, exported, decoded
+with."""
 
 import json
 import random
@@ -20,10 +21,15 @@ from tests.engine.tiny import generate, greedy
 def run(tokenizer_dir, tmp_path_factory):
     """Directory of a short run over three depths of one repeated head."""
     folder = tmp_path_factory.mktemp("deepseek")
-    base, text = folder / "base", folder / "text.txt"
+    base = folder / "base"
+    text = folder / "text.txt"
     write_deepseek(base, vocab_size=300, initializer_range=0.3, num_hidden_layers=2)
     shutil.copytree(tokenizer_dir, base, dirs_exist_ok=True)
-    text.write_text("".join(random.Random(0).choices(["the cat sat on the mat\n", "def add(left, right):\n"], k=200)))
+    text.write_text(
+        "".join(
+            random.Random(0).choices(["the cat sat on the mat\n", "def add(left, right):\n"], k=200)
+        )
+    )
     values = {
         "model": base,
         "output": folder / "run",
@@ -54,6 +60,14 @@ def test_what_was_trained_is_exported_and_decodes(run, tmp_path):
     prompts = [[5, 7, 9], [11] * 13]
     said = []
     for directory, k in ((run, 0), (run, 3), (tmp_path / "hf", 3), (tmp_path / "hf", 4)):
-        llm = LLM(directory, k, dtype="float32", device="cpu", max_model_len=64, warm_up=False, block_size=4)
+        llm = LLM(
+            directory,
+            k,
+            dtype="float32",
+            device="cpu",
+            max_model_len=64,
+            warm_up=False,
+            block_size=4,
+        )
         said.append(generate(llm, prompts, greedy(16)))
     assert said == [said[0]] * 4

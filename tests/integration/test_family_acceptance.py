@@ -1,5 +1,5 @@
-"""Briefly trained heads of every family, exported: the engine accepts of them what teacher forcing predicts, both on
-the Hugging Face directory itself."""
+"""Briefly trained heads of every family, exported: the engine accepts of them what teacher forcing
+predicts, both on the Hugging Face directory itself."""
 
 from itertools import chain
 from pathlib import Path
@@ -11,7 +11,16 @@ from mtpkit.checkpoint.convert import export_checkpoint
 from mtpkit.engine import LLM
 from tests.checkpoint.family_models import FAMILIES, write_family
 from tests.engine.tiny import generate, greedy, make_llm
-from tests.integration.brief_training import ATTENTION, PROMPTS, TOKENS, VOCAB, K, counted, predicted, train
+from tests.integration.brief_training import (
+    ATTENTION,
+    PROMPTS,
+    TOKENS,
+    VOCAB,
+    K,
+    counted,
+    predicted,
+    train,
+)
 
 SIZES = dict(vocab_size=VOCAB, initializer_range=0.3)
 TWO_LAYERS = dict(num_hidden_layers=2, full_attention_interval=2, seed=1)

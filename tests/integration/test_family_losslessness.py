@@ -1,10 +1,20 @@
-"""Published directories of every family: drafts change no token, and are those of whole sequences without caches."""
+"""Published directories of every family: drafts change no token, and are those of whole sequences
+without caches."""
 
 import pytest
 
 from mtpkit.checkpoint import load_model
 from tests.checkpoint.family_models import FAMILIES, write_family
-from tests.engine.tiny import Recorder, decode, generate, greedy, guide, make_llm, make_prompts, teacher_forced_drafts
+from tests.engine.tiny import (
+    Recorder,
+    decode,
+    generate,
+    greedy,
+    guide,
+    make_llm,
+    make_prompts,
+    teacher_forced_drafts,
+)
 from tests.shared import covering
 
 TOKENS = 10
@@ -38,7 +48,8 @@ def model(models, family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "k", "rollback", "way"), covering(FAMILIES, (1, 2, 3, 4), ("replay", "snapshot"), SETTINGS)
+    ("family", "k", "rollback", "way"),
+    covering(FAMILIES, (1, 2, 3, 4), ("replay", "snapshot"), SETTINGS),
 )
 def test_drafts_change_no_token_and_are_those_of_whole_sequences(model, k, rollback, way):
     """The heads' own drafts, some of which others replace, so that all lengths are accepted."""
@@ -48,7 +59,11 @@ def test_drafts_change_no_token_and_are_those_of_whole_sequences(model, k, rollb
     outputs = generate(guide(llm, PROMPTS, TOKENS), PROMPTS, greedy(TOKENS))
     assert outputs == [decode(model, prompt, TOKENS) for prompt in PROMPTS]
     assert len(recorder.drafts) > 10
-    wrong = [known for known, made in recorder.drafts.items() if made != teacher_forced_drafts(model, known, k)]
+    wrong = [
+        known
+        for known, made in recorder.drafts.items()
+        if made != teacher_forced_drafts(model, known, k)
+    ]
     assert not wrong
     assert (llm.stats().preemptions > 0) == (way == "preempted")
     acceptance = llm.stats().acceptance

@@ -1,4 +1,5 @@
-"""On a GPU, with graphs and a step ahead: 200 held-out prompts of the tiny base, in fp32 and in bf16."""
+"""On a GPU, with graphs and a step ahead: 200 held-out prompts of the tiny base, in fp32 and in
+bf16."""
 
 import json
 import random
@@ -15,7 +16,8 @@ from tests.integration.front_doors import TINY_BASE, call, greedy
 
 pytestmark = pytest.mark.gpu
 
-COUNT, TOKENS = 200, 64
+COUNT = 200
+TOKENS = 64
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +25,15 @@ def many_prompts(tmp_path_factory) -> list[list[int]]:
     """Places in held-out files, 1 to 300 tokens before them."""
     corpus = tmp_path_factory.mktemp("corpus")
     call("examples/tiny_base/corpus.py", corpus).check_returncode()
-    tokenizer, rng = load_tokenizer(TINY_BASE), random.Random(0)
+    tokenizer = load_tokenizer(TINY_BASE)
+    rng = random.Random(0)
     lines = (corpus / "heldout.jsonl").read_text().splitlines()
     documents = [tokenizer.encode(json.loads(line)["text"]) for line in lines]
     documents = [document for document in documents if len(document) > 400]
     prompts = []
     for index in range(COUNT):
-        document, length = rng.choice(documents), 1 + index * 3 // 2
+        document = rng.choice(documents)
+        length = 1 + index * 3 // 2
         start = rng.randrange(len(document) - length)
         prompts.append(document[start : start + length])
     return prompts
@@ -37,11 +41,18 @@ def many_prompts(tmp_path_factory) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """Heads that are right often enough on any held-out text, trained there for some seconds; in the HF layout."""
+    """Heads that are right often enough on any held-out text, trained there for some seconds; in
+    the HF layout."""
     folder = tmp_path_factory.mktemp("heads")
     call("examples/tiny_base/corpus.py", folder / "corpus", "--limit", "100").check_returncode()
-    paths = [f"output={folder / 'run'}", f"data.train=[{folder / 'corpus' / 'train.jsonl'}]", "data.eval=[]"]
-    training = call("train/train_mtp.py", "--config", "examples/train_tiny.yaml", *paths, "steps=100")
+    paths = [
+        f"output={folder / 'run'}",
+        f"data.train=[{folder / 'corpus' / 'train.jsonl'}]",
+        "data.eval=[]",
+    ]
+    training = call(
+        "train/train_mtp.py", "--config", "examples/train_tiny.yaml", *paths, "steps=100"
+    )
     assert training.returncode == 0, training.stderr
     export_checkpoint(folder / "run", folder / "hf")
     return folder / "hf"
@@ -80,7 +91,8 @@ def test_bf16_divergences_are_near_ties(heads, many_prompts):
             continue
         place = next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
         known = prompt + left[:place]
-        fp32, bf16 = logits(exact, known)[-1], logits(model, known)[-1]
+        fp32 = logits(exact, known)[-1]
+        bf16 = logits(model, known)[-1]
         noise = (fp32 - bf16).abs().max()
         ties.append((float(abs(fp32[left[place]] - fp32[right[place]])), float(noise)))
         assert {left[place], right[place]} <= set(fp32.topk(3).indices.tolist())

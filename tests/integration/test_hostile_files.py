@@ -1,10 +1,11 @@
 """Damaged files of every kind, thrown at the commands that read them.
 
-What is owed: exit code 2 with one line on stderr that names the file or the key, shorter than 400 characters, within 30
-seconds and with nothing left behind; or exit code 0, where a rule (not the result) says that the file still means
-something valid. Exit code 1 and a traceback are faults. See `hostile/`, and `python -m tests.integration.hostile` for
-one case by its name. `MTPKIT_HOSTILE=all` runs all cases, which takes some ten minutes on a core; otherwise a part of
-each kind, in which every class of damage is.
+What is owed: exit code 2 with one line on stderr that names the file or the key, shorter than 400
+characters, within 30 seconds and with nothing left behind; or exit code 0, where a rule (not the
+result) says that the file still means something valid. Exit code 1 and a traceback are faults. See
+`hostile/`, and `python -m tests.integration.hostile` for one case by its name. `MTPKIT_HOSTILE=all`
+runs all cases, which takes some ten minutes on a core; otherwise a part of each kind, in which
+every class of damage is.
 """
 
 import ast
@@ -31,12 +32,17 @@ LEAST = 500
 def run_kind(name: str, world: Path, work: Path) -> list[Verdict]:
     """All verdicts on the chosen cases of a kind; in the process of a `Runner`."""
     kind = next(kind for kind in KINDS if kind.name == name)
-    return [judge(case, outcome) for case, outcome in run_cases(chosen(kind, world, ALL), world, work)]
+    return [
+        judge(case, outcome) for case, outcome in run_cases(chosen(kind, world, ALL), world, work)
+    ]
 
 
 def count_cases(world: Path) -> dict[str, int]:
     """Chosen cases of each kind, controls left out."""
-    return {kind.name: sum(case.mutation is not CONTROL for case in chosen(kind, world, ALL)) for kind in KINDS}
+    return {
+        kind.name: sum(case.mutation is not CONTROL for case in chosen(kind, world, ALL))
+        for kind in KINDS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +54,17 @@ def runner() -> Iterator[Runner]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Path:
-    folder = made_once(tmp_path_factory, "hostile-world", lambda folder: runner.ask(build_world, folder))
+    folder = made_once(
+        tmp_path_factory, "hostile-world", lambda folder: runner.ask(build_world, folder)
+    )
     runner.ask(load_imported, folder)
     return folder
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
-def test_damaged_files_are_refused_in_one_line(kind: str, runner: Runner, world: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_in_one_line(
+    kind: str, runner: Runner, world: Path, tmp_path: Path
+) -> None:
     verdicts = runner.ask(run_kind, kind, world, tmp_path / "work")
     red = [str(verdict) for verdict in verdicts if verdict.problems]
     assert not red, f"{len(red)} of {len(verdicts)} cases\n" + "\n".join(red[:20])
@@ -115,7 +125,9 @@ def readers() -> set[str]:
 def test_every_module_that_reads_files_is_in_the_table() -> None:
     names = {kind.name for kind in KINDS}
     assert {kind for kinds in READERS.values() for kind in kinds} <= names
-    assert readers() == set(READERS), "a module reads files: name the kinds in hostile/kinds.py that it reads"
+    assert readers() == set(READERS), (
+        "a module reads files: name the kinds in hostile/kinds.py that it reads"
+    )
 
 
 # --- the harness sees faults ---
@@ -214,9 +226,15 @@ def judge_faults(world: Path, work: Path) -> dict[str, list[Verdict]]:
     found = {}
     for fault in FAULTS:
         order = {"first": fine, "second": fault, "third": fine}
-        cases = [Case(Kind(**{**vars(FAKE), "commands": {name: name}}), DAMAGED, name) for name in order]
+        cases = [
+            Case(Kind(**{**vars(FAKE), "commands": {name: name}}), DAMAGED, name) for name in order
+        ]
         outcomes = run_cases(
-            cases, world, work, lambda arguments, order=order: order[arguments[0]](arguments), longest=1
+            cases,
+            world,
+            work,
+            lambda arguments, order=order: order[arguments[0]](arguments),
+            longest=1,
         )
         found[fault.__name__] = [judge(case, outcome) for case, outcome in outcomes]
     return found

@@ -12,7 +12,9 @@ LENGTHS = [3, 40, 17, 64, 1, 33]
 
 @pytest.fixture(scope="module")
 def mixed(prompts) -> list[list[int]]:
-    return [prompt[:length] for prompt, length in zip(prompts[-len(LENGTHS) :], LENGTHS, strict=True)]
+    return [
+        prompt[:length] for prompt, length in zip(prompts[-len(LENGTHS) :], LENGTHS, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +40,16 @@ def decode(model, prompts, k, **settings) -> list[list[int]]:
 
 
 def untrained():
-    config = load_config(TINY_BASE).replace(mtp_pattern="*-", mtp_num_depths=3, mtp_use_repeated_layer=True)
+    config = load_config(TINY_BASE).replace(
+        mtp_pattern="*-", mtp_num_depths=3, mtp_use_repeated_layer=True
+    )
     model = build_model(config)
     load_model_weights(model, TINY_BASE, allow_missing_heads=True)
     return model
 
 
-# Each K with each way of keeping states, alone or in chunks and where requests lose theirs; tests of the engine have
-# every K with every way, of smaller models.
+# Each K with each way of keeping states, alone or in chunks and where requests lose theirs; tests
+# of the engine have every K with every way, of smaller models.
 @pytest.mark.parametrize(
     ("heads", "way", "ks"),
     [
@@ -57,8 +61,11 @@ def untrained():
     ],
 )
 def test_drafts_change_nothing(heads, way, ks, request, mixed, plain):
-    model = untrained() if heads == "untrained" else load_model(request.getfixturevalue("trained").hf)
+    model = (
+        untrained() if heads == "untrained" else load_model(request.getfixturevalue("trained").hf)
+    )
     if way == "alone":
-        mixed, plain = mixed[2:5], plain[2:5]
+        mixed = mixed[2:5]
+        plain = plain[2:5]
     for k in ks:
         assert decode(model, mixed, k, **WAYS[way]) == plain, f"K = {k}"

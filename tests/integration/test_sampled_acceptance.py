@@ -20,7 +20,9 @@ from mtpkit.training.evaluation import evaluate_sources
 from mtpkit.training.heads import freeze_base
 from tests.training.toy import VOCAB, toy_batch, toy_model
 
-K, ROWS, PROMPT = 3, 512, 4
+K = 3
+ROWS = 512
+PROMPT = 4
 ATTENTION = {"repeated": "serving", "distinct": "per_depth"}
 
 
@@ -41,11 +43,21 @@ def decode(model, rows, draft_sampling=False, **options):
     """The engine's counts, and its texts as packed data of several texts per sequence."""
     sampling = SamplingParams(**options)
     llm = LLM(model, K, max_num_seqs=rows, max_model_len=256, draft_sampling=draft_sampling)
-    prompts = torch.randint(1, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = torch.randint(
+        1, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling)]
-    texts = [np.array(prompt + answer, np.int32) for prompt, answer in zip(prompts, outputs, strict=True)]
-    documents = [Document(text, np.arange(len(text)) >= PROMPT) for text in texts if len(text) > PROMPT + 1]
-    return llm.stats().acceptance, PackedDataset([pack_documents("own", documents, 512)], 512, 0), outputs
+    texts = [
+        np.array(prompt + answer, np.int32) for prompt, answer in zip(prompts, outputs, strict=True)
+    ]
+    documents = [
+        Document(text, np.arange(len(text)) >= PROMPT) for text in texts if len(text) > PROMPT + 1
+    ]
+    return (
+        llm.stats().acceptance,
+        PackedDataset([pack_documents("own", documents, 512)], 512, 0),
+        outputs,
+    )
 
 
 def evaluate(model, dataset):
@@ -58,7 +70,9 @@ def evaluate(model, dataset):
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_greedy_counts_are_equal(model, ignore_eos):
     """In every step, the short ones at the end of an answer or at max_tokens too."""
-    counted, dataset, outputs = decode(model, 48, temperature=0, max_tokens=64, ignore_eos=ignore_eos)
+    counted, dataset, outputs = decode(
+        model, 48, temperature=0, max_tokens=64, ignore_eos=ignore_eos
+    )
     assert ignore_eos == (min(map(len, outputs)) == 64)
     found = evaluate(model, dataset)
     names = "steps", "reached_per_depth", "accepted_per_depth"
@@ -76,10 +90,14 @@ def test_sampled_counts_are_as_expected(model, decoding):
         pytest.skip("each kind of heads with one kind of drafts, for time")
     drawn = decoding == "draft_sampling"
     tokens = 196 if drawn else 136
-    counted, dataset, _ = decode(model, ROWS, drawn, temperature=1, max_tokens=tokens, ignore_eos=True)
+    counted, dataset, _ = decode(
+        model, ROWS, drawn, temperature=1, max_tokens=tokens, ignore_eos=True
+    )
     found = evaluate(model, dataset)
     prefix = f"{decoding}_"
-    assert counted.steps >= 50_000 and found[f"{prefix}steps"] == pytest.approx(counted.steps, rel=0.01)
+    assert counted.steps >= 50_000 and found[f"{prefix}steps"] == pytest.approx(
+        counted.steps, rel=0.01
+    )
     length = found[f"{prefix}acceptance_length"]
     assert length == pytest.approx(counted.acceptance_length, rel=0.01)
     low, high = found[f"{prefix}acceptance_length_interval"]
@@ -93,4 +111,6 @@ def test_sampled_counts_are_as_expected(model, decoding):
     for rate, measured, reached in depths:
         assert abs(rate - measured) < 3 * math.sqrt(rate * (1 - rate) / reached)
     other = "sampling_" if drawn else "draft_sampling_"
-    assert abs(found[f"{other}acceptance_length"] - counted.acceptance_length) > 0.1, "drafts could not be told apart"
+    assert abs(found[f"{other}acceptance_length"] - counted.acceptance_length) > 0.1, (
+        "drafts could not be told apart"
+    )

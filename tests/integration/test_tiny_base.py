@@ -25,7 +25,8 @@ def oracle() -> torch.nn.Module:
 
 
 def test_no_server_clamps_dt() -> None:
-    """Transformers clamps at `time_step_min`, Megatron-LM and vLLM do not: one range must be the same for all."""
+    """Transformers clamps at `time_step_min`, Megatron-LM and vLLM do not: one range must be the
+    same for all."""
     assert load_config(TINY_BASE).mamba2.dt_limit == (0.0, float("inf"))
     assert json.loads((TINY_BASE / "config.json").read_text())["time_step_min"] == 0.0
 
@@ -42,10 +43,15 @@ def test_logits_equal_transformers(oracle: torch.nn.Module, length: int) -> None
 
 @torch.no_grad()
 def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
-    """Each token that the engine chose is the best one of one forward pass of transformers over all of them."""
+    """Each token that the engine chose is the best one of one forward pass of transformers over all
+    of them."""
     tokens = load_tokenizer(TINY_BASE).encode(TEXT)
-    prompts = [tokens[start : start + length] for start, length in ((0, 1), (40, 16), (100, 33), (200, 64))]
-    for prompt, output in zip(prompts, LLM(TINY_BASE).generate(prompts, greedy(NEW_TOKENS)), strict=True):
+    prompts = [
+        tokens[start : start + length] for start, length in ((0, 1), (40, 16), (100, 33), (200, 64))
+    ]
+    for prompt, output in zip(
+        prompts, LLM(TINY_BASE).generate(prompts, greedy(NEW_TOKENS)), strict=True
+    ):
         answer = output.outputs[0].token_ids
         logits = oracle(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
         assert logits.argmax(-1).tolist() == answer

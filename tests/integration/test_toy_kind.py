@@ -1,4 +1,5 @@
-"""A layer kind and a family from outside of mtpkit pass all front doors: train, save, load, export, import, decode."""
+"""A layer kind and a family from outside of mtpkit pass all front doors: train, save, load, export,
+import, decode."""
 
 import json
 import random
@@ -56,7 +57,10 @@ def tokens(length, batch=1, seed=0):
 
 def test_its_section_is_in_files_of_models_that_have_it(tmp_path):
     config = toy_config(pattern="MA*-", average_decay=0.7)
-    assert config.section(toy_kind.AverageConfig).decay == 0.7 and config.to_dict()["average_decay"] == 0.7
+    assert (
+        config.section(toy_kind.AverageConfig).decay == 0.7
+        and config.to_dict()["average_decay"] == 0.7
+    )
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert "average_decay" not in toy_config().to_dict()
     with pytest.raises(UserError, match="average_decay is 1, must be above 0 and below 1"):
@@ -69,7 +73,8 @@ def test_megatrons_layout_keeps_it(name, tmp_path):
     save_model(model, tmp_path / "megatron")
     loaded = load_model(tmp_path / "megatron", device="cpu")
     assert load_config(tmp_path / "megatron") == model.mtpkit_config
-    want, got = dict(model.named_parameters()), dict(loaded.named_parameters())
+    want = dict(model.named_parameters())
+    got = dict(loaded.named_parameters())
     assert want.keys() == got.keys() and all(torch.equal(want[key], got[key]) for key in want)
 
 
@@ -77,7 +82,11 @@ def test_megatrons_layout_keeps_it(name, tmp_path):
 def settings(base, tmp_path_factory):
     """Overrides of a short run, but for `output`."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(random.Random(0).choices(["the cat sat on the mat\n", "def add(left, right):\n"], k=300)))
+    text.write_text(
+        "".join(
+            random.Random(0).choices(["the cat sat on the mat\n", "def add(left, right):\n"], k=300)
+        )
+    )
     values = {
         "model": base,
         "data.train": f"[{text}]",
@@ -124,8 +133,12 @@ def run(settings, tmp_path_factory):
 def test_the_trainer_trains_its_heads(base, run):
     found = losses(run)
     assert len(found) == 16 and sum(found[-3:]) < 0.8 * sum(found[:3])
-    before, model = load_model(base, device="cpu"), load_model(run, device="cpu")
-    assert model.mtpkit_config.hybrid_layer_pattern == "A*-A/A*-/A*-/A*-" and load_config(run) == model.mtpkit_config
+    before = load_model(base, device="cpu")
+    model = load_model(run, device="cpu")
+    assert (
+        model.mtpkit_config.hybrid_layer_pattern == "A*-A/A*-/A*-/A*-"
+        and load_config(run) == model.mtpkit_config
+    )
     parameters = dict(model.named_parameters())
     assert all(torch.equal(parameters[name], value) for name, value in before.named_parameters())
     fresh = build_model(model.mtpkit_config, device="cpu").get_parameter(DECAY)
@@ -134,9 +147,12 @@ def test_the_trainer_trains_its_heads(base, run):
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_two_ranks_train_as_one(run, two_ranks, layout):
-    """Tensor-parallel ranks have their own channels of an average, and between layers their own part of a sequence."""
+    """Tensor-parallel ranks have their own channels of an average, and between layers their own
+    part of a sequence."""
     assert losses(two_ranks / layout) == pytest.approx(losses(run), rel=1e-3)
-    want, found = (load_model(path, device="cpu").state_dict() for path in (run, two_ranks / layout))
+    want, found = (
+        load_model(path, device="cpu").state_dict() for path in (run, two_ranks / layout)
+    )
     assert want.keys() == found.keys()
     for name, value in want.items():
         if isinstance(value, torch.Tensor):
@@ -147,7 +163,9 @@ def test_two_ranks_train_as_one(run, two_ranks, layout):
 def two_ranks(settings, tmp_path_factory):
     """Directory of a run at each layout of two processes."""
     out = tmp_path_factory.mktemp("ranks")
-    runs = [[*settings, f"parallel.{name}=2", f"output={out / name}"] for name in ("tensor", "pipeline")]
+    runs = [
+        [*settings, f"parallel.{name}=2", f"output={out / name}"] for name in ("tensor", "pipeline")
+    ]
     run_ranks(trained_on_a_rank, runs)
     return out
 
@@ -161,12 +179,20 @@ def exported(run, tmp_path):
 
 def test_its_family_exports_and_imports_it(run, exported, tmp_path):
     import_checkpoint(exported, tmp_path / "back")
-    assert compare_weights(run, tmp_path / "back").identical and compare_weights(run, exported).identical
+    assert (
+        compare_weights(run, tmp_path / "back").identical
+        and compare_weights(run, exported).identical
+    )
     config = load_config(exported)
     assert config == load_config(tmp_path / "back")
-    assert config.hybrid_layer_pattern == load_config(run).hybrid_layer_pattern == "A*-A/A*-/A*-/A*-"
+    assert (
+        config.hybrid_layer_pattern == load_config(run).hybrid_layer_pattern == "A*-A/A*-/A*-/A*-"
+    )
     values = json.loads((exported / "config.json").read_text())
-    assert (values["blocks"], values["drafter"]) == (["drift", "look", "think", "drift"], ["drift", "look", "think"])
+    assert (values["blocks"], values["drafter"]) == (
+        ["drift", "look", "think", "drift"],
+        ["drift", "look", "think"],
+    )
     assert values["model_type"] == "toy" and values["fade"] == 0.7
     assert torch.equal(
         load_file(exported / "model.safetensors")["drafter.0.a.fade"],
@@ -180,11 +206,21 @@ def test_what_was_exported_decodes(run, exported, rollback):
     texts = {}
     for directory in (run, exported):
         for k in range(4):
-            llm = LLM(directory, num_speculative_tokens=k, state_rollback=rollback, max_model_len=96, device="cpu")
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+            llm = LLM(
+                directory,
+                num_speculative_tokens=k,
+                state_rollback=rollback,
+                max_model_len=96,
+                device="cpu",
+            )
+            outputs = llm.generate(
+                prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+            )
             texts[directory, k] = [output.outputs[0].token_ids for output in outputs]
     first = texts[run, 0]
-    assert all(len(tokens) == 24 for tokens in first) and all(found == first for found in texts.values())
+    assert all(len(tokens) == 24 for tokens in first) and all(
+        found == first for found in texts.values()
+    )
 
 
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
@@ -204,10 +240,8 @@ def test_drafts_change_no_token_under_either_rollback(name, rollback):
             max_num_seqs=3,
             device="cpu",
         )
-        given, greedy = (
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            SamplingParams(temperature=0, max_tokens=40),
-        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        greedy = SamplingParams(temperature=0, max_tokens=40)
         outputs = llm.generate(given, greedy)
         said.append([output.outputs[0].token_ids for output in outputs])
     with torch.inference_mode():
@@ -216,7 +250,9 @@ def test_drafts_change_no_token_under_either_rollback(name, rollback):
             for _ in range(40):
                 hidden = base_forward(model, torch.tensor([known]), SequenceInput())
                 known.append(int(compute_logits(model, hidden[-1, 0]).argmax()))
-    assert said == [[known[len(prompt) :] for known, prompt in zip(plain, prompts, strict=True)]] * 4
+    assert (
+        said == [[known[len(prompt) :] for known, prompt in zip(plain, prompts, strict=True)]] * 4
+    )
 
 
 @pytest.mark.parametrize("rollback", ["snapshot", "replay"])
@@ -231,7 +267,10 @@ def test_a_next_turn_goes_on_from_the_prefix_cache(name, k, rollback):
 
 def test_a_ring_that_cannot_be_folded_is_no_cache(monkeypatch):
     monkeypatch.delattr(toy_kind.Mixer, "fold")
-    with pytest.raises(NotImplementedError, match=r"Mixer keeps a ring, .* or decode with enable_prefix_caching=False"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"Mixer keeps a ring, .* or decode with enable_prefix_caching=False",
+    ):
         LLM(toy_model("MA*-", "A-"), 0, max_model_len=64, device="cpu")
 
 
@@ -240,7 +279,9 @@ def test_a_ring_that_cannot_be_folded_is_no_cache(monkeypatch):
 def test_distinct_heads_draft_as_without_caches(k, rollback):
     model = toy_model("MA*-", "A-", init_std=0.3, mtp_num_depths=3, mtp_use_repeated_layer=False)
     prompts = [tokens(length, seed=length)[0].tolist() for length in (1, 2, 3, 9)]
-    drafts = record_drafts(make_llm(model, k, state_rollback=rollback, max_num_batched_tokens=8), prompts, 12)
+    drafts = record_drafts(
+        make_llm(model, k, state_rollback=rollback, max_num_batched_tokens=8), prompts, 12
+    )
     assert len(drafts) > 20
     assert drafts == {known: teacher_forced_drafts(model, known, k) for known in drafts}
 
@@ -248,12 +289,22 @@ def test_distinct_heads_draft_as_without_caches(k, rollback):
 def test_the_memory_plan_and_the_roofline_count_it():
     with_it, without = (toy_model(pattern, "*-") for pattern in ("M*-A", "M*-"))
     sizes = [
-        LLM(model, num_speculative_tokens=3, state_rollback="snapshot", max_model_len=64, device="cpu").memory_plan
+        LLM(
+            model,
+            num_speculative_tokens=3,
+            state_rollback="snapshot",
+            max_model_len=64,
+            device="cpu",
+        ).memory_plan
         for model in (with_it, without)
     ]
-    width, drafts = with_it.mtpkit_config.hidden_size, 3
+    width = with_it.mtpkit_config.hidden_size
+    drafts = 3
     assert sizes[0].slot_bytes - sizes[1].slot_bytes == (1 + drafts) * width * 4
-    costs = [Roofline(model.mtpkit_config, torch.float32).decode(2, [0.5]) for model in (with_it, without)]
+    costs = [
+        Roofline(model.mtpkit_config, torch.float32).decode(2, [0.5])
+        for model in (with_it, without)
+    ]
     by_name = [{work.name: work for work in cost.phases["verify"]} for cost in costs]
     more = by_name[0]["state"].flops - by_name[1]["state"].flops
     assert more == 3 * width * 2 * 2, "3 FLOPs for each channel of 2 tokens of 2 rows"
@@ -268,9 +319,15 @@ def blend(means, x, decay):
 def blend_case(shapes):
     def make():
         width = shapes.config.hidden_size
-        return shapes.normal(shapes.rows, width), shapes.normal(shapes.rows, width), shapes.normal(width)
+        return (
+            shapes.normal(shapes.rows, width),
+            shapes.normal(shapes.rows, width),
+            shapes.normal(width),
+        )
 
-    yield Case(blend, f"[{shapes.rows}, {shapes.config.hidden_size}]", make, lambda args: size(*args))
+    yield Case(
+        blend, f"[{shapes.rows}, {shapes.config.hidden_size}]", make, lambda args: size(*args)
+    )
 
 
 def test_the_kernel_benchmark_has_its_linears_and_ops(monkeypatch):

@@ -8,10 +8,20 @@ def test_a_tree_accepts_more_than_the_chain_inside(trained, prompts, answers):
     """With the same tokens, which are the base's own."""
     lengths = []
     for settings in (dict(num_speculative_tokens=2), dict(speculative_token_tree=[3, 2])):
-        llm = LLM(trained.hf, max_num_seqs=PROMPTS, max_model_len=512, dtype="float32", device="cpu", **settings)
+        llm = LLM(
+            trained.hf,
+            max_num_seqs=PROMPTS,
+            max_model_len=512,
+            dtype="float32",
+            device="cpu",
+            **settings,
+        )
         outputs = llm.generate(prompts, greedy(TOKENS))
         pairs = zip(prompts, outputs, answers, strict=True)
-        assert all(answer[: len(prompt) + TOKENS] == prompt + out.outputs[0].token_ids for prompt, out, answer in pairs)
+        assert all(
+            answer[: len(prompt) + TOKENS] == prompt + out.outputs[0].token_ids
+            for prompt, out, answer in pairs
+        )
         lengths.append(llm.stats().acceptance_length)
     assert lengths[1] > lengths[0] + 0.05 > 1.05
     first = llm.stats().acceptance.ranks_per_depth[0]

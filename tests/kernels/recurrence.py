@@ -7,11 +7,15 @@ from torch import Tensor
 def step(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token: state [h, p, n], x [h, p], dt [h], A [h], B, C [g, n], D [h]; returns y [h, p] and the new state."""
+    """One token: state [h, p, n], x [h, p], dt [h], A [h], B, C [g, n], D [h]; returns y [h, p] and
+    the new state."""
     rep = x.shape[0] // B.shape[0]
-    outputs, states = [], []
+    outputs = []
+    states = []
     for head in range(x.shape[0]):
-        new = torch.exp(dt[head] * A[head]) * state[head] + dt[head] * torch.outer(x[head], B[head // rep])
+        new = torch.exp(dt[head] * A[head]) * state[head] + dt[head] * torch.outer(
+            x[head], B[head // rep]
+        )
         y = new @ C[head // rep]
         outputs.append(y if D is None else y + D[head] * x[head])
         states.append(new)
@@ -20,9 +24,12 @@ def step(
 
 def scan(x, dt, A, B, C, D=None, documents=None, initial_state=None) -> tuple[Tensor, Tensor]:
     """Whole sequences: the arguments and results of `ssd_chunk_scan`, in fp64."""
-    x, dt, A, B, C, D, initial_state = (None if t is None else t.double() for t in (x, dt, A, B, C, D, initial_state))
+    x, dt, A, B, C, D, initial_state = (
+        None if t is None else t.double() for t in (x, dt, A, B, C, D, initial_state)
+    )
     batch, length, heads, width = x.shape
-    rows, finals = [], []
+    rows = []
+    finals = []
     for b in range(batch):
         state = torch.zeros(heads, width, B.shape[-1], dtype=torch.float64)
         if initial_state is not None:

@@ -8,12 +8,16 @@ from mtpkit.kernels import NO_TOKEN, sampling
 from mtpkit.kernels.acceptance import reference
 
 # NumPy's, under the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning"
+)
 
 
 def run(twin, name, *tensors):
     """Run an op of a twin on its device; returns accepted counts and token ids on the CPU."""
-    accepted, token_ids = getattr(twin("acceptance"), name)(*(tensor.to(twin.device) for tensor in tensors))
+    accepted, token_ids = getattr(twin("acceptance"), name)(
+        *(tensor.to(twin.device) for tensor in tensors)
+    )
     return accepted.cpu(), token_ids.cpu()
 
 
@@ -31,14 +35,17 @@ def run(twin, name, *tensors):
     ],
 )
 def test_matching_accepts_the_longest_equal_prefix(twin, drafts, choices, accepted, token_ids):
-    got = run(twin, "accept_matching", torch.tensor([drafts], dtype=torch.int64), torch.tensor([choices]))
+    got = run(
+        twin, "accept_matching", torch.tensor([drafts], dtype=torch.int64), torch.tensor([choices])
+    )
     assert got[0].tolist() == [accepted] and got[1].tolist() == [token_ids]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 63])
 @pytest.mark.parametrize("depths", [0, 1, 2, 5])
 def test_matching_of_many_rows_in_views(twin, rows, depths):
-    drafts, choices = torch.randint(0, 2, (rows, 2 * depths))[:, ::2], torch.randint(0, 2, (rows + 1, 2 + depths))
+    drafts = torch.randint(0, 2, (rows, 2 * depths))[:, ::2]
+    choices = torch.randint(0, 2, (rows + 1, 2 + depths))
     choices = choices[1:, 1:]
     accepted, token_ids = run(twin, "accept_matching", drafts, choices)
     for row in range(rows):
@@ -46,21 +53,31 @@ def test_matching_of_many_rows_in_views(twin, rows, depths):
         while count < depths and drafts[row, count] == choices[row, count]:
             count += 1
         assert accepted[row] == count
-        assert token_ids[row].tolist() == choices[row, : count + 1].tolist() + [0] * (depths - count)
+        assert token_ids[row].tolist() == choices[row, : count + 1].tolist() + [0] * (
+            depths - count
+        )
 
 
 def draw_from_drafts(twin, p, q, rows):
-    """Verdicts of `rows` rows whose drafts are drawn from q [K, V] and verified against p [1 + K, V]."""
+    """Verdicts of `rows` rows whose drafts are drawn from q [K, V] and verified against p [1 + K,
+    V]."""
     depths = len(q)
     seeds = torch.arange(rows)
 
     def numbers(stream, count):
-        return torch.stack([sampling.uniform(seeds, torch.full((rows,), i), stream) for i in range(count)], 1)
+        return torch.stack(
+            [sampling.uniform(seeds, torch.full((rows,), i), stream) for i in range(count)], 1
+        )
 
     draft_uniforms = numbers(2, depths)
-    drafts = torch.stack([sampling.sample(q[k].expand(rows, -1), draft_uniforms[:, k]) for k in range(depths)], 1)
-    q, p = q.to(twin.device).expand(rows, -1, -1), p.to(twin.device).expand(rows, -1, -1)
-    return drafts, run(twin, "accept_rejection", drafts, q, p, numbers(1, depths), numbers(0, depths + 1))
+    drafts = torch.stack(
+        [sampling.sample(q[k].expand(rows, -1), draft_uniforms[:, k]) for k in range(depths)], 1
+    )
+    q = q.to(twin.device).expand(rows, -1, -1)
+    p = p.to(twin.device).expand(rows, -1, -1)
+    return drafts, run(
+        twin, "accept_rejection", drafts, q, p, numbers(1, depths), numbers(0, depths + 1)
+    )
 
 
 @pytest.mark.parametrize("kind", ["equal", "near", "far", "disjoint"])
@@ -75,7 +92,8 @@ def test_rejection_gives_the_target_distribution(twin, kind):
         "far": torch.rand(2, 6, generator=generator) ** 4,
         "disjoint": torch.eye(6)[[5, 5]],
     }[kind]
-    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    p = p / p.sum(-1, keepdim=True)
+    q = q / q.sum(-1, keepdim=True)
     drafts, (accepted, token_ids) = draw_from_drafts(twin, p, q, rows)
     for position in range(3):
         reached = accepted >= position
@@ -97,13 +115,18 @@ def test_rejection_gives_the_target_distribution(twin, kind):
 @pytest.mark.parametrize("depths", [0, 1, 3, 5])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_rejection_agrees_with_the_reference(twin, vocab_size, depths, rows):
-    """The same uniforms give the same tokens. Tensors are views, and probabilities that rows do not need are NaN."""
+    """The same uniforms give the same tokens. Tensors are views, and probabilities that rows do not
+    need are NaN."""
     q = (2 * torch.randn(rows, depths, vocab_size)).softmax(-1)
     p = (2 * torch.randn(rows, 1 + depths, vocab_size)).softmax(-1)
     p[:, :depths] = 0.8 * q + 0.2 * p[:, :depths]
     if vocab_size > 3:  # a token that filters took out of both
         q[..., 3], p[..., 3] = 0, 0
-    drafts = torch.multinomial(q.flatten(0, 1), 1).view(rows, depths) if depths else torch.empty(rows, 0).long()
+    drafts = (
+        torch.multinomial(q.flatten(0, 1), 1).view(rows, depths)
+        if depths
+        else torch.empty(rows, 0).long()
+    )
     numbers = torch.rand(rows, 2 + 2 * depths, dtype=torch.float64)
     uniforms = numbers[:, :depths], numbers[:, 1 + depths :]
     accepted, token_ids = reference.accept_rejection(drafts, q, p, *uniforms)
@@ -121,35 +144,52 @@ def test_rejection_of_certain_drafts_by_certain_targets_is_greedy_verification(t
     drafts = torch.tensor([[1, 2], [1, 3], [0, 2]])
     targets = certain[torch.tensor([1, 2, 4])].expand(3, -1, -1)
     numbers = torch.rand(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    accepted, token_ids = run(twin, "accept_rejection", drafts, certain[drafts], targets, numbers[:, :2], numbers)
+    accepted, token_ids = run(
+        twin, "accept_rejection", drafts, certain[drafts], targets, numbers[:, :2], numbers
+    )
     assert accepted.tolist() == [2, 1, 0]
     assert token_ids.tolist() == [[1, 2, 4], [1, 2, 0], [1, 0, 0]]
 
 
 def test_a_draft_is_accepted_below_the_ratio_and_not_at_it(twin):
-    p, q = torch.tensor([[0.25, 0.75], [1.0, 0.0]]).expand(3, -1, -1), torch.tensor([[0.5, 0.5]]).expand(3, -1, -1)
+    p = torch.tensor([[0.25, 0.75], [1.0, 0.0]]).expand(3, -1, -1)
+    q = torch.tensor([[0.5, 0.5]]).expand(3, -1, -1)
     uniforms = torch.tensor([[0.5 - 2.0**-48], [0.5], [0.75]], dtype=torch.float64)
     accepted, _ = run(
-        twin, "accept_rejection", torch.zeros(3, 1).long(), q, p, uniforms, torch.zeros(3, 2, dtype=torch.float64)
+        twin,
+        "accept_rejection",
+        torch.zeros(3, 1).long(),
+        q,
+        p,
+        uniforms,
+        torch.zeros(3, 2, dtype=torch.float64),
     )
     assert accepted.tolist() == [1, 0, 0]
 
 
 def test_a_draft_without_a_residual_is_replaced_from_the_target(twin):
-    """p is below q everywhere, as rounding can make it: the residual is empty, and tokens are drawn from p."""
+    """p is below q everywhere, as rounding can make it: the residual is empty, and tokens are drawn
+    from p."""
     q = torch.tensor([[[0.5, 0.5, 0.0]]])
     p = torch.stack([q[0] * 0.999, torch.tensor([[0.0, 0.0, 1.0]])], 1)
     numbers = torch.full((1, 2), 0.9995, dtype=torch.float64)
     for uniform, token in ((0.25, 0), (0.75, 1)):
         accepted, token_ids = run(
-            twin, "accept_rejection", torch.tensor([[0]]), q, p, numbers[:, :1], torch.full_like(numbers, uniform)
+            twin,
+            "accept_rejection",
+            torch.tensor([[0]]),
+            q,
+            p,
+            numbers[:, :1],
+            torch.full_like(numbers, uniform),
         )
         assert accepted.tolist() == [0] and token_ids.tolist() == [[token, 0]]
 
 
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 def test_rejection_has_no_token_where_the_target_is_invalid(twin, vocab_size):
-    """A row stops at its invalid position; other rows, and positions after the stop, do not matter."""
+    """A row stops at its invalid position; other rows, and positions after the stop, do not
+    matter."""
     drafts = torch.tensor([[1, 2]]).expand(5, -1)
     p = torch.eye(vocab_size)[[1, 2, 3]].repeat(5, 1, 1)
     p[1, 0], p[2, 1], p[3, 2] = torch.nan, torch.nan, torch.nan
@@ -166,7 +206,8 @@ def test_rows_that_pad_a_batch_give_a_token_of_the_vocabulary_or_none(twin):
     if twin.name == "reference":
         pytest.skip("batches are padded for CUDA graphs")
     drafts = torch.tensor([[1, 2], [-1, 2**40], [1, 2]])
-    p, q = torch.full((3, 3, 50), torch.nan), torch.full((3, 2, 50), torch.nan)
+    p = torch.full((3, 3, 50), torch.nan)
+    q = torch.full((3, 2, 50), torch.nan)
     p[0], q[0] = torch.eye(50)[[1, 2, 3]], torch.eye(50)[[1, 2]]
     p[1], q[1] = p[0], q[0]
     accepted, token_ids = run(

@@ -26,11 +26,14 @@ def definition(name, x):
 def test_activations(twin, dtype, shape, name):
     x = (4 * torch.randn(shape)).to(dtype)
     x[..., 0], x[..., 1] = -200.0, 3.0  # the sigmoid of a gate underflows
-    want, low = definition(name, x), getattr(reference, name)(x)
+    want = definition(name, x)
+    low = getattr(reference, name)(x)
     have = getattr(twin("activation"), name)(x.to(twin.device))
     # Triton's interpreter cuts bf16 off instead of rounding.
     bound = 2 * relative(low, want) + (2**-7 if twin.name == "interpreter" else 1e-6)
-    assert have.dtype == dtype and relative(have.cpu(), want) < (1e-5 if dtype == torch.float32 else bound)
+    assert have.dtype == dtype and relative(have.cpu(), want) < (
+        1e-5 if dtype == torch.float32 else bound
+    )
 
 
 @pytest.mark.parametrize("name", ["relu2", "swiglu"])
@@ -43,7 +46,9 @@ def test_slices(twin, name):
 
 def test_relu2_keeps_nan(twin):
     x = torch.tensor([[-1.0, torch.nan, 2.0]], device=twin.device)
-    assert torch.equal(twin("activation").relu2(x).cpu().nan_to_num(nan=7.0), torch.tensor([[0.0, 7.0, 4.0]]))
+    assert torch.equal(
+        twin("activation").relu2(x).cpu().nan_to_num(nan=7.0), torch.tensor([[0.0, 7.0, 4.0]])
+    )
 
 
 def gated_definition(x, gate):
@@ -60,13 +65,15 @@ GATES = [(1, 1, 1, 4), (3, 2, 3, 5), (2, 5, 2, 63), (1, 1, 4, 700)]
 def test_sigmoid_gate(twin, dtype, shape):
     """The gate is a slice of each group of a wider projection; values and both gradients."""
     *rows, groups, width = shape
-    x, above = torch.randn(*rows, groups * width).to(dtype), torch.randn(*rows, groups * width).to(dtype)
+    x = torch.randn(*rows, groups * width).to(dtype)
+    above = torch.randn(*rows, groups * width).to(dtype)
     wide = torch.full((*rows, groups, 2 * width + 3), torch.nan, dtype=dtype)
     wide[..., 3 : 3 + width] = (4 * torch.randn(shape)).to(dtype)
     wide[..., 3] = -200.0
 
     def outcome(function, x, wide, above):
-        x, gate = x.detach().requires_grad_(), wide.detach()[..., 3 : 3 + width].requires_grad_()
+        x = x.detach().requires_grad_()
+        gate = wide.detach()[..., 3 : 3 + width].requires_grad_()
         out = function(x, gate)
         return [t.detach().cpu() for t in (out, *torch.autograd.grad(out, (x, gate), above))]
 
@@ -75,7 +82,9 @@ def test_sigmoid_gate(twin, dtype, shape):
     haves = outcome(twin("activation").sigmoid_gate, *(t.to(twin.device) for t in (x, wide, above)))
     for have, low, exact in zip(haves, lows, want, strict=True):
         bound = 2 * relative(low, exact) + (2**-7 if twin.name == "interpreter" else 1e-6)
-        assert have.dtype == dtype and relative(have, exact) < (1e-5 if dtype == torch.float32 else bound)
+        assert have.dtype == dtype and relative(have, exact) < (
+            1e-5 if dtype == torch.float32 else bound
+        )
 
 
 def gradient(function, x, above):
@@ -90,18 +99,22 @@ def gradient(function, x, above):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients(twin, dtype, shape, name):
-    x, above = (4 * torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+    x = (4 * torch.randn(shape)).to(dtype)
+    above = torch.randn(shape).to(dtype)
     x[..., 0], x[..., 1] = -200.0, 3.0
     want = gradient(partial(definition, name), x.double(), above.double())
     low = gradient(getattr(reference, name), x, above)
     have = gradient(getattr(twin("activation"), name), x.to(twin.device), above.to(twin.device))
     bound = 2 * relative(low, want) + (2**-7 if twin.name == "interpreter" else 1e-6)
-    assert have.dtype == dtype and relative(have, want) < (1e-5 if dtype == torch.float32 else bound)
+    assert have.dtype == dtype and relative(have, want) < (
+        1e-5 if dtype == torch.float32 else bound
+    )
 
 
 @pytest.mark.parametrize("name", ["relu2", "swiglu"])
 def test_gradients_of_slices(twin, name):
     """Input and gradient lie in wider tensors."""
-    x, above = torch.randn(5, 3, 60)[:, 1:2, 10:44], torch.randn(5, 1, 80)
+    x = torch.randn(5, 3, 60)[:, 1:2, 10:44]
+    above = torch.randn(5, 1, 80)
     have = gradient(getattr(twin("activation"), name), x.to(twin.device), above.to(twin.device))
     assert relative(have, gradient(partial(definition, name), x.double(), above.double())) < 1e-5

@@ -10,7 +10,9 @@ SETTINGS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 def definition(master, grads, lr, betas, eps, weight_decay):
     """Weights and moments in fp64 after one update per gradient."""
-    weight, first, second = master.double(), torch.zeros_like(master).double(), torch.zeros_like(master).double()
+    weight = master.double()
+    first = torch.zeros_like(master).double()
+    second = torch.zeros_like(master).double()
     for step, grad in enumerate(map(torch.Tensor.double, grads), start=1):
         first = betas[0] * first + (1 - betas[0]) * grad
         second = betas[1] * second + (1 - betas[1]) * grad**2
@@ -22,7 +24,9 @@ def definition(master, grads, lr, betas, eps, weight_decay):
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])
 @pytest.mark.parametrize("size", [1, 63, 4096, 70_001])
 def test_steps(twin, size, eps):
-    master, grads, settings = torch.randn(size), torch.randn(3, size), SETTINGS | {"eps": eps}
+    master = torch.randn(size)
+    grads = torch.randn(3, size)
+    settings = SETTINGS | {"eps": eps}
     state = [torch.zeros(size, device=twin.device) for _ in range(3)]
     state[0].copy_(master)
     # Gradients are part of a larger buffer, at no even place.

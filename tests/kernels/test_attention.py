@@ -20,7 +20,9 @@ ROUNDING = 1e-6
 
 def dense(q, k, v, mask):
     """q [t, heads, d], k and v [n, kv_heads, d], mask [t, n]: [t, heads, d] in fp64."""
-    q, k, v = q.double(), k.double(), v.double()
+    q = q.double()
+    k = k.double()
+    v = v.double()
     rep = q.shape[1] // k.shape[1]
     out = []
     for head in range(q.shape[1]):
@@ -59,7 +61,8 @@ def test_sequences(heads, kv_heads, documents):
 @pytest.mark.parametrize("depth", [2, 3, 5])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_depths_equal_a_mask_over_all_of_them(heads, kv_heads, depth, documents):
-    """Keys of depths 1 .. k one after another; depth 1 is seen causally, the later ones at the same position."""
+    """Keys of depths 1 .. k one after another; depth 1 is seen causally, the later ones at the same
+    position."""
     q = torch.randn(2, 9, heads, WIDTH, requires_grad=True)
     k, v = torch.randn(2, depth, 2, 9, kv_heads, WIDTH)
     out = depth_attention(q, k[0], v[0], list(k[1:]), list(v[1:]), documents)
@@ -75,7 +78,9 @@ def test_depths_equal_a_mask_over_all_of_them(heads, kv_heads, depth, documents)
     assert relative(have_grad, want_grad.double()) < TOLERANCE
 
 
-def make_paged(contexts: list[int], new: list[int], block_size: int, kv_heads: int = 2, width: int = WIDTH):
+def make_paged(
+    contexts: list[int], new: list[int], block_size: int, kv_heads: int = 2, width: int = WIDTH
+):
     """Histories scattered over random blocks of a cache that is NaN elsewhere."""
     generator = torch.Generator().manual_seed(block_size)
     lengths = [context + count for context, count in zip(contexts, new, strict=True)]
@@ -141,7 +146,8 @@ CONTEXTS = [0, 59, 61, 127, 200]
 
 @pytest.mark.parametrize("splits", [None, 1, 2, 7])
 def test_long_contexts_are_split(twin, splits):
-    """Rows have one split or several; some splits hold no position that a query sees, some hold none at all."""
+    """Rows have one split or several; some splits hold no position that a query sees, some hold
+    none at all."""
     if twin.name == "reference":
         pytest.skip("does not split")
     caches, tables, histories = make_paged(CONTEXTS, [6] * 5, 5, 1)
@@ -165,7 +171,9 @@ def test_one_long_row_is_split_in_a_full_batch(twin, monkeypatch):
 def test_splits_are_joined_in_several_rounds(twin, monkeypatch, few_lines, splits):
     if twin.name == "reference":
         pytest.skip("does not split")
-    monkeypatch.setattr(importlib.import_module("mtpkit.kernels.attention.triton"), "_FEW_LINES", few_lines)
+    monkeypatch.setattr(
+        importlib.import_module("mtpkit.kernels.attention.triton"), "_FEW_LINES", few_lines
+    )
     tiles = importlib.import_module("mtpkit.kernels.attention.tile").Tiles(16, 16, 4, 2)
     caches, tables, histories = make_paged([331], [2], 5, 1)
     q = torch.randn(1, 2, 3, WIDTH)
@@ -189,11 +197,13 @@ def test_splits_hold_every_row(programs):
 
 def test_queries_may_be_views_of_a_fused_projection(twin):
     caches, tables, histories = make_paged([5, 9], [3, 3], 4)
-    q = torch.randn(2, 3, 2, 4, WIDTH)[..., :2, :]  # [R, T, kv_heads, heads / kv_heads, d] beside keys and values
+    # [R, T, kv_heads, heads / kv_heads, d] beside keys and values
+    q = torch.randn(2, 3, 2, 4, WIDTH)[..., :2, :]
     assert not q.is_contiguous()
     out = paged(twin, q, caches, tables, [5, 9])
     assert error(out, q.flatten(2, 3), histories) < TOLERANCE
-    # Not to the bit: tiles of both kernels differ, and with them the order in which a machine's matrix products add.
+    # Not to the bit: tiles of both kernels differ, and with them the order in which a machine's
+    # matrix products add.
     chunk = prefill(twin, q.flatten(0, 1), caches, tables, [5, 9], [3, 3])
     assert error(chunk.view(out.shape), q.flatten(2, 3), histories) < TOLERANCE
     q = torch.randn(2, 3, 4, 3 * WIDTH)[..., :WIDTH]
@@ -223,7 +233,8 @@ def test_a_row_has_the_same_bits_in_batches_that_are_split_alike(twin):
     """Contexts fill part of a tile, or many tiles."""
     contexts = [5, 300, 9, 170]
     caches, tables, _ = make_paged(contexts, [3] * 4, 4)
-    q, contexts = torch.randn(4, 3, 4, WIDTH), torch.tensor(contexts)
+    q = torch.randn(4, 3, 4, WIDTH)
+    contexts = torch.tensor(contexts)
     together = paged(twin, q, caches, tables, contexts.tolist())
     for row in ([0], [1], [2, 1], [3, 0, 1]):
         assert split_of(len(row), tables, 4) == split_of(4, tables, 4)
@@ -300,11 +311,13 @@ def test_null_rows_of_a_prefill_are_zero_and_read_nothing(twin, contexts, lens):
 
 @pytest.mark.parametrize("m", [16, 32])
 def test_prefill_in_many_tiles(twin, m):
-    """Tiles begin and end in the middle of a token's heads, after positions that all queries of a tile see."""
+    """Tiles begin and end in the middle of a token's heads, after positions that all queries of a
+    tile see."""
     if twin.name == "reference":
         pytest.skip("has no tiles")
     tiles = importlib.import_module("mtpkit.kernels.attention.tile").Tiles(m, 16, 4, 2)
-    contexts, lens = [40, 0, 3], [12, 30, 7]
+    contexts = [40, 0, 3]
+    lens = [12, 30, 7]
     caches, tables, histories = make_paged(contexts, lens, 3, 1, 16)
     q = torch.randn(sum(lens), 3, 16)
     out = prefill(twin, q, caches, tables, contexts, lens, tiles=tiles)
@@ -320,12 +333,16 @@ def test_prefill_of_many_rows(twin):
     assert error(out.split(lens), q.split(lens), histories) < TOLERANCE
 
 
-def low_precision_error(twin, rows: int, contexts: list[int], lens: list[int], shape: tuple[int, int, int]) -> None:
-    """The op on bf16 errs at most twice as much as plain PyTorch does; the interpreter multiplies fp16 instead."""
+def low_precision_error(
+    twin, rows: int, contexts: list[int], lens: list[int], shape: tuple[int, int, int]
+) -> None:
+    """The op on bf16 errs at most twice as much as plain PyTorch does; the interpreter multiplies
+    fp16 instead."""
     dtype = torch.float16 if twin.name == "interpreter" else torch.bfloat16
     heads, kv_heads, width = shape
     caches, tables, histories = make_paged(contexts, lens, 16, kv_heads, width)
-    caches, q = caches.to(dtype), torch.randn(sum(lens), heads, width).to(dtype)
+    caches = caches.to(dtype)
+    q = torch.randn(sum(lens), heads, width).to(dtype)
     histories = [history.to(dtype) for history in histories]
     plain = prefill(replace(twin, name="reference"), q, caches, tables, contexts, lens)
     bound = 2 * error(plain.split(lens), q.split(lens), histories)
@@ -358,9 +375,13 @@ def test_low_precision_at_real_sizes(rows, contexts, lens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 128), (16, 2, 256), (12, 12, 64), (5, 1, 80)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(32, 8, 128), (16, 2, 256), (12, 12, 64), (5, 1, 80)]
+)
 def test_full_precision_at_real_sizes(heads, kv_heads, width):
-    twin, contexts, lens = Twin("cuda", "cuda"), [3, 300, 1500], [70, 5, 200]
+    twin = Twin("cuda", "cuda")
+    contexts = [3, 300, 1500]
+    lens = [70, 5, 200]
     caches, tables, histories = make_paged(contexts, lens, 16, kv_heads, width)
     q = torch.randn(sum(lens), heads, width)
     out = prefill(twin, q, caches, tables, contexts, lens)
@@ -373,7 +394,8 @@ def test_full_precision_at_real_sizes(heads, kv_heads, width):
 @pytest.mark.gpu
 def test_blocks_beyond_2_to_the_31_elements():
     """Offsets into large caches need 64 bits."""
-    twin, shape = Twin("cuda", "cuda"), (140_000, 16, 8, 128)
+    twin = Twin("cuda", "cuda")
+    shape = (140_000, 16, 8, 128)
     small, tables, histories = make_paged([40], [4], 16, 8, 128)
     caches = torch.empty(2, *shape, dtype=torch.bfloat16, device="cuda")
     caches[:, -small.shape[1] :] = small.bfloat16()

@@ -1,4 +1,5 @@
-"""The causal convolution against a plain loop over taps, and its update over random accept histories."""
+"""The causal convolution against a plain loop over taps, and its update over random accept
+histories."""
 
 from itertools import pairwise
 
@@ -24,7 +25,8 @@ def parameters(width: int, bias: bool = True) -> tuple[torch.Tensor, torch.Tenso
 
 def slow(x, weight, bias, documents=None, initial=None):
     """One token and one tap after another, in fp64; x [b, s, c]."""
-    x, weight = x.double(), weight.double()
+    x = x.double()
+    weight = weight.double()
     batch, length, _ = x.shape
     width = weight.shape[-1]
     rows = []
@@ -52,7 +54,12 @@ def test_sequences(length, width, bias, with_initial):
     weight, bias = parameters(width, bias)
     x = torch.randn(2, length, CHANNELS)
     initial = torch.randn(2, CHANNELS, width - 1) if with_initial else None
-    assert relative(causal_conv1d(x, weight, bias, initial=initial), slow(x, weight, bias, initial=initial)) < TOLERANCE
+    assert (
+        relative(
+            causal_conv1d(x, weight, bias, initial=initial), slow(x, weight, bias, initial=initial)
+        )
+        < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("with_initial", [False, True])
@@ -72,11 +79,14 @@ def test_documents(lengths, with_initial):
 
 
 def test_gradients_of_the_parameters_over_documents():
-    x, documents = torch.randn(1, 9, CHANNELS), torch.tensor([[0, 0, 1, 2, 2, 2, 2, 2, 3]])
+    x = torch.randn(1, 9, CHANNELS)
+    documents = torch.tensor([[0, 0, 1, 2, 2, 2, 2, 2, 3]])
     grads = []
     for function in (causal_conv1d, slow):
         weight, bias = (p.requires_grad_() for p in parameters(4))
-        (function(x, weight, bias, documents) * torch.linspace(-1, 1, 9)[None, :, None]).sum().backward()
+        (
+            function(x, weight, bias, documents) * torch.linspace(-1, 1, 9)[None, :, None]
+        ).sum().backward()
         grads.append((weight.grad, bias.grad))
     for have, want in zip(*grads, strict=True):
         assert relative(have, want.double()) < TOLERANCE
@@ -94,20 +104,28 @@ def placed(twin, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [tensor if tensor is None else tensor.to(twin.device) for tensor in tensors]
 
 
-def run_updates(twin, width: int, tokens: int, spare: int = 0, shift: int = 0, bias: bool = True) -> float:
-    """Worst relative error over steps of rows in non-contiguous slots with random accepts, against the convolution of
-    the accepted tokens; `shift` is added to the committed index where there is room."""
+def run_updates(
+    twin, width: int, tokens: int, spare: int = 0, shift: int = 0, bias: bool = True
+) -> float:
+    """Worst relative error over steps of rows in non-contiguous slots with random accepts, against
+    the convolution of the accepted tokens; `shift` is added to the committed index where there is
+    room."""
     generator = torch.Generator().manual_seed(tokens)
     weight, bias = parameters(width, bias)
-    slots, slot_of = 6, torch.tensor([4, 1, 3])
+    slots = 6
+    slot_of = torch.tensor([4, 1, 3])
     state = torch.full((slots, width - 2 + tokens + spare, CHANNELS), torch.nan, device=twin.device)
     accepted = [torch.randn(width - 1, CHANNELS, generator=generator) for _ in slot_of]
     for row, slot in enumerate(slot_of):
         state[slot, : width - 1] = accepted[row].to(state)
-    committed, worst = torch.zeros(len(slot_of), dtype=torch.int64), 0.0
-    update, device_parameters = twin("causal_conv1d").causal_conv1d_update, placed(twin, weight, bias)
+    committed = torch.zeros(len(slot_of), dtype=torch.int64)
+    worst = 0.0
+    update = twin("causal_conv1d").causal_conv1d_update
+    device_parameters = placed(twin, weight, bias)
     for _ in range(10):
-        rows = torch.randperm(len(slot_of), generator=generator)[: int(torch.randint(1, 4, (), generator=generator))]
+        rows = torch.randperm(len(slot_of), generator=generator)[
+            : int(torch.randint(1, 4, (), generator=generator))
+        ]
         x = torch.randn(len(rows), tokens, CHANNELS, generator=generator)
         places = (t[rows].to(twin.device) for t in (slot_of, committed))
         y = update(strided(x, twin.device), state, *device_parameters, *places).cpu()
@@ -151,25 +169,33 @@ def test_worked_example(twin):
 def test_padding_rows_touch_nothing(twin):
     weight, bias = (p.to(twin.device) for p in parameters(4))
     before = torch.randn(3, 5, CHANNELS, device=twin.device)
-    state, slots = before.clone(), torch.tensor([-1, 1], device=twin.device)
+    state = before.clone()
+    slots = torch.tensor([-1, 1], device=twin.device)
     x = torch.randn(2, 3, CHANNELS, device=twin.device)
-    y = twin("causal_conv1d").causal_conv1d_update(x, state, weight, bias, slots, torch.zeros_like(slots))
+    y = twin("causal_conv1d").causal_conv1d_update(
+        x, state, weight, bias, slots, torch.zeros_like(slots)
+    )
     assert (y[0] == 0).all() and torch.equal(state[[0, 2]], before[[0, 2]])
 
 
 class Rows:
-    """Rows of tokens, each after its window; null where `contexts` is None. Windows are a view of more columns, their
-    slots are in any order, and those that no row may read are NaN."""
+    """Rows of tokens, each after its window; null where `contexts` is None. Windows are a view of
+    more columns, their slots are in any order, and those that no row may read are NaN."""
 
     def __init__(self, lens, contexts, width, device, bias=True):
-        self.lens, self.contexts = lens, contexts
+        self.lens = lens
+        self.contexts = contexts
         self.weight, self.bias = parameters(width, bias)
         self.x = torch.randn(sum(lens), CHANNELS)
         self.columns = torch.randn(len(lens) + 2, width + 2, CHANNELS)
         self.columns[:, 0], self.columns[:, width:] = torch.nan, torch.nan
         slots = torch.randperm(len(lens) + 2)[: len(lens)].tolist()
-        self.slots = [-1 if context is None else slot for slot, context in zip(slots, contexts, strict=True)]
-        self.columns[[slot for slot, context in zip(slots, contexts, strict=True) if not context]] = torch.nan
+        self.slots = [
+            -1 if context is None else slot for slot, context in zip(slots, contexts, strict=True)
+        ]
+        self.columns[
+            [slot for slot, context in zip(slots, contexts, strict=True) if not context]
+        ] = torch.nan
         self.before, self.columns = self.columns.clone(), self.columns.to(device)
 
     def run(self, twin, kernel_width: int, keep: bool = True) -> torch.Tensor:
@@ -178,7 +204,11 @@ class Rows:
         places = torch.tensor(self.slots), torch.tensor([context or 0 for context in self.contexts])
         windows = (self.columns[:, 1:kernel_width], *placed(twin, *places)) if keep else ()
         arguments = placed(twin, self.weight, self.bias, starts)
-        return twin("causal_conv1d").causal_conv1d_varlen(strided(self.x, twin.device), *arguments, *windows).cpu()
+        return (
+            twin("causal_conv1d")
+            .causal_conv1d_varlen(strided(self.x, twin.device), *arguments, *windows)
+            .cpu()
+        )
 
     def check(self, y, kernel_width: int) -> None:
         """y and the windows are right, and nothing else has changed by a bit."""
@@ -207,11 +237,15 @@ VARLEN = {
     "null in the middle": ([2, 19, 17, 0, 1], [0, None, 4, None, 7]),
     "only null": ([21, 0], [None, None]),
     "no tokens": ([0, 0, 0], [0, 3, None]),
-    "many rows": ([row % 3 for row in range(140)], [(None, 0, 3)[row // 3 % 3] for row in range(140)]),
+    "many rows": (
+        [row % 3 for row in range(140)],
+        [(None, 0, 3)[row // 3 % 3] for row in range(140)],
+    ),
 }
 
 
-# A bias is added after the sum, whose terms alone depend on rows and width: the three meet in pairs.
+# A bias is added after the sum, whose terms alone depend on rows and width: the three meet in
+# pairs.
 @pytest.mark.parametrize(("rows", "width", "bias"), covering(VARLEN, (2, 4), (False, True)))
 def test_rows_of_different_lengths(twin, rows, width, bias):
     lens, contexts = VARLEN[rows]
@@ -221,12 +255,15 @@ def test_rows_of_different_lengths(twin, rows, width, bias):
 
 @pytest.mark.parametrize(("lens", "contexts"), [([40], [5]), ([17, 2, 50], [3, 1, 0])], ids=str)
 def test_programs_run_in_any_order(lens, contexts, monkeypatch):
-    """The interpreter runs the programs of a row from its first tile to its last; here, from the last to the first."""
+    """The interpreter runs the programs of a row from its first tile to its last; here, from the
+    last to the first."""
     builder = interpreter.interpreter_builder
     forwards = builder.set_grid_idx
 
     def backwards(x: int, y: int, z: int) -> None:
-        forwards(*(size - 1 - place for size, place in zip(builder.grid_dim, (x, y, z), strict=True)))
+        forwards(
+            *(size - 1 - place for size, place in zip(builder.grid_dim, (x, y, z), strict=True))
+        )
 
     monkeypatch.setattr(builder, "set_grid_idx", backwards)
     rows = Rows(lens, contexts, 4, "cpu")
@@ -238,7 +275,9 @@ def test_rows_without_windows_start_from_zeros(twin):
     y = rows.run(twin, 4, keep=False)
     assert torch.equal(rows.columns.cpu().view(torch.uint8), rows.before.view(torch.uint8))
     for part, out in zip(rows.x.split(rows.lens), y.split(rows.lens), strict=True):
-        assert len(part) == 0 or relative(out, slow(part[None], rows.weight, rows.bias)[0]) < TOLERANCE
+        assert (
+            len(part) == 0 or relative(out, slow(part[None], rows.weight, rows.bias)[0]) < TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (2, 18), (16, 32)], ids=str)
@@ -246,9 +285,13 @@ def test_a_row_in_parts_is_the_row(twin, cuts):
     whole = Rows([40], [0], 4, twin.device)
     want = whole.run(twin, 4)
     parts = Rows([40], [0], 4, twin.device)
-    parts.weight, parts.bias, outputs = whole.weight, whole.bias, []
+    parts.weight = whole.weight
+    parts.bias = whole.bias
+    outputs = []
     for begin, end in pairwise([0, *cuts, 40]):
-        parts.x, parts.lens, parts.contexts = whole.x[begin:end], [end - begin], [begin]
+        parts.x = whole.x[begin:end]
+        parts.lens = [end - begin]
+        parts.contexts = [begin]
         outputs.append(parts.run(twin, 4))
     assert relative(torch.cat(outputs), want.double()) < 1e-6
     assert torch.equal(parts.columns[parts.slots, 1:4], whole.columns[whole.slots, 1:4])
@@ -260,18 +303,25 @@ def test_a_row_in_parts_is_the_row(twin, cuts):
 def test_bf16(twin, channels, width, with_bias):
     """At most twice the error of torch's own convolution in bf16."""
     torch.manual_seed(1)
-    weight, bias = torch.randn(channels, 1, width).bfloat16(), torch.randn(channels).bfloat16()
+    weight = torch.randn(channels, 1, width).bfloat16()
+    bias = torch.randn(channels).bfloat16()
     bias = bias if with_bias else None
     taps = width - 1
-    x, initial = torch.randn(5, channels).bfloat16(), torch.randn(2, taps, channels).bfloat16()
-    on_device, windows = placed(twin, weight, bias), initial.clone().to(twin.device)
-    rows = placed(twin, torch.tensor([0, 3, 5]), windows, torch.tensor([0, 1]), torch.tensor([9, 9]))
+    x = torch.randn(5, channels).bfloat16()
+    initial = torch.randn(2, taps, channels).bfloat16()
+    on_device = placed(twin, weight, bias)
+    windows = initial.clone().to(twin.device)
+    rows = placed(
+        twin, torch.tensor([0, 3, 5]), windows, torch.tensor([0, 1]), torch.tensor([9, 9])
+    )
     y = twin("causal_conv1d").causal_conv1d_varlen(strided(x, twin.device), *on_device, *rows)
     state = torch.full((3, taps + 2, channels), torch.nan, dtype=torch.bfloat16, device=twin.device)
     state[2, :taps] = initial[0].to(state)
     slots = torch.tensor([2, -1], device=twin.device)
     new = strided(x[:3].expand(2, 3, channels), twin.device)
-    updated = twin("causal_conv1d").causal_conv1d_update(new, state, *on_device, slots, torch.zeros_like(slots))
+    updated = twin("causal_conv1d").causal_conv1d_update(
+        new, state, *on_device, slots, torch.zeros_like(slots)
+    )
     padded = torch.cat([initial[0], x[:3]]).t()[None]
     exact = (t if t is None else t.double() for t in (padded, weight, bias))
     want = F.silu(F.conv1d(*exact, groups=channels))[0].t()

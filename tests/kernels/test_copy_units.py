@@ -12,7 +12,8 @@ FORMS = [
     ((1025,), torch.bfloat16, torch.bfloat16),
     ((), torch.int64, torch.int64),
 ]
-SOURCES, TARGETS = [4, 0, -1, 4, 2, 5], [0, 3, 1, 1, -1, 2]
+SOURCES = [4, 0, -1, 4, 2, 5]
+TARGETS = [0, 3, 1, 1, -1, 2]
 
 
 def copied(pairs):
@@ -27,7 +28,8 @@ def copied(pairs):
 
 def check(twin, pairs) -> None:
     """Compare with the loop all that is written, and that nothing is left of what is read."""
-    want, kept = copied(pairs), [read.clone() for read, _ in pairs]
+    want = copied(pairs)
+    kept = [read.clone() for read, _ in pairs]
     sources, targets = torch.tensor([SOURCES, TARGETS], device=twin.device)
     twin("copy_units").copy_units(sources, targets, *pairs)
     assert all(written.equal(new) for (_, written), new in zip(pairs, want, strict=True))
@@ -41,15 +43,21 @@ def made(twin, shape, kind, units: int) -> torch.Tensor:
 
 
 def test_units_of_many_shapes_and_types(twin):
-    """Also more tensors than one launch takes, one source twice, and none of a negative source or target."""
+    """Also more tensors than one launch takes, one source twice, and none of a negative source or
+    target."""
     forms = FORMS + [FORMS[0]] * 20 + [FORMS[1]] * 17
-    check(twin, [(made(twin, shape, old, 6), made(twin, shape, new, 4)) for shape, old, new in forms])
+    check(
+        twin, [(made(twin, shape, old, 6), made(twin, shape, new, 4)) for shape, old, new in forms]
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_units_that_lie_apart(twin, kind):
-    """Windows of wider columns and one entry of several, both ways; nothing beside them is touched."""
-    columns = [made(twin, (7, 20), torch.float32, 6) for _ in range(3)] + [made(twin, (9, 20), torch.float32, 6)]
+    """Windows of wider columns and one entry of several, both ways; nothing beside them is
+    touched."""
+    columns = [made(twin, (7, 20), torch.float32, 6) for _ in range(3)] + [
+        made(twin, (9, 20), torch.float32, 6)
+    ]
     entries = made(twin, (4, 5, 6), torch.float32, 6)
     views = [*(one[:, 2:][:, :3] for one in columns), entries[:, 1]]
     check(twin, [(one, made(twin, one.shape[1:], kind, 4)) for one in views])
@@ -61,7 +69,8 @@ def test_units_that_lie_apart(twin, kind):
 
 
 def test_no_copies_no_tensors_and_no_units(twin):
-    none, held = torch.zeros(0, dtype=torch.int64, device=twin.device), torch.zeros(2, 2, device=twin.device)
+    none = torch.zeros(0, dtype=torch.int64, device=twin.device)
+    held = torch.zeros(2, 2, device=twin.device)
     twin("copy_units").copy_units(none, none, (held, held.clone()))
     twin("copy_units").copy_units(none.new_zeros(1), none.new_zeros(1))
     null = none.new_full((1,), -1)
@@ -83,6 +92,7 @@ def test_tensors_of_one_form_share_launches(monkeypatch):
 
 
 def test_units_that_are_not_dense_are_refused():
-    held, rows = torch.zeros(3, 4, 6), torch.zeros(1, dtype=torch.int64)
+    held = torch.zeros(3, 4, 6)
+    rows = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(AssertionError):
         triton.copy_units(rows, rows, (held[:, :, ::2], torch.zeros(3, 4, 3)))

@@ -1,4 +1,5 @@
-"""Decode steps of the gated delta rule with random rejections, against the recurrence over the accepted tokens."""
+"""Decode steps of the gated delta rule with random rejections, against the recurrence over the
+accepted tokens."""
 
 import pytest
 import torch
@@ -8,19 +9,28 @@ from tests.kernels import delta_recurrence
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
 
-HEADS, WIDTH, GROUPS, STATE = 4, 5, 2, 7
-SLOTS, OWNED, FOREIGN = 4, torch.tensor([3, 1]), torch.tensor([0, 2])
-TOLERANCE, BF16_TOLERANCE = 1e-5, 2**-6
+HEADS = 4
+WIDTH = 5
+GROUPS = 2
+STATE = 7
+SLOTS = 4
+OWNED = torch.tensor([3, 1])
+FOREIGN = torch.tensor([0, 2])
+TOLERANCE = 1e-5
+BF16_TOLERANCE = 2**-6
 STEPS = {"reference": 20, "interpreter": 6, "cuda": 40}
 """The interpreter takes a tenth of a second for what a GPU does in microseconds."""
 
 
-def draw(rows: int, tokens: int, generator: torch.Generator, strong: bool = False) -> dict[str, torch.Tensor]:
+def draw(
+    rows: int, tokens: int, generator: torch.Generator, strong: bool = False
+) -> dict[str, torch.Tensor]:
     """q, k and v as slices of one tensor, a and b of another, as the mixer has them."""
     parts = [GROUPS * STATE, GROUPS * STATE, HEADS * WIDTH, 3]
     q, k, v, _ = torch.randn(rows, tokens, sum(parts), generator=generator).split(parts, -1)
     rates = torch.randn(rows, tokens, 1 + 2 * HEADS, generator=generator)
-    b, a = rates[..., 1 : 1 + HEADS], rates[..., 1 + HEADS :]
+    b = rates[..., 1 : 1 + HEADS]
+    a = rates[..., 1 + HEADS :]
     if strong:  # now and then a token that forgets everything
         a.copy_(torch.where(a < -0.5, 100.0, a - 3))
     q, k = (t.unflatten(-1, (GROUPS, STATE)) for t in (q, k))
@@ -28,32 +38,42 @@ def draw(rows: int, tokens: int, generator: torch.Generator, strong: bool = Fals
 
 
 class History:
-    """Requests in some slots: the fp64 state of what each has accepted, and random tokens for all of them."""
+    """Requests in some slots: the fp64 state of what each has accepted, and random tokens for all
+    of them."""
 
     def __init__(self, twin: Twin, tokens: int, strong: bool = False) -> None:
-        self.twin, self.tokens, self.strong = twin, tokens, strong
+        self.twin = twin
+        self.tokens = tokens
+        self.strong = strong
         self.generator = torch.Generator().manual_seed(tokens)
         self.parameters = dict(
             A_log=torch.rand(HEADS, generator=self.generator) - 1.5,
             dt_bias=torch.randn(HEADS, generator=self.generator) - 1,
         )
-        self.state = torch.randn(len(OWNED), HEADS, WIDTH, STATE, dtype=torch.float64, generator=self.generator)
+        self.state = torch.randn(
+            len(OWNED), HEADS, WIDTH, STATE, dtype=torch.float64, generator=self.generator
+        )
 
     def step(self, run) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Draw rows and tokens, call `run(rows, arguments)` and accept some tokens.
 
         Returns:
-            the rows, how many tokens of each are accepted, and the relative error of what `run` returned.
+            the rows, how many tokens of each are accepted, and the relative error of what `run`
+            returned.
         """
         rows = torch.randperm(len(OWNED), generator=self.generator)
         if self.twin.name != "interpreter":  # where rows that wait cost time
             rows = rows[: int(torch.randint(1, len(OWNED) + 1, (), generator=self.generator))]
         count = len(rows)
         drawn = draw(count, self.tokens, self.generator, self.strong)
-        accepted = torch.randint(1, 2 * self.tokens + 1, (count,), generator=self.generator).clamp_max(self.tokens)
+        accepted = torch.randint(
+            1, 2 * self.tokens + 1, (count,), generator=self.generator
+        ).clamp_max(self.tokens)
         moved = {name: t.to(self.twin.device) for name, t in (drawn | self.parameters).items()}
         out = run(rows, moved)
-        q, k, g, beta = delta_recurrence.inputs(*(drawn[n] for n in "qkab"), *self.parameters.values())
+        q, k, g, beta = delta_recurrence.inputs(
+            *(drawn[n] for n in "qkab"), *self.parameters.values()
+        )
         want = []
         for i, row in enumerate(rows.tolist()):
             tokens = (q[i], k[i], drawn["v"][i], g[i], beta[i])
@@ -64,8 +84,10 @@ class History:
 
 
 def run_snapshot(twin: Twin, tokens: int, shift: int = 0, strong: bool = False) -> float:
-    """Worst relative error over all steps; `shift` is added to the committed index where there is room."""
-    history, worst = History(twin, tokens, strong), 0.0
+    """Worst relative error over all steps; `shift` is added to the committed index where there is
+    room."""
+    history = History(twin, tokens, strong)
+    worst = 0.0
     state = torch.full((SLOTS, tokens + 1, HEADS, WIDTH, STATE), torch.nan, device=twin.device)
     state[OWNED, 0] = history.state.float().to(state)
     committed = torch.zeros(len(OWNED), dtype=torch.int64)
@@ -84,18 +106,29 @@ def run_snapshot(twin: Twin, tokens: int, shift: int = 0, strong: bool = False) 
     return worst
 
 
-def run_replay(twin: Twin, tokens: int, length: int, shift: int = 0, strong: bool = False, **blocks) -> float:
-    """Worst relative error over all steps; `shift` is added to the accepted counts where there is room."""
-    history, worst, folds = History(twin, tokens, strong), 0.0, 0
+def run_replay(
+    twin: Twin, tokens: int, length: int, shift: int = 0, strong: bool = False, **blocks
+) -> float:
+    """Worst relative error over all steps; `shift` is added to the accepted counts where there is
+    room."""
+    history = History(twin, tokens, strong)
+    worst = 0.0
+    folds = 0
     nan = {"fill_value": torch.nan, "device": twin.device}
     state = torch.full((SLOTS, HEADS, WIDTH, STATE), **nan)
     state[OWNED] = history.state.float().to(state)
-    rings = [torch.full((SLOTS, length, *tail), **nan) for tail in ((GROUPS, STATE), (HEADS, WIDTH), (HEADS,))]
-    lens, contexts = torch.zeros(len(OWNED), dtype=torch.int64), torch.tensor([1, 1000])
+    rings = [
+        torch.full((SLOTS, length, *tail), **nan)
+        for tail in ((GROUPS, STATE), (HEADS, WIDTH), (HEADS,))
+    ]
+    lens = torch.zeros(len(OWNED), dtype=torch.int64)
+    contexts = torch.tensor([1, 1000])
 
     def run(rows, arguments):
         places = (t[rows].to(twin.device) for t in (OWNED, contexts, lens))
-        return twin("gated_delta_rule").delta_replay_update(state, *rings, *places, **arguments, **blocks)
+        return twin("gated_delta_rule").delta_replay_update(
+            state, *rings, *places, **arguments, **blocks
+        )
 
     for _ in range(STEPS[twin.name]):
         before = state.clone()
@@ -103,7 +136,9 @@ def run_replay(twin: Twin, tokens: int, length: int, shift: int = 0, strong: boo
         worst = max(worst, error)
         for row in range(len(OWNED)):
             full = row in rows.tolist() and lens[row] + tokens > ring_capacity(length)
-            unchanged = torch.equal(state[OWNED[row]].view(torch.int32), before[OWNED[row]].view(torch.int32))
+            unchanged = torch.equal(
+                state[OWNED[row]].view(torch.int32), before[OWNED[row]].view(torch.int32)
+            )
             assert shift or unchanged != full, "the state is written exactly when the ring is full"
             folds += full
         lens[rows] = ring_base(lens[rows], tokens, length) + (accepted + shift).clamp(1, tokens)
@@ -130,14 +165,18 @@ def test_replay(twin, tokens, length, strong):
     assert run_replay(twin, tokens, length, strong=strong) < TOLERANCE
 
 
-@pytest.mark.parametrize(("width", "state"), [(37, 40), pytest.param(128, 128, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("width", "state"), [(37, 40), pytest.param(128, 128, marks=pytest.mark.gpu)]
+)
 def test_replay_by_parts_of_the_key(twin, width, state, monkeypatch):
     """Several parts of the key, of which the last may be partial, and several programs a head."""
     if twin.name == "reference" or (state == 128) != (twin.name == "cuda"):
         pytest.skip("has no parts, or the other sizes")
     monkeypatch.setitem(globals(), "WIDTH", width)
     monkeypatch.setitem(globals(), "STATE", state)
-    assert run_replay(twin, 2, 10, **({} if state == 128 else dict(block_p=16, chunk=16))) < TOLERANCE
+    assert (
+        run_replay(twin, 2, 10, **({} if state == 128 else dict(block_p=16, chunk=16))) < TOLERANCE
+    )
 
 
 def test_replay_of_many_tokens():
@@ -154,19 +193,29 @@ def test_a_state_that_is_not_taken_back_would_be_seen(shift):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_rows_touch_nothing_and_both_ways_agree(twin, dtype):
     """Row 1 of 3 is padding; widths of whole blocks, so that the state is loaded without a mask."""
-    generator, op = torch.Generator().manual_seed(3), twin("gated_delta_rule")
-    tokens, length, heads, width = 4, 20, 4, 16
+    generator = torch.Generator().manual_seed(3)
+    op = twin("gated_delta_rule")
+    tokens = 4
+    length = 20
+    heads = 4
+    width = 16
 
     def normal(*shape, of=dtype):
         return torch.randn(*shape, generator=generator).to(twin.device, of)
 
-    drawn = dict(q=normal(3, tokens, 2, 16), k=normal(3, tokens, 2, 16), v=normal(3, tokens, heads, width))
+    drawn = dict(
+        q=normal(3, tokens, 2, 16), k=normal(3, tokens, 2, 16), v=normal(3, tokens, heads, width)
+    )
     drawn |= dict(a=normal(3, tokens, heads), b=normal(3, tokens, heads))
     drawn |= dict(A_log=normal(heads, of=torch.float32), dt_bias=normal(heads, of=torch.float32))
-    slots, zeros = torch.tensor([2, -1, 0], device=twin.device), torch.zeros(3, dtype=torch.int64, device=twin.device)
+    slots = torch.tensor([2, -1, 0], device=twin.device)
+    zeros = torch.zeros(3, dtype=torch.int64, device=twin.device)
     state = normal(4, heads, width, 16, of=torch.float32)
     entries = state[:, None].repeat(1, tokens, 1, 1, 1)
-    kept = normal(4, length, heads, width, of=torch.float32), normal(4, length, heads, of=torch.float32)
+    kept = (
+        normal(4, length, heads, width, of=torch.float32),
+        normal(4, length, heads, of=torch.float32),
+    )
     rings = normal(4, length, 2, 16), *kept
     before = [t.clone() for t in (state, entries, *rings)]
     y = op.delta_replay_update(state, *rings, slots, zeros, zeros, **drawn)
@@ -174,4 +223,6 @@ def test_padding_rows_touch_nothing_and_both_ways_agree(twin, dtype):
     assert y.dtype == dtype and (y[1] == 0).all() and (again[1] == 0).all()
     for have, was in zip((state, entries, *rings), before, strict=True):
         assert torch.equal(have[[1, 3]], was[[1, 3]])
-    assert relative(y.float(), again.double()) < (TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE)
+    assert relative(y.float(), again.double()) < (
+        TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
+    )

@@ -1,4 +1,5 @@
-"""Training attention against a softmax over all entries with a dense mask, differentiated by autograd in fp64."""
+"""Training attention against a softmax over all entries with a dense mask, differentiated by
+autograd in fp64."""
 
 import importlib
 import math
@@ -18,7 +19,8 @@ HEADS = [(8, 8), (4, 2), (8, 1)]
 
 
 class Inputs(NamedTuple):
-    """Arguments of depth_attention with depths 2..k in one list; an empty list stands for sequence_attention."""
+    """Arguments of depth_attention with depths 2..k in one list; an empty list stands for
+    sequence_attention."""
 
     q: Tensor
     k: Tensor
@@ -38,7 +40,13 @@ class Inputs(NamedTuple):
 
 
 def make(
-    length: int, depths: int = 1, heads: int = 4, groups: int = 2, width: int = 6, batch: int = 1, values: int = 0
+    length: int,
+    depths: int = 1,
+    heads: int = 4,
+    groups: int = 2,
+    width: int = 6,
+    batch: int = 1,
+    values: int = 0,
 ) -> Inputs:
     """`values`: width of values; 0: that of keys."""
     q, k, v = (
@@ -51,15 +59,24 @@ def make(
 
 def documents(*rows: tuple[int, ...]) -> Tensor:
     """[b, s]: one row for each list of lengths."""
-    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    return torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    )
 
 
 def plain(inputs: Inputs, docs: Tensor | None, scale: float | None = None) -> Tensor:
     """[b, s, heads, e], in the dtype of the inputs."""
     q, k, v, later = inputs
-    length, count, rep = q.shape[1], len(later) // 2, q.shape[2] // k.shape[2]
-    keys, values = (torch.cat(part, 1).repeat_interleave(rep, 2) for part in ([k, *later[:count]], [v, *later[count:]]))
-    first = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
+    length = q.shape[1]
+    count = len(later) // 2
+    rep = q.shape[2] // k.shape[2]
+    keys, values = (
+        torch.cat(part, 1).repeat_interleave(rep, 2)
+        for part in ([k, *later[:count]], [v, *later[count:]])
+    )
+    first = (
+        torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
+    )
     if docs is not None:
         first = first & (docs[:, :, None] == docs[:, None, :])
     own = torch.eye(length, dtype=torch.bool, device=q.device).expand(len(q), -1, -1)
@@ -88,7 +105,8 @@ def errors(
 ) -> list[float]:
     """Errors of the output and of every gradient."""
     pull = torch.randn(*inputs.q.shape[:3], inputs.v.shape[3])
-    leaves, exact = inputs.leaves(twin.device, dtype), inputs.leaves(dtype=dtype).leaves(dtype=torch.float64)
+    leaves = inputs.leaves(twin.device, dtype)
+    exact = inputs.leaves(dtype=dtype).leaves(dtype=torch.float64)
     have = with_gradients(attend(twin, leaves, docs, scale), pull.to(dtype), leaves)
     want = with_gradients(plain(exact, docs, scale), pull.to(dtype), exact)
     assert all(h.dtype == dtype for h in have)
@@ -96,8 +114,13 @@ def errors(
 
 
 def distance(have: Tensor, want: Tensor) -> float:
-    """`relative`, or the absolute error of small values: a query that sees one entry has no gradient, nor its key."""
-    return relative(have, want) if want.abs().max() > 0.1 else (have.double() - want).abs().max().item()
+    """`relative`, or the absolute error of small values: a query that sees one entry has no
+    gradient, nor its key."""
+    return (
+        relative(have, want)
+        if want.abs().max() > 0.1
+        else (have.double() - want).abs().max().item()
+    )
 
 
 SIZES = {  # in fp32 the kernels take 32 queries against 16 keys
@@ -140,10 +163,12 @@ def test_rows_have_their_own_documents(twin):
 @pytest.mark.parametrize("depths", [1, 3])
 def test_a_packed_document_is_as_if_alone(twin, depths):
     lengths = (1, 5, 20, 1, 9)
-    inputs, docs = make(sum(lengths), depths, 2, 1), documents(lengths)
+    inputs = make(sum(lengths), depths, 2, 1)
+    docs = documents(lengths)
     pull = torch.randn(inputs.q.shape)
     leaves = inputs.leaves(twin.device)
-    together, start = with_gradients(attend(twin, leaves, docs), pull, leaves), 0
+    together = with_gradients(attend(twin, leaves, docs), pull, leaves)
+    start = 0
     for length in lengths:
         part = inputs.cut(start, start + length).leaves(twin.device)
         alone = with_gradients(attend(twin, part, None), pull[:, start : start + length], part)
@@ -157,7 +182,8 @@ def test_blocks_of_other_documents_are_not_read(twin, depths):
     """NaN in unused entries would show even through a weight of zero."""
     if twin.name == "reference":
         pytest.skip("reads all")
-    docs, inputs = documents((64, 33, 31, 64)), make(192, depths, 2, 1)
+    docs = documents((64, 33, 31, 64))
+    inputs = make(192, depths, 2, 1)
     for tensor in inputs.flat():
         tensor[:, :64] = torch.nan
         tensor[:, 128:] = torch.nan
@@ -170,7 +196,8 @@ def test_blocks_of_other_documents_are_not_read(twin, depths):
 
 
 def test_views_of_a_fused_projection(twin):
-    """Inputs are [s, b, ..] transposed to [b, s, ..], as in the layers; the output has the strides of the queries."""
+    """Inputs are [s, b, ..] transposed to [b, s, ..], as in the layers; the output has the strides
+    of the queries."""
     projected = torch.randn(21, 2, 2, 4, 6, device=twin.device, requires_grad=True)
     fused = projected.transpose(0, 1)
     inputs = Inputs(fused[..., :2, :].reshape(2, 21, 4, 6), fused[..., 2, :], fused[..., 3, :], [])
@@ -180,7 +207,9 @@ def test_views_of_a_fused_projection(twin):
     assert out.stride() == inputs.q.stride() or twin.name == "reference"
     grad = torch.autograd.grad(out, projected, pull.to(out))[0].cpu()
     exact = [t.detach().double().cpu().requires_grad_() for t in inputs[:3]]
-    want = plain(Inputs(*exact, [t.detach().double().cpu() for t in later]), documents((20, 1), (3, 18)))
+    want = plain(
+        Inputs(*exact, [t.detach().double().cpu() for t in later]), documents((20, 1), (3, 18))
+    )
     grad_q, grad_k, grad_v = torch.autograd.grad(want, exact, pull.double())
     whole = torch.cat([grad_q.unflatten(2, (2, 2)), grad_k[..., None, :], grad_v[..., None, :]], 3)
     assert relative(grad.transpose(0, 1), whole) < TOLERANCE
@@ -188,14 +217,19 @@ def test_views_of_a_fused_projection(twin):
 
 @pytest.mark.parametrize("depths", [1, 3])
 def test_low_precision(twin, depths):
-    """At most twice the error of the plain softmax in bf16; the interpreter multiplies fp16 instead."""
+    """At most twice the error of the plain softmax in bf16; the interpreter multiplies fp16
+    instead."""
     dtype = torch.float16 if twin.name == "interpreter" else torch.bfloat16
-    inputs, docs = make(145, depths, 2, 1, 20), documents((3, 141, 1))
+    inputs = make(145, depths, 2, 1, 20)
+    docs = documents((3, 141, 1))
     low = inputs.leaves(dtype=dtype)
     exact = low.leaves(dtype=torch.float64)
     pull = torch.randn(inputs.q.shape).to(dtype)
     want = with_gradients(plain(exact, docs), pull, exact)
-    bounds = [2 * relative(h, w) for h, w in zip(with_gradients(plain(low, docs), pull, low), want, strict=True)]
+    bounds = [
+        2 * relative(h, w)
+        for h, w in zip(with_gradients(plain(low, docs), pull, low), want, strict=True)
+    ]
     leaves = low.leaves(twin.device, dtype)
     have = with_gradients(attend(twin, leaves, docs), pull, leaves)
     assert all(relative(h, w) <= b for h, w, b in zip(have, want, bounds, strict=True))
@@ -203,8 +237,10 @@ def test_low_precision(twin, depths):
 
 @pytest.mark.parametrize("depths", [1, 2])
 def test_another_mask_would_be_seen(twin, depths):
-    inputs, docs = make(34, depths, 2, 1).leaves(twin.device), documents((20, 14))
-    out, other = attend(twin, inputs, docs), attend(twin, inputs, documents((19, 15)))
+    inputs = make(34, depths, 2, 1).leaves(twin.device)
+    docs = documents((20, 14))
+    out = attend(twin, inputs, docs)
+    other = attend(twin, inputs, documents((19, 15)))
     assert relative(out.detach(), other.detach().double()) > 1e-2
     inputs.k.data = inputs.k.data.roll(1, 1)
     assert relative(attend(twin, inputs, docs).detach(), out.detach().double()) > 1e-2
@@ -213,28 +249,38 @@ def test_another_mask_would_be_seen(twin, depths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("depths", [1, 3])
 def test_two_runs_agree_to_the_bit(depths):
-    twin, docs = Twin("cuda", "cuda"), documents((600, 400))
+    twin = Twin("cuda", "cuda")
+    docs = documents((600, 400))
     inputs = make(1000, depths, 16, 4, 64).leaves("cuda", torch.bfloat16)
-    runs = [with_gradients(attend(twin, inputs, docs), torch.ones(inputs.q.shape), inputs) for _ in range(2)]
+    runs = [
+        with_gradients(attend(twin, inputs, docs), torch.ones(inputs.q.shape), inputs)
+        for _ in range(2)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("attention", ["serving", "per_depth"])
 def test_rotary_families(twin, attention, monkeypatch):
-    """Depths of heads whose layers rotate, normalise and group: states and gradients are those of the reference."""
-    rotary = dict(position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True, mtp_pattern="*-")
+    """Depths of heads whose layers rotate, normalise and group: states and gradients are those of
+    the reference."""
+    rotary = dict(
+        position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True, mtp_pattern="*-"
+    )
     model = build_model(CONFIG.replace(**rotary), device=twin.device, seed=3)
     docs, positions = (t.to(twin.device) for t in packed(12, 1, 8))
     tokens = toy_tokens(21).to(twin.device)
     layer = importlib.import_module("mtpkit.model.layers.attention")
     with torch.no_grad():
         hidden = base_forward(model, tokens, SequenceInput(docs, positions))
-    parameters, found = list(model.mtp.parameters()), []
+    parameters = list(model.mtp.parameters())
+    found = []
     pull = torch.randn(3, *hidden.shape).to(hidden)
     for ops in (Twin("reference", "cpu")("attention"), twin("attention")):
         monkeypatch.setattr(layer, "sequence_attention", ops.sequence_attention)
         monkeypatch.setattr(layer, "depth_attention", ops.depth_attention)
-        states = torch.stack(list(unroll_depths(model, hidden, tokens, 3, attention, docs, positions)))
+        states = torch.stack(
+            list(unroll_depths(model, hidden, tokens, 3, attention, docs, positions))
+        )
         found.append([states.detach(), *torch.autograd.grad((states * pull).sum(), parameters)])
     want, have = found
     assert all(relative(h, w.double()) < 1e-4 for h, w in zip(have, want, strict=True))
@@ -253,15 +299,21 @@ REAL = {
 @pytest.mark.parametrize("depths", [1, 3])
 @pytest.mark.parametrize(("length", "heads", "groups", "width", "lengths"), REAL.values(), ids=REAL)
 def test_real_sizes(length, heads, groups, width, lengths, depths):
-    """bf16 on the GPU errs at most twice as much as the plain softmax does; a group of heads at a time is held."""
-    twin, docs = Twin("cuda", "cuda"), documents(lengths).cuda()
+    """bf16 on the GPU errs at most twice as much as the plain softmax does; a group of heads at a
+    time is held."""
+    twin = Twin("cuda", "cuda")
+    docs = documents(lengths).cuda()
     low = make(length, depths, heads, groups, width).leaves("cuda", torch.bfloat16)
-    pull, rep = torch.randn(low.q.shape).cuda().bfloat16(), heads // groups
+    pull = torch.randn(low.q.shape).cuda().bfloat16()
+    rep = heads // groups
     have = with_gradients(attend(twin, low, docs), pull, low)
     for group in (0, groups - 1):
-        part = Inputs(low.q[:, :, group * rep :][:, :, :rep], *(t[:, :, [group]] for t in low.flat()[1:3]), [])
+        part = Inputs(
+            low.q[:, :, group * rep :][:, :, :rep], *(t[:, :, [group]] for t in low.flat()[1:3]), []
+        )
         part = part._replace(later=[t[:, :, [group]] for t in low.later])
-        span, results = slice(group * rep, (group + 1) * rep), []
+        span = slice(group * rep, (group + 1) * rep)
+        results = []
         for dtype in (torch.float64, torch.bfloat16):
             leaves = part.leaves("cuda", dtype)
             results.append(with_gradients(plain(leaves, docs), pull[:, :, span], leaves))

@@ -13,10 +13,18 @@ from tests.shared import covering
 
 def test_only_what_has_no_rows_is_copied():
     wide = torch.randn(4, 3, 10)
-    for rows, view in ((with_rows, wide[:, 1, 2:7]), (with_rows, wide[..., :5]), (as_rows, wide[:, :, 2:7])):
+    for rows, view in (
+        (with_rows, wide[:, 1, 2:7]),
+        (with_rows, wide[..., :5]),
+        (as_rows, wide[:, :, 2:7]),
+    ):
         have = rows(view)
         assert have.data_ptr() == view.data_ptr() and torch.equal(have.view_as(view), view)
-    for rows, view in ((with_rows, wide.mT), (as_rows, wide[..., ::2]), (as_rows, wide.transpose(0, 1))):
+    for rows, view in (
+        (with_rows, wide.mT),
+        (as_rows, wide[..., ::2]),
+        (as_rows, wide.transpose(0, 1)),
+    ):
         have = rows(view)
         assert have.stride(-1) == 1 and torch.equal(have.view_as(view), view)
     assert as_rows(wide).shape == (12, 10)
@@ -25,14 +33,20 @@ def test_only_what_has_no_rows_is_copied():
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_layers_that_start_early_change_no_bit(tokens, monkeypatch):
-    """Each kernel reads what the one before it writes, and overwrites what the one before that reads."""
-    hidden, experts, inner = 512, 32, 256
+    """Each kernel reads what the one before it writes, and overwrites what the one before that
+    reads."""
+    hidden = 512
+    experts = 32
+    inner = 256
 
     def weights(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
 
-    norm, mix = weights(hidden), weights(hidden, hidden)
-    gate, fc1, fc2 = weights(experts, hidden), weights(experts, 2 * inner, hidden), weights(experts, hidden, inner)
+    norm = weights(hidden)
+    mix = weights(hidden, hidden)
+    gate = weights(experts, hidden)
+    fc1 = weights(experts, 2 * inner, hidden)
+    fc2 = weights(experts, hidden, inner)
     start = weights(tokens, hidden)
 
     def layers() -> torch.Tensor:
@@ -44,7 +58,8 @@ def test_layers_that_start_early_change_no_bit(tokens, monkeypatch):
             x = rms_norm(swiglu(torch.cat([x, x], 1)), norm, 1e-5)
         return x
 
-    graph, want = torch.cuda.CUDAGraph(), None
+    graph = torch.cuda.CUDAGraph()
+    want = None
     for _ in range(2):  # the first time kernels are compiled, which takes longer than they do
         found = layers()
     with torch.cuda.graph(graph):
@@ -78,16 +93,24 @@ def test_launches_of_few_programs_may_start_early(monkeypatch):
             return lambda *args, **constants: launched.append(constants)
 
     monkeypatch.setattr(device, "overlaps", lambda found: found.type == "meta")
-    on_gpu, on_cpu = torch.empty(2, device="meta"), torch.empty(2)
-    for most, grid, args in ((4, (2, 2), (3, None, (1, on_gpu))), (4, (5, 1), (on_gpu,)), (None, (5, 1), (on_gpu,))):
+    on_gpu = torch.empty(2, device="meta")
+    on_cpu = torch.empty(2)
+    for most, grid, args in (
+        (4, (2, 2), (3, None, (1, on_gpu))),
+        (4, (5, 1), (on_gpu,)),
+        (None, (5, 1), (on_gpu,)),
+    ):
         Early(Kernel(), most)[grid](*args, SIZE=1)
     Early(Kernel())[(1,)](on_cpu)
-    early, late = dict(SIZE=1, EARLY=True, launch_pdl=True), dict(SIZE=1, EARLY=False)
+    early = dict(SIZE=1, EARLY=True, launch_pdl=True)
+    late = dict(SIZE=1, EARLY=False)
     assert launched == [early, late, early, dict(EARLY=False)]
 
 
 @triton.jit
-def number_tiles(starts_ptr, found_ptr, rows, ITEMS: tl.constexpr, SIZE: tl.constexpr, SPARE: tl.constexpr):
+def number_tiles(
+    starts_ptr, found_ptr, rows, ITEMS: tl.constexpr, SIZE: tl.constexpr, SPARE: tl.constexpr
+):
     tile = tl.program_id(0)
     row, begin, tokens, first = row_of_tile(starts_ptr, rows, tile, ITEMS, SIZE, SPARE)
     tl.store(found_ptr + 4 * tile, row)
@@ -113,18 +136,21 @@ LENS = {
 }
 
 
-# The first start is taken off each, whatever the number of items: the two need not meet in every case.
+# The first start is taken off each, whatever the number of items: the two need not meet in every
+# case.
 @pytest.mark.parametrize(("rows", "items", "zero"), covering(LENS, (1, 3), (0, 11)))
 def test_every_tile_of_every_row_has_one_number(rows, items, zero):
     lens = LENS[rows]
-    size, begins = 8, torch.tensor([0, *lens]).cumsum(0)
+    size = 8
+    begins = torch.tensor([0, *lens]).cumsum(0)
     for spare in (1, 2):
         found = tiles_of(lens, items, size, spare, zero)
         assert all([begin, tokens] == [begins[row], lens[row]] for row, begin, tokens, _ in found)
         for row, length in enumerate(lens):
             firsts = [first for found_row, _, _, first in found if found_row == row]
             assert firsts == list(range(0, size * len(firsts), size))
-            # An empty row has a number too; a spare number is for a tile that begins before the row.
+            # An empty row has a number too; a spare number is for a tile that begins before the
+            # row.
             whole = -(-length * items // size)
             assert len(firsts) >= (max(1, whole) if spare == 1 else 1 + whole)
             # Tiles that begin up to size - 1 items before the row.

@@ -21,8 +21,8 @@ def on_gpu(requires_grad: bool = False) -> torch.Tensor:
 
 @pytest.fixture(params=[False])
 def op(monkeypatch, request):
-    """A picked op of two tensors, positional or keyword, that returns its twin's name and what it was given; its kernel
-    has a backward if the parameter says so."""
+    """A picked op of two tensors, positional or keyword, that returns its twin's name and what it
+    was given; its kernel has a backward if the parameter says so."""
     monkeypatch.delenv(CHOICE, raising=False)
 
     def scale(x, *others, **named):
@@ -36,14 +36,16 @@ def op(monkeypatch, request):
 
 
 def test_a_gpu_takes_the_kernel_and_a_cpu_the_reference(op):
-    x, other = on_gpu(), torch.ones(2)
+    x = on_gpu()
+    other = torch.ones(2)
     assert op(x, other, factor=other) == ("triton", (x, other), {"factor": other})
     assert op(other, x, factor=x) == ("reference", (other, x), {"factor": x})
 
 
 def test_what_asks_for_a_gradient_takes_the_reference(op):
     """The tensor that needs a gradient may be any of the arguments."""
-    plain, wanting = on_gpu(), on_gpu(requires_grad=True)
+    plain = on_gpu()
+    wanting = on_gpu(requires_grad=True)
     for arguments, named in (
         ((wanting,), {}),
         ((plain, wanting), {}),

@@ -7,11 +7,13 @@ import torch
 
 from mtpkit.kernels import NO_TOKEN
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's loops
+# the interpreter's loops
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 LOGIT_SHAPES = [(1, 1), (3, 17), (2, 4099), (5, 9000)]
 HEAD_SHAPES = [(1, 3, 17), (3, 63, 40), (16, 64, 128), (17, 130, 40), (33, 65, 96), (64, 129, 130)]
-"""Rows of hidden states, vocabulary, hidden size; with full and partly empty blocks in each dimension."""
+"""Rows of hidden states, vocabulary, hidden size; with full and partly empty blocks in each
+dimension."""
 
 
 def heads(rows, vocabulary, width, dtype=torch.float32):
@@ -24,9 +26,14 @@ def low(twin):
 
 
 def shortfall(tokens, hidden, weight):
-    """Distance of the chosen tokens' logits from the best, in fp64, relative to the largest logit."""
+    """Distance of the chosen tokens' logits from the best, in fp64, relative to the largest
+    logit."""
     logits = hidden.double() @ weight.double().t()
-    return ((logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.abs().amax()).max().item()
+    return (
+        ((logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / logits.abs().amax())
+        .max()
+        .item()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +46,9 @@ def test_argmax(twin, shape, dtype):
 
 
 @pytest.mark.parametrize("programs", [3, 6, 1000])
-@pytest.mark.parametrize("places", [(0, 8999), (5, 6, 7), (4095, 4096), (17, 4096 + 17, 8192 + 17), (8998, 8999)])
+@pytest.mark.parametrize(
+    "places", [(0, 8999), (5, 6, 7), (4095, 4096), (17, 4096 + 17, 8192 + 17), (8998, 8999)]
+)
 def test_first_of_ties(twin, places, programs, monkeypatch):
     """Equal logits lie within a block, in blocks of one program, or in those of several."""
     monkeypatch.setattr(twin("draft_head"), "PROGRAMS", programs, raising=False)
@@ -57,7 +66,9 @@ def test_argmax_of_equal_and_masked_logits(twin):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary, place", [(1, 0), (17, 16), (9000, 0), (9000, 5000), (9000, 8999)])
+@pytest.mark.parametrize(
+    "vocabulary, place", [(1, 0), (17, 16), (9000, 0), (9000, 5000), (9000, 8999)]
+)
 def test_no_token_of_invalid_logits(twin, vocabulary, place, dtype):
     """A row is invalid with one NaN or +inf anywhere, or -inf everywhere."""
     logits = torch.randn(5, vocabulary).to(dtype)
@@ -96,15 +107,22 @@ def test_a_pruned_vocabulary(twin, rows):
 
 def test_first_of_equal_tokens(twin):
     """Equal rows of the weight lie in one tile, or in two."""
-    hidden, weight = torch.ones(2, 16), torch.zeros(150, 16)
+    hidden = torch.ones(2, 16)
+    weight = torch.zeros(150, 16)
     weight[[70, 71, 149]] = 1.0
-    assert twin("draft_head").linear_argmax(hidden.to(twin.device), weight.to(twin.device)).tolist() == [70, 70]
+    assert twin("draft_head").linear_argmax(
+        hidden.to(twin.device), weight.to(twin.device)
+    ).tolist() == [70, 70]
 
 
 def test_nothing(twin):
     ops = twin("draft_head")
     nothing = torch.empty(0, 16, device=twin.device)
-    assert ops.argmax(nothing).shape == ops.linear_argmax(nothing, torch.ones(4, 16, device=twin.device)).shape == (0,)
+    assert (
+        ops.argmax(nothing).shape
+        == ops.linear_argmax(nothing, torch.ones(4, 16, device=twin.device)).shape
+        == (0,)
+    )
 
 
 def test_strided_hidden_states(twin):
@@ -125,7 +143,10 @@ def test_a_row_of_nan_has_no_token(twin, rows, mapped):
     hidden[2, 3], want[2] = math.nan, NO_TOKEN
     hidden[4], want[4] = math.inf, NO_TOKEN
     arguments = (hidden, weight, token_ids) if mapped else (hidden, weight)
-    assert twin("draft_head").linear_argmax(*(t.to(twin.device) for t in arguments)).tolist() == want.tolist()
+    assert (
+        twin("draft_head").linear_argmax(*(t.to(twin.device) for t in arguments)).tolist()
+        == want.tolist()
+    )
 
 
 @pytest.mark.parametrize("rows", [5, 70])
@@ -150,12 +171,17 @@ def test_streaming_at_every_height(twin, rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_best_logits_of_a_part(twin, rows):
-    """What ranks exchange: the best logit beside its token, +inf where a logit is invalid, -inf where none counts."""
+    """What ranks exchange: the best logit beside its token, +inf where a logit is invalid, -inf
+    where none counts."""
     hidden, weight = heads(rows, 40, 24)
     token_ids = torch.arange(100, 140)
-    values, tokens = twin("draft_head").linear_best(*(t.to(twin.device) for t in (hidden, weight, token_ids)))
+    values, tokens = twin("draft_head").linear_best(
+        *(t.to(twin.device) for t in (hidden, weight, token_ids))
+    )
     best = (hidden.double() @ weight.double().t()).max(-1)
-    assert values.dtype == torch.float32 and torch.allclose(values.cpu().double(), best.values, rtol=1e-4)
+    assert values.dtype == torch.float32 and torch.allclose(
+        values.cpu().double(), best.values, rtol=1e-4
+    )
     assert tokens.tolist() == (100 + best.indices).tolist()
     logits = (hidden @ weight.t()).to(twin.device)
     logits[0, 7] = math.nan

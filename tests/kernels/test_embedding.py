@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-VOCAB, WIDTH = 90, 70
+VOCAB = 90
+WIDTH = 70
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -11,7 +12,10 @@ VOCAB, WIDTH = 90, 70
 def test_parts_add_up(twin, count, dtype):
     table = torch.randn(VOCAB, 2 * WIDTH).to(dtype)[:, :WIDTH].to(twin.device)  # rows with a stride
     tokens = torch.randint(VOCAB, (2 * count,))[::2].to(twin.device)
-    parts = [twin("embedding").embedding_part(tokens, table[first : first + 30], first) for first in (0, 30, 60)]
+    parts = [
+        twin("embedding").embedding_part(tokens, table[first : first + 30], first)
+        for first in (0, 30, 60)
+    ]
     assert all(part.shape == (count, WIDTH) and part.dtype == dtype for part in parts)
     assert torch.equal(sum(parts), table[tokens])
     for first, part in zip((0, 30, 60), parts, strict=True):

@@ -1,4 +1,5 @@
-"""What ranks exchange through windows that all of them read, to the bit: processes that share memory of the host."""
+"""What ranks exchange through windows that all of them read, to the bit: processes that share
+memory of the host."""
 
 import importlib
 import json
@@ -22,7 +23,8 @@ RANKS = 3
 SIZES = [1, 3, 500, 2049, 4096, 5000, 1, 4097, LIMIT // 2]
 """One value, odd numbers of them, several channels, and as many as there is room for."""
 RACE = [5, 4097, 7, 2500] * 3
-REFERENCE, TRITON = ("reference",) * RANKS, ("triton",) * RANKS
+REFERENCE = ("reference",) * RANKS
+TRITON = ("triton",) * RANKS
 CASES = {
     "reference": (REFERENCE, SIZES, {}),
     "triton": (TRITON, SIZES, {}),
@@ -40,7 +42,8 @@ def window(path: Path) -> torch.Tensor:
 
 
 def draw(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Values of all ranks. Their sum depends on the order, but for bf16, to which the interpreter does not round."""
+    """Values of all ranks. Their sum depends on the order, but for bf16, to which the interpreter
+    does not round."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bfloat16:
         return list(torch.randint(-40, 40, (RANKS, count), generator=generator).to(dtype))
@@ -62,10 +65,15 @@ def draw_best(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def best_in_order(values: torch.Tensor, tokens: torch.Tensor) -> tuple[list[float], list[int]]:
-    """Row by row: the largest value, and among equals the smallest token, those of a rank counted from 100 * rank."""
-    tokens = [[token + 100 * rank * (token >= 0) for token in row] for rank, row in enumerate(tokens.tolist())]
+    """Row by row: the largest value, and among equals the smallest token, those of a rank counted
+    from 100 * rank."""
+    tokens = [
+        [token + 100 * rank * (token >= 0) for token in row]
+        for rank, row in enumerate(tokens.tolist())
+    ]
     rows = [
-        sorted(zip((-values[:, i]).tolist(), [row[i] for row in tokens], strict=True)) for i in range(len(tokens[0]))
+        sorted(zip((-values[:, i]).tolist(), [row[i] for row in tokens], strict=True))
+        for i in range(len(tokens[0]))
     ]
     return [-row[0][0] for row in rows], [row[0][1] for row in rows]
 
@@ -76,7 +84,8 @@ def exchanged(module, mine: Windows, size: int, seed: int) -> list[bool]:
     values = parts[mine.rank].clone()
     assert module.sum_over_ranks(values, mine) is values
     found = [torch.equal(values, in_order(parts))]
-    parts = [1 - part for part in parts]  # others, which must not take the place of those that are still read
+    # others, which must not take the place of those that are still read
+    parts = [1 - part for part in parts]
     found.append(torch.equal(module.gather_ranks(parts[mine.rank], mine), torch.stack(parts)))
     value, token = draw_best(min(size, 600), seed)
     best = module.best_of_ranks(value[mine.rank], token[mine.rank], 100 * mine.rank, mine)
@@ -84,12 +93,14 @@ def exchanged(module, mine: Windows, size: int, seed: int) -> list[bool]:
 
 
 class Barriers:
-    """Barriers of this process's kernels, two per program, at which others overtake it. At the first one, before its
-    flags are set, it sometimes sleeps. At the second, after it has seen all flags, one process in turn goes on to read
-    only when another one has set a flag again, for which that one has written its next values."""
+    """Barriers of this process's kernels, two per program, at which others overtake it. At the
+    first one, before its flags are set, it sometimes sleeps. At the second, after it has seen all
+    flags, one process in turn goes on to read only when another one has set a flag again, for which
+    that one has written its next values."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.count = rank, 0
+        self.rank = rank
+        self.count = 0
         self.mine = torch.empty(0)
 
     def __call__(self) -> None:
@@ -111,7 +122,8 @@ def exchanges(rank: int, path: Path) -> None:
         module = importlib.import_module(f"mtpkit.kernels.exchange.{twins[rank]}")
         windows = tuple(window(path / f"{number}.{other}") for other in range(RANKS))
         mine = Windows(rank, windows, torch.zeros(CHANNELS, dtype=torch.int64), LIMIT)
-        barriers.mine, barriers.count = windows[rank], 0
+        barriers.mine = windows[rank]
+        barriers.count = 0
         found[name] = []
         with pytest.MonkeyPatch.context() as patch:
             for attribute, value in broken.items():

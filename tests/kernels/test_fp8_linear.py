@@ -47,7 +47,8 @@ def test_linear(twin, rows, width, outputs):
     if twin.name == "interpreter":
         pytest.skip("the product is torch's, on a GPU")
     module = twin("linear")
-    x, weight = torch.randn(rows, width).to(twin.device).bfloat16(), torch.randn(outputs, width).to(twin.device)
+    x = torch.randn(rows, width).to(twin.device).bfloat16()
+    weight = torch.randn(outputs, width).to(twin.device)
     values, scale = module.quantize_rows(weight)
     y = module.fp8_linear(x, values, scale)
     assert y.dtype == x.dtype and y.shape == (rows, outputs)

@@ -5,7 +5,14 @@ import itertools
 import pytest
 import torch
 
-from mtpkit.kernels.head_loss.slices import draft_tokens, fold, log_probs, matches, number_tokens, row_losses
+from mtpkit.kernels.head_loss.slices import (
+    draft_tokens,
+    fold,
+    log_probs,
+    matches,
+    number_tokens,
+    row_losses,
+)
 
 pytestmark = [  # the interpreter's loops, and lanes that are behind the row
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -29,23 +36,34 @@ def small_blocks(twin, monkeypatch):
 
 
 def make_logits(depths, positions, vocab, dtype=torch.float32, spread=2.0):
-    """Teacher, students, mask and targets; every depth leaves out some positions, and one position has no depth."""
+    """Teacher, students, mask and targets; every depth leaves out some positions, and one position
+    has no depth."""
     mask = torch.rand(depths, positions) < 0.7
     mask[:, positions // 2] = positions == 1
-    teacher, students = torch.randn(positions, vocab), torch.randn(int(mask.sum()), vocab)
-    return (teacher * spread).to(dtype), (students * spread).to(dtype), mask, torch.randint(vocab, (positions,))
+    teacher = torch.randn(positions, vocab)
+    students = torch.randn(int(mask.sum()), vocab)
+    return (
+        (teacher * spread).to(dtype),
+        (students * spread).to(dtype),
+        mask,
+        torch.randint(vocab, (positions,)),
+    )
 
 
 def definition(teacher, students, mask, targets, kind, temperature=1.0, top_k=0):
     """Losses [S] and gradient [S, V] in fp64."""
     rows = mask.nonzero()[:, 1]
-    teacher, students = teacher.double()[rows], students.double().requires_grad_()
+    teacher = teacher.double()[rows]
+    students = students.double().requires_grad_()
     if top_k:
         floor = teacher.topk(top_k).values[:, -1:]
         teacher = teacher.where(teacher >= floor, -torch.inf)
-    base, log_probs = (teacher / temperature).log_softmax(-1), (students / temperature).log_softmax(-1)
+    base = (teacher / temperature).log_softmax(-1)
+    log_probs = (students / temperature).log_softmax(-1)
     if kind == "kl":
-        losses = (base.exp() * (base.where(base.isfinite(), 0) - log_probs)).sum(-1) * temperature**2
+        losses = (base.exp() * (base.where(base.isfinite(), 0) - log_probs)).sum(
+            -1
+        ) * temperature**2
     elif kind == "tv":
         losses = (base.exp() - log_probs.exp()).abs().sum(-1) / 2
     else:
@@ -55,7 +73,9 @@ def definition(teacher, students, mask, targets, kind, temperature=1.0, top_k=0)
 
 def in_buffer(logits, device):
     """Copy the numbers into rows with NaN behind each."""
-    spread = torch.full((len(logits), logits.shape[1] + PADDING), torch.nan, dtype=logits.dtype, device=device)
+    spread = torch.full(
+        (len(logits), logits.shape[1] + PADDING), torch.nan, dtype=logits.dtype, device=device
+    )
     spread[:, : logits.shape[1]] = logits.to(device)
     return spread[:, : logits.shape[1]]
 
@@ -64,14 +84,17 @@ def compute(twin, teacher, students, mask, targets, kind, temperature=1.0, top_k
     """Losses, gradient and matches, with the vocabulary cut into slices as ranks hold it."""
     floor = teacher.topk(top_k).values[:, -1].to(twin.device) if top_k else None
     edges = [0, *cuts, teacher.shape[1]]
-    losses, buffers, own = [], [], []
+    losses = []
+    buffers = []
+    own = []
     for first, last in itertools.pairwise(edges):
         base, buffer = (in_buffer(part[:, first:last], twin.device) for part in (teacher, students))
         place = mask.to(twin.device), (targets - first).to(twin.device)
         losses.append(twin("head_loss").HeadLoss(base, buffer, *place, kind, temperature, floor))
         buffers.append(buffer)
         own.append(number_tokens(fold(losses[-1].statistics(), kind, temperature), first))
-    whole, pull = fold(torch.stack(own), kind, temperature), None
+    whole = fold(torch.stack(own), kind, temperature)
+    pull = None
     if kind == "tv":
         values, pull = torch.stack([loss.overlap(whole).sum(0) for loss in losses]).sum(0)
     else:
@@ -84,7 +107,11 @@ def compute(twin, teacher, students, mask, targets, kind, temperature=1.0, top_k
 
 
 def error(have, want):
-    return ((have.double() - want).abs().max() / want.abs().max().clamp(min=1e-3)).item() if want.numel() else 0.0
+    return (
+        ((have.double() - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
+        if want.numel()
+        else 0.0
+    )
 
 
 def assert_right(twin, inputs, kind, **settings):
@@ -102,19 +129,26 @@ def test_losses_and_gradient(twin, shape, kind):
 @pytest.mark.parametrize("cut", [None, 250])
 def test_overlap_and_probabilities_from_the_statistics_of_kl(twin, cut):
     teacher, students, mask, targets = make_logits(2, 5, 500)
-    losses, own = [], []
+    losses = []
+    own = []
     for first, last in itertools.pairwise([0, *([cut] if cut else []), 500]):
         parts = (in_buffer(part[:, first:last], twin.device) for part in (teacher, students))
-        losses.append(twin("head_loss").HeadLoss(*parts, mask.to(twin.device), targets.to(twin.device), "kl"))
+        losses.append(
+            twin("head_loss").HeadLoss(*parts, mask.to(twin.device), targets.to(twin.device), "kl")
+        )
         own.append(number_tokens(fold(losses[-1].statistics(), "kl"), first))
     whole = fold(torch.stack(own), "kl")
     distances = torch.stack([loss.overlap(whole).sum(0) for loss in losses]).sum(0)[0].cpu()
     assert error(distances, definition(teacher, students, mask, targets, "tv")[0]) < TOLERANCE
-    rows, each = mask.nonzero()[:, 1], torch.arange(len(students))
+    rows = mask.nonzero()[:, 1]
+    each = torch.arange(len(students))
     drafts = draft_tokens(whole).cpu()
     assert torch.equal(drafts, students.argmax(-1))
     have = log_probs(whole.cpu(), students[each, drafts], teacher[rows, drafts])
-    want = students.double().log_softmax(-1)[each, drafts], teacher.double().log_softmax(-1)[rows, drafts]
+    want = (
+        students.double().log_softmax(-1)[each, drafts],
+        teacher.double().log_softmax(-1)[rows, drafts],
+    )
     assert all(error(*pair) < TOLERANCE for pair in zip(have, want, strict=True))
 
 
@@ -140,20 +174,24 @@ def test_slices_fold_into_the_whole(twin, kind, cuts):
 
 @pytest.mark.parametrize("cuts", [(), (200,)])
 def test_matches_take_the_first_of_equals(twin, cuts):
-    """The best token of each teacher row is 130 and 260, of the students' rows the first of the places named."""
+    """The best token of each teacher row is 130 and 260, of the students' rows the first of the
+    places named."""
     places = [(130,), (130, 260), (260,), (5, 130), (129, 130), (131,), (130, 131, 299)]
-    teacher, students = torch.randn(1, 300).clamp(max=2).repeat(7, 1), torch.randn(7, 300).clamp(max=2)
+    teacher = torch.randn(1, 300).clamp(max=2).repeat(7, 1)
+    students = torch.randn(7, 300).clamp(max=2)
     teacher[:, [130, 260]] = 4.0
     for student, equals in zip(students, places, strict=True):
         student[list(equals)] = 3.0
-    mask, targets = torch.ones(1, 7, dtype=torch.bool), torch.zeros(7, dtype=torch.int64)
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    targets = torch.zeros(7, dtype=torch.int64)
     *_, same = compute(twin, teacher, students, mask, targets, "kl", cuts=cuts)
     assert same.tolist() == [True, True, False, False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_logits(twin, kind):
-    """Some distributions have all mass on one token, so that the other probabilities are 0 in fp32."""
+    """Some distributions have all mass on one token, so that the other probabilities are 0 in
+    fp32."""
     teacher, students, mask, targets = make_logits(2, 6, 300, spread=100.0)
     inputs = (teacher + 1000, students - 1000, mask, targets)
     want, want_gradient = definition(*inputs, kind)
@@ -177,10 +215,15 @@ def test_low_precision_is_that_of_the_gradient_alone(twin, kind):
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 @pytest.mark.parametrize("whose", [0, 1], ids=["teacher", "student"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_that_are_not_finite_are_no_match_and_their_loss_is_not_finite(twin, kind, whose, bad, cut):
-    """One logit of a row or all of them are invalid, at one position; the results of other positions do not change."""
+def test_logits_that_are_not_finite_are_no_match_and_their_loss_is_not_finite(
+    twin, kind, whose, bad, cut
+):
+    """One logit of a row or all of them are invalid, at one position; the results of other
+    positions do not change."""
     teacher, _, _, targets = make_logits(1, 6, 500)
-    students, mask = teacher.clone(), torch.ones(1, 6, dtype=torch.bool)  # all of them match
+    # all of them match
+    students = teacher.clone()
+    mask = torch.ones(1, 6, dtype=torch.bool)
     want, _, _ = compute(twin, teacher, students, mask, targets, kind, cuts=[cut] if cut else ())
     for row, places in ((1, [0]), (2, [300]), (4, slice(None))):
         (teacher, students)[whose][row, places] = float(bad)
@@ -193,7 +236,9 @@ def test_logits_that_are_not_finite_are_no_match_and_their_loss_is_not_finite(tw
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_selected(twin, kind):
     teacher, students, mask, targets = make_logits(2, 3, 40)
-    values, gradient, _ = compute(twin, teacher, students[:0], torch.zeros_like(mask), targets, kind)
+    values, gradient, _ = compute(
+        twin, teacher, students[:0], torch.zeros_like(mask), targets, kind
+    )
     assert values.shape == (0,) and gradient.shape == (0, 40)
 
 

@@ -1,4 +1,5 @@
-"""Values that are not finite where a token does not look: entries that nothing wrote, and other tokens of the step."""
+"""Values that are not finite where a token does not look: entries that nothing wrote, and other
+tokens of the step."""
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from tests.kernels.test_trees import CHAIN, DEPTH, MASKS, PARENTS, TOKENS, Delta
 CONTEXTS = [0, 5, 61]
 EARLIER = 4
 SPARSE = torch.tensor([[16, 33, 80], [17, 32, 64], [18, 50, 82]])
-"""Masks of the tokens 4 .. 6 of trees of 7 entries, of which the first ones are in part seen by nobody."""
+"""Masks of the tokens 4 .. 6 of trees of 7 entries, of which the first ones are in part seen by
+nobody."""
 
 
 def unseen(masks: torch.Tensor, tables: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Entries of the caches, as flat indices, that belong to a tree and that none of its queries sees."""
+    """Entries of the caches, as flat indices, that belong to a tree and that none of its queries
+    sees."""
     seen = seen_tokens(masks, TOKENS).any(1)
     places = [
         int(tables[row, place // block_size]) * block_size + place % block_size
@@ -50,12 +53,17 @@ def test_attention_reads_no_entry_that_no_query_sees(twin, block_size, splits):
 def test_latent_attention_reads_no_entry_that_no_query_sees(twin, splits):
     model = Model(CONTEXTS, [TOKENS] * 3)
     options = {} if twin.name == "reference" else dict(splits=splits)
-    latent, rotary = (t.unflatten(0, (3, TOKENS))[:, EARLIER:] for t in model.queries(model.q_nope, model.q_rotary))
+    latent, rotary = (
+        t.unflatten(0, (3, TOKENS))[:, EARLIER:]
+        for t in model.queries(model.q_nope, model.q_rotary)
+    )
 
     def attend():
         places = (model.cache, model.tables, torch.tensor(CONTEXTS))
         tensors = (t.to(twin.device) for t in (latent, rotary, *places))
-        return twin("latent_attention").latent_attention(*tensors, SCALE, SPARSE.to(twin.device), EARLIER, **options)
+        return twin("latent_attention").latent_attention(
+            *tensors, SCALE, SPARSE.to(twin.device), EARLIER, **options
+        )
 
     want = attend()
     model.cache.flatten(0, 1)[unseen(SPARSE, model.tables, model.cache.shape[1])] = torch.nan
@@ -73,13 +81,16 @@ def unaware(masks: torch.Tensor) -> torch.Tensor:
 
 
 def check(have: torch.Tensor, want: torch.Tensor, masks: torch.Tensor) -> None:
-    """Outputs [3, T, ...]: what does not see the broken token has the same bits, and its own output tells."""
+    """Outputs [3, T, ...]: what does not see the broken token has the same bits, and its own output
+    tells."""
     rest = unaware(masks)
     assert rest.any() and want.isfinite().all() and have[rest].equal(want[rest])
     assert not have[:, BROKEN].isfinite().all((1, 2)).any()
 
 
-@pytest.mark.parametrize(("kind", "value"), [("keys", torch.nan), ("values", torch.nan), ("values", torch.inf)])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("keys", torch.nan), ("values", torch.nan), ("values", torch.inf)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_keeps_a_broken_token_to_those_that_see_it(twin, shape, kind, value):
     caches, tables, histories = make_paged(CONTEXTS, [TOKENS] * 3, 4)
@@ -97,13 +108,18 @@ def test_attention_keeps_a_broken_token_to_those_that_see_it(twin, shape, kind, 
     check(twin("attention").paged_attention(q, *caches, *places).cpu(), want, SHAPES[shape][1])
 
 
-@pytest.mark.parametrize(("kind", "value"), [("keys", torch.nan), ("latents", torch.nan), ("latents", torch.inf)])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("keys", torch.nan), ("latents", torch.nan), ("latents", torch.inf)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_latent_attention_keeps_a_broken_token_to_those_that_see_it(twin, shape, kind, value):
     model = Model(CONTEXTS, [TOKENS] * 3)
-    latent, rotary = (t.unflatten(0, (3, TOKENS)) for t in model.queries(model.q_nope, model.q_rotary))
+    latent, rotary = (
+        t.unflatten(0, (3, TOKENS)) for t in model.queries(model.q_nope, model.q_rotary)
+    )
     masks = None if shape == "chain" else MASKS.to(twin.device)
-    cache, size = model.cache.to(twin.device), model.cache.shape[1]
+    cache = model.cache.to(twin.device)
+    size = model.cache.shape[1]
     places = [t.to(twin.device) for t in (model.tables, torch.tensor(CONTEXTS))]
     given = latent.to(twin.device), rotary.to(twin.device), cache, *places, SCALE, masks
     want = twin("latent_attention").latent_attention(*given).cpu()
@@ -121,16 +137,24 @@ def test_latent_attention_keeps_a_broken_token_to_those_that_see_it(twin, shape,
 INPUTS = [
     *(("chain", Mamba, place, torch.nan) for place in range(4)),
     *(("chain", Delta, place, torch.nan) for place in range(5)),
-    *(("tree", kind, place, value) for kind, place in ((Mamba, 0), (Delta, 2)) for value in (torch.nan, torch.inf)),
+    *(
+        ("tree", kind, place, value)
+        for kind, place in ((Mamba, 0), (Delta, 2))
+        for value in (torch.nan, torch.inf)
+    ),
 ]
-"""Each input by its place in `Mamba.drawn` or `Delta.drawn`; x of the one and v of the other also in trees."""
+"""Each input by its place in `Mamba.drawn` or `Delta.drawn`; x of the one and v of the other also
+in trees."""
 
 
 @pytest.mark.parametrize(("shape", "kind", "broken", "value"), INPUTS)
 def test_recurrences_keep_a_broken_token_to_those_that_see_it(twin, shape, kind, broken, value):
     """With replay and with snapshots."""
     rows, (parents, masks) = kind(13), SHAPES[shape]
-    ways = [(rows.replay, None if shape == "chain" else masks), (rows.snapshot, None if shape == "chain" else parents)]
+    ways = [
+        (rows.replay, None if shape == "chain" else masks),
+        (rows.snapshot, None if shape == "chain" else parents),
+    ]
     want = [run(twin, given)[0] for run, given in ways]
     rows.tokens[broken][:, BROKEN, 1] = value
     for (run, given), before in zip(ways, want, strict=True):
@@ -161,11 +185,21 @@ def test_the_delta_rule_of_a_prompt_tells_of_a_decay_that_is_not_finite(twin):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_convolutions_keep_a_broken_token_to_those_that_see_it(twin, shape):
     (weight, bias), (parents, masks) = parameters(4, True), SHAPES[shape]
-    x, state, slots = torch.randn(3, TOKENS, 5), torch.randn(3, 4 + TOKENS, 5), torch.arange(3)
+    x = torch.randn(3, TOKENS, 5)
+    state = torch.randn(3, 4 + TOKENS, 5)
+    slots = torch.arange(3)
     committed = torch.tensor([2, 0, 1])
 
     def run():
-        given = (x, state.clone(), weight, bias, slots, committed, None if shape == "chain" else parents)
+        given = (
+            x,
+            state.clone(),
+            weight,
+            bias,
+            slots,
+            committed,
+            None if shape == "chain" else parents,
+        )
         tensors = [None if t is None else t.to(twin.device) for t in given]
         return twin("causal_conv1d").causal_conv1d_update(*tensors)[..., None].cpu()
 

@@ -22,7 +22,13 @@ def test_numbers_are_the_nearest_multiples_of_their_scales(bits, columns, dtype)
     index = torch.tensor([[0, 4098], [1, 4097]])
     have = rows.at(index, torch.float32)
     want = table[index].float()
-    largest = table.float().unflatten(1, (groups, -1)).abs().amax(-1)[index].repeat_interleave(columns // groups, -1)
+    largest = (
+        table.float()
+        .unflatten(1, (groups, -1))
+        .abs()
+        .amax(-1)[index]
+        .repeat_interleave(columns // groups, -1)
+    )
     assert ((have - want).abs() <= largest / (2**bits - 2) * 1.001 + 1e-9).all()
     assert rows.at(index, torch.bfloat16).equal(have.bfloat16())
 
@@ -30,14 +36,19 @@ def test_numbers_are_the_nearest_multiples_of_their_scales(bits, columns, dtype)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_of_zeros_and_of_numbers_that_are_none(bits):
     table = torch.zeros(4, 6)
-    table[1, 2], table[2, 0], table[3] = torch.nan, torch.inf, torch.tensor([7.0, -7.0, 1.0, 0.0, 3.0, -2.0])
+    table[1, 2], table[2, 0], table[3] = (
+        torch.nan,
+        torch.inf,
+        torch.tensor([7.0, -7.0, 1.0, 0.0, 3.0, -2.0]),
+    )
     have = IntegerRows.of(table, bits).at(torch.arange(4), torch.float32)
     assert not have[0].any() and have[1, :4].isnan()[2] and have[2].isnan().any()
     assert bits == 8 or have[3].tolist() == [7.0, -7.0, 1.0, 0.0, 3.0, -2.0]
 
 
 def test_two_numbers_to_a_byte():
-    """Worked example: at scale 1 the numbers 3 and -7 are 11 and 1, that of the even column in the low half."""
+    """Worked example: at scale 1 the numbers 3 and -7 are 11 and 1, that of the even column in the
+    low half."""
     rows = IntegerRows.of(torch.tensor([[3.0, -7.0], [7.0, 2.0]]), 4)
     assert rows.values.tolist() == [[11 + 16 * 1], [15 + 16 * 10]]
     with pytest.raises(ValueError, match="3 columns are odd"):

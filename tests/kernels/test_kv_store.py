@@ -7,9 +7,12 @@ from tests.kernels.conftest import Twin
 
 
 def store(twin, new, caches, slots):
-    """new [2, T, kv_heads, d] through the op of a twin; the caches [2, blocks, block_size, kv_heads, d] after it."""
+    """new [2, T, kv_heads, d] through the op of a twin; the caches [2, blocks, block_size,
+    kv_heads, d] after it."""
     caches = caches.to(twin.device)
-    twin("kv_store").store_kv(*new.to(twin.device), *caches, torch.tensor(slots, dtype=torch.int64).to(twin.device))
+    twin("kv_store").store_kv(
+        *new.to(twin.device), *caches, torch.tensor(slots, dtype=torch.int64).to(twin.device)
+    )
     return caches.cpu()
 
 
@@ -31,7 +34,9 @@ def test_views_of_a_fused_projection_and_another_dtype(twin):
     """Keys and values beside each other and beside queries, in numbers that both types hold."""
     fused = torch.randn(3, 2, 4, 8).bfloat16().float()
     new = fused[:, :, 2:].permute(2, 0, 1, 3)
-    caches = store(twin, new, torch.full((2, 3, 4, 2, 8), torch.nan, dtype=torch.bfloat16), [5, -1, 2])
+    caches = store(
+        twin, new, torch.full((2, 3, 4, 2, 8), torch.nan, dtype=torch.bfloat16), [5, -1, 2]
+    )
     for token, slot in ((0, 5), (2, 2)):
         assert torch.equal(caches.flatten(1, 2)[:, slot], new[:, token].bfloat16())
     assert caches.isnan().sum() == 2 * 10 * 2 * 8
@@ -43,7 +48,9 @@ def test_entries_of_two_widths_side_by_side_in_one_row(twin, key_width, value_wi
     rows = torch.full((3, 4, 1, key_width + value_width), torch.nan, device=twin.device)
     new = torch.randn(3, 1, key_width + value_width, device=twin.device)
     parts = key_width, value_width
-    twin("kv_store").store_kv(*new.split(parts, -1), *rows.split(parts, -1), torch.tensor([7, -1, 9]).to(twin.device))
+    twin("kv_store").store_kv(
+        *new.split(parts, -1), *rows.split(parts, -1), torch.tensor([7, -1, 9]).to(twin.device)
+    )
     assert torch.equal(rows.flatten(0, 1)[[7, 9]], new[[0, 2]])
     assert rows.isnan().sum() == 10 * (key_width + value_width)
 

@@ -1,4 +1,5 @@
-"""Latent attention against attention over the keys and values of every head, made from the latents in fp64."""
+"""Latent attention against attention over the keys and values of every head, made from the latents
+in fp64."""
 
 import importlib
 
@@ -9,18 +10,30 @@ from torch import Tensor
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
 
-LATENT, ROTARY, HEADS, NOPE, VALUE, BLOCK = 24, 6, 3, 5, 7, 4
+LATENT = 24
+ROTARY = 6
+HEADS = 3
+NOPE = 5
+VALUE = 7
+BLOCK = 4
 SCALE = 0.37
 TOLERANCE = 1e-5
 CONTEXTS = [0, 3, 4, 9, 61]
 
 
 class Model:
-    """Projections of one layer, and rows whose histories are scattered over a cache that is NaN elsewhere."""
+    """Projections of one layer, and rows whose histories are scattered over a cache that is NaN
+    elsewhere."""
 
-    def __init__(self, contexts: list[int], new: list[int], latent: int = LATENT, heads: int = HEADS) -> None:
-        self.new, self.contexts = new, contexts
-        self.key_up, self.value_up = torch.randn(heads, NOPE, latent), torch.randn(heads, VALUE, latent)
+    def __init__(
+        self, contexts: list[int], new: list[int], latent: int = LATENT, heads: int = HEADS
+    ) -> None:
+        self.new = new
+        self.contexts = contexts
+        self.key_up, self.value_up = (
+            torch.randn(heads, NOPE, latent),
+            torch.randn(heads, VALUE, latent),
+        )
         self.q_nope = [torch.randn(count, heads, NOPE) for count in new]
         self.q_rotary = [torch.randn(count, heads, ROTARY) for count in new]
         lengths = [max(context, 0) + count for context, count in zip(contexts, new, strict=True)]
@@ -35,19 +48,25 @@ class Model:
             self.cache[self.tables[row, places // BLOCK], places % BLOCK] = history
 
     def queries(self, nope: list[Tensor], rotary: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """[T, heads, C] and [T, heads, P] of all rows, views of wider tensors as layers have them."""
+        """[T, heads, C] and [T, heads, P] of all rows, views of wider tensors as layers have
+        them."""
         absorbed = torch.einsum("thd,hdc->htc", torch.cat(nope), self.key_up).transpose(0, 1)
         return absorbed, torch.cat([torch.cat(rotary), torch.cat(rotary)], -1)[..., :ROTARY]
 
     def want(self, row: int) -> Tensor:
         """[t, heads, VALUE] in fp64, without absorption."""
-        history, count = self.histories[row].double(), self.new[row]
+        history = self.histories[row].double()
+        count = self.new[row]
         latent = self.key_up.shape[-1]
-        keys, values = (torch.einsum("nc,hdc->nhd", history[:, :latent], up.double()) for up in self.ups)
+        keys, values = (
+            torch.einsum("nc,hdc->nhd", history[:, :latent], up.double()) for up in self.ups
+        )
         scores = torch.einsum("thd,nhd->htn", self.q_nope[row].double(), keys)
         scores += torch.einsum("thd,nd->htn", self.q_rotary[row].double(), history[:, latent:])
         mask = torch.ones(len(history), len(history), dtype=torch.bool).tril()[-count:]
-        return torch.einsum("htn,nhd->thd", (SCALE * scores).masked_fill(~mask, -torch.inf).softmax(-1), values)
+        return torch.einsum(
+            "htn,nhd->thd", (SCALE * scores).masked_fill(~mask, -torch.inf).softmax(-1), values
+        )
 
     @property
     def ups(self) -> tuple[Tensor, Tensor]:
@@ -55,32 +74,46 @@ class Model:
 
     def error(self, out: Tensor) -> float:
         """Worst error of the rows of out [T, heads, C] that have a context."""
-        made = torch.einsum("thc,hdc->thd", out.cpu().double(), self.value_up.double()).split(self.new)
+        made = torch.einsum("thc,hdc->thd", out.cpu().double(), self.value_up.double()).split(
+            self.new
+        )
         rows = [row for row, count in enumerate(self.new) if count and self.contexts[row] >= 0]
         return max(relative(made[row], self.want(row)) for row in rows)
 
 
 def decode(twin: Twin, model: Model, **options) -> Tensor:
     """The result of rows with equally many tokens, [T, heads, C]."""
-    parts = [part.unflatten(0, (len(model.new), -1)) for part in model.queries(model.q_nope, model.q_rotary)]
-    tensors = [t.to(twin.device) for t in (*parts, model.cache, model.tables, torch.tensor(model.contexts))]
+    parts = [
+        part.unflatten(0, (len(model.new), -1))
+        for part in model.queries(model.q_nope, model.q_rotary)
+    ]
+    tensors = [
+        t.to(twin.device) for t in (*parts, model.cache, model.tables, torch.tensor(model.contexts))
+    ]
     return twin("latent_attention").latent_attention(*tensors, SCALE, **options).flatten(0, 1).cpu()
 
 
 def prefill(twin: Twin, model: Model, first: int = 0, tiles=(None, None)) -> Tensor:
-    """The result of chunks [T, heads, VALUE]: over their contexts in latents, over their own tokens per head."""
-    ops, lens = twin("latent_attention"), torch.tensor(model.contexts).to(twin.device)
+    """The result of chunks [T, heads, VALUE]: over their contexts in latents, over their own tokens
+    per head."""
+    ops = twin("latent_attention")
+    lens = torch.tensor(model.contexts).to(twin.device)
     start = (torch.tensor([0, *model.new]).cumsum(0) + first).to(twin.device)
     absorbed, rotary = model.queries(model.q_nope, model.q_rotary)
     tensors = [t.to(twin.device) for t in (absorbed, rotary, model.cache, model.tables)]
     options = [{} if chosen is None else {"tiles": chosen} for chosen in tiles]
     before, lse = ops.latent_context_attention(*tensors, lens, start, SCALE, **options[0])
     own = torch.cat(
-        [history[len(history) - count :] for history, count in zip(model.histories, model.new, strict=True)]
+        [
+            history[len(history) - count :]
+            for history, count in zip(model.histories, model.new, strict=True)
+        ]
     )
     latent, keys = own.split([own.shape[1] - ROTARY, ROTARY], -1)
     up = torch.cat(model.ups, 1).flatten(0, 1)  # of one product, as layers have it
-    plain, values = (latent @ up.t()).unflatten(-1, (len(model.key_up), -1)).split([NOPE, VALUE], -1)
+    plain, values = (
+        (latent @ up.t()).unflatten(-1, (len(model.key_up), -1)).split([NOPE, VALUE], -1)
+    )
     k = torch.cat([plain, keys[:, None].expand(-1, plain.shape[1], -1)], -1)
     q = torch.cat([torch.cat(model.q_nope), rotary], -1)
     earlier = torch.einsum("thc,hdc->htd", before, model.value_up.to(before.device)).transpose(0, 1)
@@ -132,9 +165,13 @@ def test_no_context_counts_nothing(twin):
     """Neither zeros, nor what lies in the blocks that the tables of such rows name."""
     model = Model([0, 5], [3, 2])
     model.tables[0] = 0
-    ops, start = twin("latent_attention"), torch.tensor([0, 3, 5])
+    ops = twin("latent_attention")
+    start = torch.tensor([0, 3, 5])
     queries = model.queries(model.q_nope, model.q_rotary)
-    tensors = [t.to(twin.device) for t in (*queries, model.cache, model.tables, torch.tensor([0, 5]), start)]
+    tensors = [
+        t.to(twin.device)
+        for t in (*queries, model.cache, model.tables, torch.tensor([0, 5]), start)
+    ]
     out, lse = ops.latent_context_attention(*tensors, SCALE)
     assert (out[:3] == 0).all() and (lse[:3] == -torch.inf).all()
     assert out[3:].isfinite().all() and lse[3:].isfinite().all() and lse.dtype == torch.float32

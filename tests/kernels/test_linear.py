@@ -1,4 +1,5 @@
-"""The linear with its norm, activation and residual against the same in fp64; bf16 is allowed twice PyTorch's error."""
+"""The linear with its norm, activation and residual against the same in fp64; bf16 is allowed twice
+PyTorch's error."""
 
 import importlib
 from typing import Any
@@ -15,13 +16,24 @@ EPS = 0.1
 GRADIENT_TOLERANCE = 2**-6
 """Relative error of some roundings to bf16, of 2^-9 each, one after another."""
 SMALL = (64, 32, 3, 4, 2)
-"""A tile that divides the widths below, whose outputs two programs share; it takes the matrix unit of the real ones."""
+"""A tile that divides the widths below, whose outputs two programs share; it takes the matrix unit
+of the real ones."""
 
 
 def draw(
-    rows, outputs, width, device="cpu", dtype=torch.bfloat16, norm=False, group=None, residual=False, bias=False, **rest
+    rows,
+    outputs,
+    width,
+    device="cpu",
+    dtype=torch.bfloat16,
+    norm=False,
+    group=None,
+    residual=False,
+    bias=False,
+    **rest,
 ):
-    """Arguments of `linear`; x, gate and residual are slices of wider tensors, with NaN around x and the gate."""
+    """Arguments of `linear`; x, gate and residual are slices of wider tensors, with NaN around x
+    and the gate."""
 
     def sliced(columns: int) -> torch.Tensor:
         wide = torch.full((rows + 1, columns + 16), torch.nan)
@@ -76,11 +88,14 @@ def run(twin: Twin, arguments: dict, tile: tuple | None = SMALL) -> torch.Tensor
 
 def own_residual(arguments: dict) -> dict:
     """Copy the residual, which the call may overwrite."""
-    return {name: value.clone() if name == "residual" else value for name, value in arguments.items()}
+    return {
+        name: value.clone() if name == "residual" else value for name, value in arguments.items()
+    }
 
 
 def check(twin: Twin, arguments: dict, **options) -> None:
-    want, out = oracle(**arguments), run(twin, arguments, **options)
+    want = oracle(**arguments)
+    out = run(twin, arguments, **options)
     # Triton's interpreter cuts bf16 off instead of rounding.
     limit = 2 * relative(reference.linear(**own_residual(arguments)), want) + (
         2**-7 if twin.name == "interpreter" else 0
@@ -111,9 +126,12 @@ def test_bf16(twin, case, rows):
 @pytest.mark.parametrize(("rows", "norms"), [(16, 0), (17, 1), (32, 1)])
 def test_the_norm_of_many_rows_has_a_kernel_of_its_own(rows, norms, monkeypatch):
     """Which rounds once more, but is not repeated by every program of the product."""
-    module, calls = Twin("interpreter", "cpu")("linear"), []
+    module = Twin("interpreter", "cpu")("linear")
+    calls = []
     rms_norm = module.norms.rms_norm
-    monkeypatch.setattr(module.norms, "rms_norm", lambda *args: calls.append(args) or rms_norm(*args))
+    monkeypatch.setattr(
+        module.norms, "rms_norm", lambda *args: calls.append(args) or rms_norm(*args)
+    )
     run(Twin("interpreter", "cpu"), draw(rows, 70, 128, norm=True))
     assert len(calls) == norms
 
@@ -127,11 +145,18 @@ def test_tiles(twin, case, tile):
 
 
 @pytest.mark.parametrize("case", ["plain", "norm, relu^2", "all", "a group a program"])
-@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (33, torch.float32), (33, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(3, torch.float32), (33, torch.float32), (33, torch.bfloat16)]
+)
 def test_many_rows_and_fp32(twin, case, rows, dtype):
     arguments = draw(rows, 5, 64, twin.device, dtype, **CASES[case])
-    want, out = oracle(**arguments), run(twin, arguments, tile=None)
-    limit = 2 * relative(reference.linear(**own_residual(arguments)), want) if dtype == torch.bfloat16 else 1e-5
+    want = oracle(**arguments)
+    out = run(twin, arguments, tile=None)
+    limit = (
+        2 * relative(reference.linear(**own_residual(arguments)), want)
+        if dtype == torch.bfloat16
+        else 1e-5
+    )
     assert out.dtype == dtype and relative(out, want) <= limit
 
 
@@ -140,7 +165,8 @@ def test_a_width_that_no_tile_divides(twin):
 
 
 def test_rows_do_not_mix_and_calls_repeat(twin):
-    """A row of NaN, such as a padding row, does not spread, and the same call gives the same bits."""
+    """A row of NaN, such as a padding row, does not spread, and the same call gives the same
+    bits."""
     arguments = draw(3, 70, 128, twin.device, norm=True, activation="relu2")
     first = run(twin, arguments)
     assert torch.equal(first, run(twin, arguments))
@@ -177,16 +203,20 @@ def test_tiles_of_the_table_divide_what_they_are_for():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "width", "splits"), [(24, 128, 1), (24, 384, 3), (24, 9216, 8), (4096, 5120, 5), (50000, 8192, 1)]
+    ("outputs", "width", "splits"),
+    [(24, 128, 1), (24, 384, 3), (24, 9216, 8), (4096, 5120, 5), (50000, 8192, 1)],
 )
 def test_other_weights_are_split_to_fill_the_gpu(outputs, width, splits):
-    """At most eight programs share an output; all are resident at once, and each has whole tiles."""
+    """At most eight programs share an output; all are resident at once, and each has whole
+    tiles."""
     module = importlib.import_module("mtpkit.kernels.linear.triton")
     tile = module.choose_tile(outputs, width)
     assert tile.splits == splits and tile.fits(width)
 
 
-@pytest.mark.parametrize(("outputs", "width", "splits"), [(18560, 4096, 1), (4096, 8192, 2), (2048, 4096, 4)])
+@pytest.mark.parametrize(
+    ("outputs", "width", "splits"), [(18560, 4096, 1), (4096, 8192, 2), (2048, 4096, 4)]
+)
 def test_tiles_of_more_rows_are_one_program_on_each_multiprocessor(outputs, width, splits):
     module = importlib.import_module("mtpkit.kernels.linear.triton")
     for rows in (17, 32):
@@ -223,17 +253,24 @@ def test_one_row(twin, case, width, outputs):
     want = oracle(**arguments)
     limit = 2 * relative(reference.linear(**own_residual(arguments)), want)
     limit += 2**-7 if twin.name == "interpreter" else 0  # which cuts bf16 off instead of rounding
-    x, weight, residual = arguments["x"], arguments["weight"], arguments.get("residual")
+    x = arguments["x"]
+    weight = arguments["weight"]
+    residual = arguments.get("residual")
     norm = arguments.get("norm_weight"), EPS, arguments.get("zero_centered", False)
     assert one_row.fits(width) and not one_row.fits(width + 128)
     relu2 = "activation" in arguments
     have = one_row.one_row_linear(x, weight, *norm, arguments.get("bias"), relu2, residual)
-    assert have.shape == (1, outputs) and have.dtype == torch.bfloat16 and relative(have, want) <= limit
+    assert (
+        have.shape == (1, outputs)
+        and have.dtype == torch.bfloat16
+        and relative(have, want) <= limit
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 32])
-@pytest.mark.parametrize("width", [256, 4096])  # of the first, a program has fewer tiles than are prefetched
+# of the first, a program has fewer tiles than are prefetched
+@pytest.mark.parametrize("width", [256, 4096])
 def test_an_early_start_changes_no_bit(rows, width):
     """Linears that wait for what the one before them writes, which starts early itself."""
     first, second = (draw(rows, width, width, "cuda", residual=True) for _ in range(2))
@@ -256,7 +293,8 @@ def test_an_early_start_changes_no_bit(rows, width):
 
 @pytest.mark.gpu
 def test_a_graph_of_a_layer_repeats():
-    """Two linears that share output tiles among programs, one fed by the other, replayed on new inputs."""
+    """Two linears that share output tiles among programs, one fed by the other, replayed on new
+    inputs."""
     twin = Twin("cuda", "cuda")
     first = draw(4, 4096, 4096, "cuda", norm=True, residual=True)
     second = draw(4, 4096, 4096, "cuda", norm=True)

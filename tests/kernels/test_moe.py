@@ -22,7 +22,9 @@ ROUTINGS = [
 ]
 
 
-def draw_logits(tokens: int, experts: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def draw_logits(
+    tokens: int, experts: int, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, experts).to(device), (0.5 * torch.randn(experts)).to(device)
 
 
@@ -37,7 +39,8 @@ def dense(expert_ids, weights, experts: int) -> torch.Tensor:
 @pytest.mark.parametrize("case", ROUTINGS, ids=str)
 def test_experts_are_those_of_megatron(twin: Twin, case, tokens):
     case = dict(case)
-    experts, top_k = case.pop("experts"), case.pop("top_k")
+    experts = case.pop("experts")
+    top_k = case.pop("top_k")
     logits, bias = draw_logits(tokens, experts, twin.device)
     like = dict(group_best=top_k // case.get("top_groups", 1), normalize=top_k > 1)
     have = dense(*twin("moe").route(logits, bias, top_k, **case, **like), experts)
@@ -62,7 +65,11 @@ def test_softmax_is_that_of_megatron(twin: Twin, experts, top_k, pre_softmax):
     settings = dict(scale=1.5, score="softmax", normalize=not pre_softmax)
     have = dense(*twin("moe").route(logits, None, top_k, **settings), experts)
     want, _ = topk_routing_with_score_function(
-        logits.cpu(), top_k, use_pre_softmax=pre_softmax, scaling_factor=1.5, score_function="softmax"
+        logits.cpu(),
+        top_k,
+        use_pre_softmax=pre_softmax,
+        scaling_factor=1.5,
+        score_function="softmax",
     )
     assert torch.allclose(have, want, rtol=1e-5, atol=1e-7)
 
@@ -72,7 +79,9 @@ def test_sigmoid_without_normalisation_and_bias(twin: Twin, case):
     logits, bias = draw_logits(5, 16, twin.device)
     plain = dense(*twin("moe").route(logits, None, 3, normalize=False, **case), 16)
     chosen = plain != 0
-    assert torch.allclose(plain[chosen], logits.cpu().sigmoid()[chosen]) and (chosen.sum(1) == 3).all()
+    assert (
+        torch.allclose(plain[chosen], logits.cpu().sigmoid()[chosen]) and (chosen.sum(1) == 3).all()
+    )
     zero = dense(*twin("moe").route(logits, 0 * bias, 3, normalize=False, **case), 16)
     assert torch.equal(zero, plain)
     ones = dense(*twin("moe").route(logits, None, 3, **case), 16)
@@ -89,7 +98,9 @@ def test_all_tokens_choose_a_shared_expert(twin: Twin, groups, shared):
     ids, weights = twin("moe").route(given, bias, 4, scale=2.0, **groups, shared=shared)
     assert torch.equal(ids[:, :4], alone[0]) and (ids[:, 4] == 16).all()
     assert torch.allclose(weights[:, :4], alone[1])
-    assert torch.allclose(weights[:, 4:], gate.sigmoid() if shared == "gated" else torch.ones_like(gate))
+    assert torch.allclose(
+        weights[:, 4:], gate.sigmoid() if shared == "gated" else torch.ones_like(gate)
+    )
 
 
 def test_the_score_of_a_group_is_of_as_many_as_asked(twin: Twin):
@@ -108,13 +119,19 @@ def test_a_bias_chooses_but_does_not_weigh(twin: Twin):
     assert torch.allclose(have[0, [0, 3]], scores / scores.sum())
 
 
-NAN_ROUTINGS = [dict(), dict(num_groups=4, top_groups=2), dict(num_groups=2, top_groups=1), dict(score="softmax")]
+NAN_ROUTINGS = [
+    dict(),
+    dict(num_groups=4, top_groups=2),
+    dict(num_groups=2, top_groups=1),
+    dict(score="softmax"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, under the interpreter
 @pytest.mark.parametrize("groups", NAN_ROUTINGS)
 def test_a_token_of_nan_has_distinct_experts(twin: Twin, groups):
-    """Null rows of a batch may hold anything; their experts are read, so that they have to exist."""
+    """Null rows of a batch may hold anything; their experts are read, so that they have to
+    exist."""
     if twin.name == "reference":
         pytest.skip("nothing pads a batch where the twin runs")
     logits, bias = draw_logits(3, 16, twin.device)
@@ -136,7 +153,9 @@ def test_logits_of_normed_tokens(twin: Twin, tokens, experts, width, dtype, zero
     wide = torch.full((tokens, width + 16), torch.nan)
     wide[:, 8:-8] = torch.randn(tokens, width)
     x = wide.to(twin.device, dtype)[:, 8:-8]
-    norm_weight, weight = (torch.rand(*shape).to(twin.device, dtype) for shape in ((width,), (experts, width)))
+    norm_weight, weight = (
+        torch.rand(*shape).to(twin.device, dtype) for shape in ((width,), (experts, width))
+    )
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
     exact *= norm_weight.double() + zero_centered
     normed, logits = twin("moe").router_logits(x, norm_weight, 1e-5, zero_centered, weight)
@@ -150,8 +169,19 @@ def test_logits_of_normed_tokens(twin: Twin, tokens, experts, width, dtype, zero
     assert plain is x and (not tokens or relative(logits, x.double() @ weight.double().t()) <= 1e-5)
 
 
-def draw(tokens, experts, top_k, width, inner, activation, device="cpu", dtype=torch.bfloat16, residual=True):
-    """Arguments of `expert_mlp`; x and residual are slices of wider tensors, with NaN around them."""
+def draw(
+    tokens,
+    experts,
+    top_k,
+    width,
+    inner,
+    activation,
+    device="cpu",
+    dtype=torch.bfloat16,
+    residual=True,
+):
+    """Arguments of `expert_mlp`; x and residual are slices of wider tensors, with NaN around
+    them."""
 
     def sliced() -> torch.Tensor:
         wide = torch.full((tokens, width + 16), torch.nan)
@@ -159,7 +189,11 @@ def draw(tokens, experts, top_k, width, inner, activation, device="cpu", dtype=t
         return wide.to(device, dtype)[:, 8:-8]
 
     rows = inner * (2 if activation == "swiglu" else 1)
-    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]) if tokens else torch.zeros(0, top_k)
+    ids = (
+        torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+        if tokens
+        else torch.zeros(0, top_k)
+    )
     return dict(
         x=sliced(),
         fc1=(torch.randn(experts, rows, width, device=device) / width**0.5).to(dtype),
@@ -175,7 +209,11 @@ def oracle(x, fc1, fc2, expert_ids, weights, activation, residual=None) -> torch
     """The result in fp64, token by token."""
     rows = []
     for token, experts in enumerate(expert_ids.tolist()):
-        row = torch.zeros_like(x[token], dtype=torch.float64) if residual is None else residual[token].double()
+        row = (
+            torch.zeros_like(x[token], dtype=torch.float64)
+            if residual is None
+            else residual[token].double()
+        )
         for place, expert in enumerate(experts):
             inner = fc1[expert].double() @ x[token].double()
             if activation == "swiglu":
@@ -244,7 +282,9 @@ def test_experts_of_other_ranks_add_nothing(twin: Twin, activation, tokens):
         own = whole["expert_ids"] - first
         own = torch.where((own >= 0) & (own < 3), own, 3)
         weights = {name: whole[name][first : first + 3].contiguous() for name in ("fc1", "fc2")}
-        parts.append(twin("moe").expert_mlp(**whole | weights | dict(expert_ids=own), some_elsewhere=True))
+        parts.append(
+            twin("moe").expert_mlp(**whole | weights | dict(expert_ids=own), some_elsewhere=True)
+        )
     assert relative(sum(parts), oracle(**whole)) < 1e-5
     assert not parts[1][0].any()
 
@@ -254,9 +294,13 @@ def test_pairs_of_experts_elsewhere_are_in_no_block(twin: Twin, tokens):
     """Their expert has no weights here: a block of it would read past the last one's."""
     if twin.name == "reference":
         pytest.skip("it has no blocks")
-    ids = torch.stack([torch.randperm(4) for _ in range(tokens)])[:, :2].contiguous().to(twin.device)  # 3: elsewhere
+    # 3: elsewhere
+    ids = (
+        torch.stack([torch.randperm(4) for _ in range(tokens)])[:, :2].contiguous().to(twin.device)
+    )
     blocks = twin("moe")._sort(ids, 3, 16)
-    used, pairs = int(blocks.used), ids.numel()
+    used = int(blocks.used)
+    pairs = ids.numel()
     counts = [int((ids == expert).sum()) for expert in range(3)]
     assert used == sum(-(-count // 16) for count in counts) <= len(blocks.experts)
     assert blocks.experts[:used].max() < 3
@@ -265,7 +309,8 @@ def test_pairs_of_experts_elsewhere_are_in_no_block(twin: Twin, tokens):
 
 
 def test_rows_do_not_mix_and_calls_repeat(twin: Twin):
-    """A row of NaN does not spread to rows in the same experts' blocks, and the same call gives the same bits."""
+    """A row of NaN does not spread to rows in the same experts' blocks, and the same call gives the
+    same bits."""
     arguments = draw(6, 2, 2, 64, 32, "relu2", twin.device)
     first = twin("moe").expert_mlp(**arguments)
     assert torch.equal(first, twin("moe").expert_mlp(**arguments))
@@ -281,7 +326,12 @@ def test_a_wrong_expert_would_be_seen():
     limit = 2 * relative(reference.expert_mlp(**arguments), want)
     wrong = arguments | dict(expert_ids=(arguments["expert_ids"] + 1) % 4)
     assert relative(reference.expert_mlp(**wrong), want) > limit
-    assert relative(reference.expert_mlp(**arguments | dict(weights=arguments["weights"].flip(1))), want) > limit
+    assert (
+        relative(
+            reference.expert_mlp(**arguments | dict(weights=arguments["weights"].flip(1))), want
+        )
+        > limit
+    )
 
 
 @pytest.mark.gpu
@@ -314,23 +364,33 @@ def test_a_graph_repeats_with_other_experts():
 
 
 @pytest.mark.parametrize("size", [16, 32])
-@pytest.mark.parametrize(("experts", "tokens", "top_k"), [(7, 1, 3), (3, 40, 3), (5, 64, 2), (5, 65, 2), (20, 13, 10)])
+@pytest.mark.parametrize(
+    ("experts", "tokens", "top_k"), [(7, 1, 3), (3, 40, 3), (5, 64, 2), (5, 65, 2), (20, 13, 10)]
+)
 def test_pairs_are_sorted_into_blocks(twin: Twin, experts, tokens, top_k, size):
-    """One program sorts up to 128 pairs, one for each expert more of them: the same blocks come out."""
+    """One program sorts up to 128 pairs, one for each expert more of them: the same blocks come
+    out."""
     if twin.name == "reference":
         pytest.skip("sorts nothing")
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
-    ids[:, 0] = torch.where(ids[:, 0] == 0, ids[:, 0], ids[0, 0])  # one expert has more than a block
+    # one expert has more than a block
+    ids[:, 0] = torch.where(ids[:, 0] == 0, ids[:, 0], ids[0, 0])
     ids[::3, -1] = experts  # of another rank
-    blocks = importlib.import_module("mtpkit.kernels.moe.triton")._sort(ids.to(twin.device), experts, size)
-    want_order, want_experts = [], []
+    blocks = importlib.import_module("mtpkit.kernels.moe.triton")._sort(
+        ids.to(twin.device), experts, size
+    )
+    want_order = []
+    want_experts = []
     for expert in range(experts):
         mine = (ids.flatten() == expert).nonzero().flatten().tolist()
         padded = mine + [ids.numel()] * (-len(mine) % size)
         want_order += padded
         want_experts += [expert] * (len(padded) // size)
     used = int(blocks.used)
-    assert used == len(want_experts) <= len(blocks.experts) and blocks.experts[:used].tolist() == want_experts
+    assert (
+        used == len(want_experts) <= len(blocks.experts)
+        and blocks.experts[:used].tolist() == want_experts
+    )
     assert blocks.order[:used].flatten().tolist() == want_order
 
 

@@ -12,7 +12,9 @@ FREQUENCIES = 30.0 ** -torch.linspace(0, 1, 3)
 def turned(x, positions, factor):
     """x [s, b, heads, 6]: first half plus i times second half, times factor exp(i angle)."""
     angles = positions.t()[:, :, None, None].double() * FREQUENCIES.double()
-    rotated = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.full_like(angles, factor), angles)
+    rotated = torch.complex(*x.double().chunk(2, -1)) * torch.polar(
+        torch.full_like(angles, factor), angles
+    )
     return torch.cat([rotated.real, rotated.imag], -1)
 
 
@@ -25,22 +27,29 @@ def test_each_pair_is_turned_by_its_angle(twin: Twin, width, paired, factor, dty
     x = torch.randn(2, 5, 5, width + 3).to(dtype).transpose(0, 1)[:, :, 1:4, 2 : 2 + width]
     given = x[..., [0, 2, 4, 1, 3, 5]] if paired else x[..., :6]
     moved = x.transpose(0, 1).to(twin.device).transpose(0, 1)
-    out = twin("rotary").rotate(moved, positions.to(twin.device), FREQUENCIES.to(twin.device), factor, paired).cpu()
+    out = (
+        twin("rotary")
+        .rotate(moved, positions.to(twin.device), FREQUENCIES.to(twin.device), factor, paired)
+        .cpu()
+    )
     assert out.dtype == dtype and out.shape == x.shape and torch.equal(out[..., 6:], x[..., 6:])
-    tolerance = 2e-5 if dtype == torch.float32 else 2**-7  # of an angle of 40,000, fp32 leaves 1e-3 of a turn
+    # of an angle of 40,000, fp32 leaves 1e-3 of a turn
+    tolerance = 2e-5 if dtype == torch.float32 else 2**-7
     assert relative(out[:4, ..., :6], turned(given, positions, factor)[:4]) < tolerance
     assert relative(out[4:, ..., :6], turned(given, positions, factor)[4:]) < max(tolerance, 5e-3)
 
 
 def test_positions_of_one_sequence_hold_for_all_of_a_group(twin: Twin):
-    x, positions = torch.randn(4, 3, 2, 6), torch.tensor([[5, 0, 9, 2]])
+    x = torch.randn(4, 3, 2, 6)
+    positions = torch.tensor([[5, 0, 9, 2]])
     arguments = (t.to(twin.device) for t in (x, positions, FREQUENCIES))
     out = twin("rotary").rotate(*arguments).cpu()
     assert relative(out, turned(x, positions.expand(3, -1), 1.0)) < 1e-5
 
 
 def test_no_tokens(twin: Twin):
-    x, positions = torch.randn(0, 1, 2, 6), torch.zeros(1, 0, dtype=torch.int64)
+    x = torch.randn(0, 1, 2, 6)
+    positions = torch.zeros(1, 0, dtype=torch.int64)
     arguments = (t.to(twin.device) for t in (x, positions, FREQUENCIES))
     assert twin("rotary").rotate(*arguments).shape == x.shape
 
@@ -52,5 +61,6 @@ def test_gradients_come_from_the_reference():
     positions = torch.tensor([[5, 0, 9, 2]])
     (rotate(x, positions, FREQUENCIES, 2.0) ** 2).sum().backward()
     assert x.grad is not None
-    lengths = torch.cat([4 * 2 * x[..., :6], 2 * x[..., 6:]], -1)  # the square of a rotated vector is its own, times 4
+    # the square of a rotated vector is its own, times 4
+    lengths = torch.cat([4 * 2 * x[..., :6], 2 * x[..., 6:]], -1)
     assert relative(x.grad, lengths.detach()) < 1e-5

@@ -1,4 +1,5 @@
-"""Sampling: known answers of the generator, filters against definitions, draws against distributions."""
+"""Sampling: known answers of the generator, filters against definitions, draws against
+distributions."""
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from mtpkit.kernels import NO_TOKEN, sampling
 from mtpkit.kernels.sampling import cut
 
 # NumPy's, under the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning"
+)
 
 
 def run(twin, name, *args):
@@ -26,10 +29,13 @@ def numbers(count, seed=0):
 
 
 def distribution(row, temperature, top_k=None, top_p=None, min_p=None):
-    """The definition in float64, by sorting one row [V]: probabilities, and how far each token is from top-p's edge."""
+    """The definition in float64, by sorting one row [V]: probabilities, and how far each token is
+    from top-p's edge."""
     margin = torch.ones(len(row), dtype=torch.float64)
     if temperature == 0:
-        return torch.zeros(len(row), dtype=torch.float64).scatter(0, row.argmax(-1, keepdim=True), 1), margin
+        return torch.zeros(len(row), dtype=torch.float64).scatter(
+            0, row.argmax(-1, keepdim=True), 1
+        ), margin
     row = row.double() / temperature
     if min_p is not None:
         mass = row.softmax(-1)
@@ -41,19 +47,30 @@ def distribution(row, temperature, top_k=None, top_p=None, min_p=None):
         mass = ordered.softmax(-1)
         before = mass.cumsum(-1) - mass
         margin[order] = (before - top_p).abs()
-        row = torch.empty_like(row).scatter(0, order, ordered.masked_fill(before >= top_p, -torch.inf))
+        row = torch.empty_like(row).scatter(
+            0, order, ordered.masked_fill(before >= top_p, -torch.inf)
+        )
     return row.softmax(-1), margin
 
 
 def check(twin, rows, temperature, top_k=None, top_p=None, min_p=None):
-    """Probabilities follow the definition, and `sample_logits` draws the token that their cumulative sum gives."""
+    """Probabilities follow the definition, and `sample_logits` draws the token that their
+    cumulative sum gives."""
     count = len(rows)
-    temperatures = torch.tensor(temperature) if isinstance(temperature, list) else torch.full((count,), temperature)
-    filters = [None if f is None else torch.as_tensor(f).expand(count) for f in (top_k, top_p, min_p)]
+    temperatures = (
+        torch.tensor(temperature)
+        if isinstance(temperature, list)
+        else torch.full((count,), temperature)
+    )
+    filters = [
+        None if f is None else torch.as_tensor(f).expand(count) for f in (top_k, top_p, min_p)
+    ]
     got = run(twin, "probabilities", rows, temperatures, *filters).double()
     for i in range(0, count, max(1, count // 8)):
         row = rows[i].float()
-        want, margin = distribution(row, temperatures[i].item(), *(None if f is None else f[i].item() for f in filters))
+        want, margin = distribution(
+            row, temperatures[i].item(), *(None if f is None else f[i].item() for f in filters)
+        )
         moved = (got[i] > 0) != (want.float() > 0)
         assert not moved[margin > 2e-6].any()
         if not moved.any():
@@ -82,13 +99,18 @@ def check(twin, rows, temperature, top_k=None, top_p=None, min_p=None):
 )
 def test_philox_gives_the_published_words(key, counter, words):
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
-    assert [int(word) for word in sampling.reference.philox(torch.tensor([key]), (c0, c1, c2, c3))] == words
+    assert [
+        int(word) for word in sampling.reference.philox(torch.tensor([key]), (c0, c1, c2, c3))
+    ] == words
 
 
 def test_uniforms_depend_on_their_own_row_alone_and_are_uniform():
-    seeds, positions = torch.arange(100).repeat_interleave(200), torch.arange(200).repeat(100)
+    seeds = torch.arange(100).repeat_interleave(200)
+    positions = torch.arange(200).repeat(100)
     together = sampling.uniform(seeds, positions, 0)
-    assert torch.equal(together[4321:4322], sampling.uniform(seeds[4321:4322], positions[4321:4322], 0))
+    assert torch.equal(
+        together[4321:4322], sampling.uniform(seeds[4321:4322], positions[4321:4322], 0)
+    )
     assert stats.kstest(together.numpy(), "uniform").pvalue > 1e-3
     other = sampling.uniform(seeds, positions, 1)
     for shifted in (other, together.roll(1), together.roll(200)):
@@ -100,12 +122,15 @@ def test_uniforms_depend_on_their_own_row_alone_and_are_uniform():
 def test_uniforms_are_the_same_bits_everywhere(twin, count, stream):
     seeds = torch.randint(-(2**63), 2**63 - 1, (count, 2))[:, 0]
     positions = torch.randint(0, 2**40, (count, 3))[:, 1]
-    assert torch.equal(run(twin, "uniform", seeds, positions, stream), sampling.uniform(seeds, positions, stream))
+    assert torch.equal(
+        run(twin, "uniform", seeds, positions, stream), sampling.uniform(seeds, positions, stream)
+    )
 
 
 def test_branches_of_a_position_have_numbers_of_their_own(twin):
     """No branches means branch 0; a branch is the last word of philox's counter."""
-    seeds, positions = torch.tensor([5, 5, 5, 9]), torch.tensor([7, 7, 7, 7])
+    seeds = torch.tensor([5, 5, 5, 9])
+    positions = torch.tensor([7, 7, 7, 7])
     branches = torch.tensor([0, 1, 2**32 - 1, 1])
     got = run(twin, "uniform", seeds, positions, 2, branches)
     assert got[0] == sampling.uniform(seeds, positions, 2)[0] and len(got.unique()) == 4
@@ -131,7 +156,14 @@ def test_zero_temperature_is_certain_in_a_mixed_batch(twin):
 
 @pytest.mark.parametrize(
     "top_k, top_p, min_p",
-    [(5, None, None), (None, 0.6, None), (None, None, 0.2), (8, 0.7, 0.05), (40, 0.999, None), (None, 1e-3, 1e-3)],
+    [
+        (5, None, None),
+        (None, 0.6, None),
+        (None, None, 0.2),
+        (8, 0.7, 0.05),
+        (40, 0.999, None),
+        (None, 1e-3, 1e-3),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_filters_keep_what_their_definitions_keep(twin, top_k, top_p, min_p, dtype):
@@ -145,7 +177,8 @@ def test_filters_at_awkward_sizes(twin, vocab_size, top_k):
 
 def test_filters_of_one_row_do_not_touch_another(twin):
     plain = run(twin, "probabilities", logits(), torch.ones(7))
-    top_k, top_p = torch.full((7,), 50), torch.ones(7)
+    top_k = torch.full((7,), 50)
+    top_p = torch.ones(7)
     top_k[2], top_p[4] = 3, 0.5
     mixed = check(twin, logits(), 1.0, top_k, top_p, torch.zeros(7))
     untouched = [0, 1, 3, 5, 6]
@@ -154,7 +187,8 @@ def test_filters_of_one_row_do_not_touch_another(twin):
 
 
 def test_equal_logits(twin):
-    """Top-k keeps all tokens that equal the k-th; top-p takes equal ones in the order of their indices."""
+    """Top-k keeps all tokens that equal the k-th; top-p takes equal ones in the order of their
+    indices."""
     row = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -0.0, 2.0, 0.0]])
     kept = check(twin, row, 1.0, top_k=3)[0] > 0
     assert kept.nonzero()[:, 0].tolist() == [1, 2, 3, 4, 5, 7]
@@ -169,7 +203,13 @@ def test_equal_logits(twin):
 def test_tokens_that_are_ruled_out(twin):
     rows = logits(3, 200)
     rows[:, torch.arange(200) % 3 > 0] = -torch.inf
-    for filters in ({}, {"top_k": 100}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01, "top_p": 0.9}):
+    for filters in (
+        {},
+        {"top_k": 100},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.01, "top_p": 0.9},
+    ):
         probs = check(twin, rows, [1.0, 0.0, 2.0], **filters)
         assert not probs[:, torch.arange(200) % 3 > 0].any()
 
@@ -193,7 +233,8 @@ def test_tokens_that_are_ruled_out(twin):
     ],
 )
 def test_rows_that_do_not_fit_the_buffer(twin, monkeypatch, kind, filters):
-    """A cut that few groups do not bound is found by passes over the row, whatever the logits are."""
+    """A cut that few groups do not bound is found by passes over the row, whatever the logits
+    are."""
     monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))
     rows = logits(1, 600, scale=1.0)
     if kind == "peaked":
@@ -222,12 +263,19 @@ def test_rows_that_do_not_fit_the_buffer(twin, monkeypatch, kind, filters):
 def test_rows_apart_in_memory(twin):
     wide = logits(3, 128)
     temperature = torch.tensor([0.5, 1.0, 1.0]).to(twin.device)
-    top_k, uniforms = torch.full((3,), 9).to(twin.device), numbers(6)[::2].to(twin.device)
+    top_k = torch.full((3,), 9).to(twin.device)
+    uniforms = numbers(6)[::2].to(twin.device)
     for view in (wide[:, 5:70], wide.T.contiguous().T[:, :60]):
-        plain, view, op = view.contiguous().to(twin.device), view.to(twin.device), twin("sampling")
-        assert torch.equal(op.probabilities(view, temperature, top_k), op.probabilities(plain, temperature, top_k))
+        plain = view.contiguous().to(twin.device)
+        view = view.to(twin.device)
+        op = twin("sampling")
+        assert torch.equal(
+            op.probabilities(view, temperature, top_k), op.probabilities(plain, temperature, top_k)
+        )
         tokens = op.sample_logits(view, temperature, top_k, None, None, uniforms)
-        assert torch.equal(tokens, op.sample_logits(plain, temperature, top_k, None, None, uniforms.clone()))
+        assert torch.equal(
+            tokens, op.sample_logits(plain, temperature, top_k, None, None, uniforms.clone())
+        )
         assert torch.equal(op.sample(view.exp(), uniforms), op.sample(plain.exp(), uniforms))
 
 
@@ -236,17 +284,28 @@ def test_rows_that_pad_a_batch_draw_a_token_of_the_vocabulary_or_none(twin, monk
     if twin.name == "reference":
         pytest.skip("batches are padded for CUDA graphs")
     monkeypatch.setattr(cut, "FEW", cut.Tuning(room=128, tile=128, pivot_tile=64, num_warps=4))
-    rows, uniforms = logits(5, 200), numbers(5)
+    rows = logits(5, 200)
+    uniforms = numbers(5)
     temperature = torch.tensor([1.0, 0.0, 1.0, torch.nan, 0.0])
     poisoned = rows.clone()
     poisoned[2, ::2], poisoned[4] = torch.nan, torch.nan
-    top_k, top_p = torch.full((5,), 150), torch.full((5,), 0.9)
+    top_k = torch.full((5,), 150)
+    top_p = torch.full((5,), 0.9)
     for filters in ((None, None, None), (top_k, top_p, 0 * top_p)):
         clean = run(
-            twin, "sample_logits", rows[:2], temperature[:2], *(f if f is None else f[:2] for f in filters), uniforms
+            twin,
+            "sample_logits",
+            rows[:2],
+            temperature[:2],
+            *(f if f is None else f[:2] for f in filters),
+            uniforms,
         )
         tokens = run(twin, "sample_logits", poisoned, temperature, *filters, uniforms)
-        assert torch.equal(tokens[:2], clean) and (tokens[[2, 4]] == NO_TOKEN).all() and -1 <= tokens[3] < 200
+        assert (
+            torch.equal(tokens[:2], clean)
+            and (tokens[[2, 4]] == NO_TOKEN).all()
+            and -1 <= tokens[3] < 200
+        )
     probs = run(twin, "probabilities", poisoned, temperature)
     assert torch.equal(probs[:2], run(twin, "probabilities", rows, temperature)[:2])
 
@@ -256,11 +315,13 @@ HEATS = [0.0, 1e-5, 1.0, 1e30]
 PLACES = [(200, 0), (200, 199), (5000, 4500)]  # vocabulary, invalid token
 
 
-# Each two of a filter, a temperature and a place meet once: no kernel takes all three together in a way of its own.
+# Each two of a filter, a temperature and a place meet once: no kernel takes all three together in a
+# way of its own.
 @pytest.mark.parametrize("heat", range(4))
 @pytest.mark.parametrize("filters", range(3))
 def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, filters, heat):
-    """A row is invalid with one NaN or +inf anywhere, or -inf everywhere; no filter or temperature changes that."""
+    """A row is invalid with one NaN or +inf anywhere, or -inf everywhere; no filter or temperature
+    changes that."""
     vocab_size, place = PLACES[(filters + heat) % 3]
     tile = 128 if vocab_size == 200 else 1024  # two or five tiles a row, the last one not whole
     monkeypatch.setattr(cut, "FEW", cut.Tuning(room=tile, tile=tile, pivot_tile=tile, num_warps=4))
@@ -273,7 +334,9 @@ def test_no_token_is_taken_from_invalid_logits(twin, monkeypatch, filters, heat)
     settings = (None if f is None else torch.full((8,), f) for f in FILTERS[filters])
     arguments = (x, torch.full((8,), HEATS[heat]), *settings)
     tokens = run(twin, "sample_logits", *arguments, numbers(8))
-    assert (tokens == NO_TOKEN).tolist() == wrong and ((tokens >= NO_TOKEN) & (tokens < vocab_size)).all()
+    assert (tokens == NO_TOKEN).tolist() == wrong and (
+        (tokens >= NO_TOKEN) & (tokens < vocab_size)
+    ).all()
     assert tokens[7] == place
     probs = run(twin, "probabilities", *arguments)
     assert probs.isnan().any(-1).tolist() == probs.isnan().all(-1).tolist() == wrong
@@ -284,8 +347,11 @@ NO_DRAFTS = torch.zeros(0, 0, dtype=torch.int64)
 
 
 def test_penalties_neither_hide_nor_feign_invalid_logits(twin):
-    x = torch.tensor([[2.0, -2.0, 0.0, 3e38], [torch.nan, 1, 1, 1], [torch.inf, 1, 1, 1], [-torch.inf, 1, 1, 1]])
-    seen, counts = torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), 9)
+    x = torch.tensor(
+        [[2.0, -2.0, 0.0, 3e38], [torch.nan, 1, 1, 1], [torch.inf, 1, 1, 1], [-torch.inf, 1, 1, 1]]
+    )
+    seen = torch.ones(4, 4, dtype=torch.bool)
+    counts = torch.full((4, 4), 9)
     for repetition in (0.0, 1e-45, 1e-30, 1e30, torch.inf):
         penalties = (torch.full((4,), value) for value in (repetition, 2.0, -2.0))
         got = run(twin, "apply_penalties", x, seen, counts, *penalties, torch.arange(4), NO_DRAFTS)
@@ -297,10 +363,24 @@ def test_penalties_follow_their_definitions(twin):
     rows = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
     prompt = torch.tensor([[True, True, False, False]])
     counts = torch.tensor([[0, 3, 2, 0]])
-    one, slots = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    got = run(twin, "apply_penalties", rows, prompt, counts, 2 * one, 0.5 * one, 0.25 * one, slots, NO_DRAFTS)
+    one = torch.ones(1)
+    slots = torch.zeros(1, dtype=torch.int64)
+    got = run(
+        twin,
+        "apply_penalties",
+        rows,
+        prompt,
+        counts,
+        2 * one,
+        0.5 * one,
+        0.25 * one,
+        slots,
+        NO_DRAFTS,
+    )
     assert got.tolist() == [[1.0, -4.0 - 1.5 - 0.25, 0.5 - 1.0 - 0.25, 0.5]]
-    same = run(twin, "apply_penalties", rows, prompt, counts, one, 0 * one, 0 * one, slots, NO_DRAFTS)
+    same = run(
+        twin, "apply_penalties", rows, prompt, counts, one, 0 * one, 0 * one, slots, NO_DRAFTS
+    )
     assert torch.equal(same, rows)
 
 
@@ -311,9 +391,12 @@ def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype, rows, depths
     """Decode rows with drafts, then chunks; slots in any order, the last one for two null rows."""
     slots = torch.tensor([3, 0, 4, -1, -1])[:rows].repeat_interleave(1 + depths)
     slots = torch.cat([slots, torch.tensor([1, 2])])
-    x, prompt = logits(len(slots), vocab_size).bfloat16(), torch.rand(6, vocab_size) < 0.3
+    x = logits(len(slots), vocab_size).bfloat16()
+    prompt = torch.rand(6, vocab_size) < 0.3
     counts = torch.randint(0, 3, (6, vocab_size)).to(counts_dtype)
-    penalties = torch.tensor([[1, 1.3, 1, 1, 0.8, 1], [0, 0, 0.5, 0, -0.2, 0], [0, 0, 0, 0.7, 0.1, 0]])
+    penalties = torch.tensor(
+        [[1, 1.3, 1, 1, 0.8, 1], [0, 0, 0.5, 0, -0.2, 0], [0, 0, 0, 0.7, 0.1, 0]]
+    )
     # Few tokens: a draft may come twice. -1: a token of another rank.
     drafts = torch.randint(-1, min(vocab_size, 3), (rows, 2 + depths))[:, 2:]
     got = run(twin, "apply_penalties", x, prompt, counts, *penalties, slots, drafts)
@@ -324,7 +407,11 @@ def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype, rows, depths
         repetition, frequency, presence = penalties[:, slot].tolist()
         want = x[n].double()
         factor = torch.where(prompt[slot] | (seen > 0), repetition, 1.0)
-        want = torch.where(want > 0, want / factor, want * factor) - frequency * seen - presence * (seen > 0)
+        want = (
+            torch.where(want > 0, want / factor, want * factor)
+            - frequency * seen
+            - presence * (seen > 0)
+        )
         torch.testing.assert_close(got[n].double(), want, rtol=1e-6, atol=1e-6)
     plain = slots % 6 == 0
     assert got.dtype == torch.float32 and torch.equal(got[plain], x[plain].float())
@@ -341,7 +428,10 @@ def test_draws_follow_the_weights_and_never_take_a_zero(twin):
         counts = torch.bincount(run(twin, name, *arguments, uniforms), minlength=6)
         assert counts[weights == 0].sum() == 0
         drawn = weights > 0
-        assert stats.chisquare(counts[drawn].numpy(), (weights[drawn] / 2 * draws).numpy()).pvalue > 1e-3
+        assert (
+            stats.chisquare(counts[drawn].numpy(), (weights[drawn] / 2 * draws).numpy()).pvalue
+            > 1e-3
+        )
 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 63, 5000, 9000])
@@ -359,18 +449,24 @@ def test_a_number_on_a_boundary_draws_the_token_after_it(twin):
     weights = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0]).expand(4, -1)
     assert run(twin, "sample", weights, uniforms).tolist() == [0, 2, 4, 5]
     for top_k in (None, torch.full((4,), 4)):
-        tokens = run(twin, "sample_logits", weights.log(), torch.ones(4), top_k, None, None, uniforms)
+        tokens = run(
+            twin, "sample_logits", weights.log(), torch.ones(4), top_k, None, None, uniforms
+        )
         assert tokens.tolist() == [0, 2, 4, 5]
 
 
 def test_the_extreme_numbers_draw_the_first_and_the_last_token(twin):
-    weights = torch.rand(1, 9000, generator=torch.Generator().manual_seed(0)) * (torch.arange(9000) % 3 == 1)
+    weights = torch.rand(1, 9000, generator=torch.Generator().manual_seed(0)) * (
+        torch.arange(9000) % 3 == 1
+    )
     first, last = weights[0].nonzero()[[0, -1], 0]
     for number, token in ((0.0, first), (1 - 2.0**-48, last)):
         uniform = torch.full((1,), number, dtype=torch.float64)
         assert run(twin, "sample", weights, uniform) == token
         for top_p in (None, torch.full((1,), 0.999999)):
-            drawn = run(twin, "sample_logits", weights.log(), torch.ones(1), None, top_p, None, uniform)
+            drawn = run(
+                twin, "sample_logits", weights.log(), torch.ones(1), None, top_p, None, uniform
+            )
             assert weights[0, drawn] > 0 and (top_p is not None or drawn == token)
 
 
@@ -382,7 +478,13 @@ def test_a_real_vocabulary(twin, scale, rows, dtype):
     if twin.name != "cuda":
         pytest.skip("takes too long")
     x = (torch.randn(rows, 131072) * scale).to(dtype)
-    for filters in ({"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05}, {"top_k": 20_000}):
+    for filters in (
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"top_k": 50, "top_p": 0.95},
+        {"min_p": 0.05},
+        {"top_k": 20_000},
+    ):
         check(twin, x, 0.8, **filters)
 
 
@@ -390,14 +492,14 @@ def test_a_real_vocabulary(twin, scale, rows, dtype):
 def test_draws_can_be_captured(device):
     if device == "cpu":
         pytest.skip("has no graphs")
-    x, temperature = logits(5, 5000).to(device), torch.tensor([1.0, 0.0, 0.7, 1.0, 2.0], device=device)
-    top_k, top_p, uniforms = (
-        torch.full((5,), 40, device=device),
-        torch.full((5,), 0.9, device=device),
-        numbers(5).to(device),
-    )
+    x = logits(5, 5000).to(device)
+    temperature = torch.tensor([1.0, 0.0, 0.7, 1.0, 2.0], device=device)
+    top_k = torch.full((5,), 40, device=device)
+    top_p = torch.full((5,), 0.9, device=device)
+    uniforms = numbers(5).to(device)
     arguments = (x, temperature, top_k, top_p, None, uniforms)
-    want, _ = sampling.sample_logits(*arguments), sampling.probabilities(*arguments[:5])
+    want = sampling.sample_logits(*arguments)
+    _ = sampling.probabilities(*arguments[:5])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -406,4 +508,6 @@ def test_draws_can_be_captured(device):
     tokens.zero_()
     graph.replay()
     assert torch.equal(tokens, want)
-    torch.testing.assert_close(probs, sampling.reference.probabilities(*arguments[:5]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        probs, sampling.reference.probabilities(*arguments[:5]), rtol=1e-5, atol=1e-6
+    )

@@ -6,11 +6,15 @@ import torch
 from mtpkit.kernels.ssd.reference import ssd_chunk_scan
 from tests.kernels.recurrence import relative, scan
 
-HEADS, WIDTH, STATE = 4, 3, 5
+HEADS = 4
+WIDTH = 3
+STATE = 5
 TOLERANCE = 1e-5
 
 
-def make(length: int, batch: int = 1, groups: int = 2, seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
+def make(
+    length: int, batch: int = 1, groups: int = 2, seed: int = 0, dtype=torch.float32
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -51,12 +55,16 @@ def test_lengths_and_chunks(length, chunk_size):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_groups_and_no_skip(groups):
-    check(make(20, batch=2, groups=groups) | {"D": None}, initial_state=make_state(2), chunk_size=16)
+    check(
+        make(20, batch=2, groups=groups) | {"D": None}, initial_state=make_state(2), chunk_size=16
+    )
 
 
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 4, 16, 64])
-@pytest.mark.parametrize("lengths", [(16, 16, 16), (15, 17, 16), (1, 2, 3, 4, 5, 1, 1, 31), (40, 8), (33, 1)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(16, 16, 16), (15, 17, 16), (1, 2, 3, 4, 5, 1, 1, 31), (40, 8), (33, 1)], ids=str
+)
 def test_documents(lengths, chunk_size, with_state):
     docs = documents(*lengths)
     initial = make_state() if with_state else None

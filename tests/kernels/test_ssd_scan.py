@@ -13,14 +13,16 @@ from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
 
 SIZES = (4, 3, 2, 5)  # heads, their width, groups, state
-TOLERANCE, BF16_TOLERANCE = 1e-5, 2**-6
+TOLERANCE = 1e-5
+BF16_TOLERANCE = 2**-6
 LIMIT = (0.05, 2.0)
 FIRST = 7
 """Number of the first token: rows are those of a larger step."""
 
 
 def make(length: int, sizes=SIZES, dtype=torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Tensors per token, which are slices of wider ones, and per head; some step sizes lie outside of LIMIT."""
+    """Tensors per token, which are slices of wider ones, and per head; some step sizes lie outside
+    of LIMIT."""
     heads, width, groups, state = sizes
     generator = torch.Generator().manual_seed(seed)
     xbc = torch.randn(length, heads * width + 2 * groups * state, generator=generator)
@@ -30,7 +32,13 @@ def make(length: int, sizes=SIZES, dtype=torch.float32, seed: int = 0) -> dict[s
     B, C = (t.unflatten(-1, (groups, state)) for t in (B, C))
     bias = torch.randn(heads, generator=generator).to(dtype)
     return dict(
-        x=x.unflatten(-1, (heads, width)), dt=dt.to(dtype)[:, 3:], A_log=rates[0], B=B, C=C, D=rates[1], dt_bias=bias
+        x=x.unflatten(-1, (heads, width)),
+        dt=dt.to(dtype)[:, 3:],
+        A_log=rates[0],
+        B=B,
+        C=C,
+        D=rates[1],
+        dt_bias=bias,
     )
 
 
@@ -47,12 +55,18 @@ def by_recurrence(lens, limit=LIMIT):
     """`ssd_scan` in fp64, one row after another."""
 
     def function(x, dt, A_log, B, C, D=None, dt_bias=None, states=None):
-        steps, outputs, begin = F.softplus(dt + dt_bias).clamp(*limit), [], 0
+        steps = F.softplus(dt + dt_bias).clamp(*limit)
+        outputs = []
+        begin = 0
         for row, length in enumerate(lens):
             tokens = [t[None, begin : begin + length] for t in (x, steps, B, C)]
             state = None if states is None else states[row, None]
             if length:
-                outputs.append(recurrence.scan(*tokens[:2], -A_log.exp(), *tokens[2:], D, initial_state=state)[0][0])
+                outputs.append(
+                    recurrence.scan(*tokens[:2], -A_log.exp(), *tokens[2:], D, initial_state=state)[
+                        0
+                    ][0]
+                )
             begin += length
         return torch.cat(outputs)
 
@@ -61,7 +75,9 @@ def by_recurrence(lens, limit=LIMIT):
 
 def gradients(function, inputs, weights):
     """y, and the gradients of all inputs but None where y has `weights`."""
-    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items() if value is not None}
+    leaves = {
+        name: value.detach().requires_grad_() for name, value in inputs.items() if value is not None
+    }
     y = function(**inputs | leaves)
     (y * weights.to(y)).sum().backward()
     return y.detach(), {name: leaf.grad for name, leaf in leaves.items()}
@@ -74,7 +90,8 @@ def close(have, want, tolerance) -> bool:
 
 def check(twin, inputs, lens, tolerance, limit=LIMIT, op=None, **options) -> None:
     """y and all gradients against the recurrence."""
-    op, starts = op or twin("ssd").ssd_scan, starts_of(lens).to(twin.device)
+    op = op or twin("ssd").ssd_scan
+    starts = starts_of(lens).to(twin.device)
     weights = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(2))
     arguments = dict(dt_limit=limit, starts=starts, chunk_size=16, **options)
     moved = {name: None if t is None else t.to(twin.device) for name, t in inputs.items()}
@@ -84,7 +101,9 @@ def check(twin, inputs, lens, tolerance, limit=LIMIT, op=None, **options) -> Non
     assert y.dtype == (torch.float32 if options.get("wide") else inputs["x"].dtype)
     assert relative(y.cpu(), wanted) < tolerance
     for name, grad in want.items():
-        assert have[name].dtype == inputs[name].dtype and close(have[name].cpu(), grad, tolerance), name
+        assert have[name].dtype == inputs[name].dtype and close(
+            have[name].cpu(), grad, tolerance
+        ), name
 
 
 CASES = {
@@ -104,7 +123,9 @@ def test_rows(twin, case):
     check(twin, inputs, lens, TOLERANCE)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 3, 2), (2, 5, 1, 33), (2, 40, 2, 20)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (3, 17, 3, 2), (2, 5, 1, 33), (2, 40, 2, 20)], ids=str
+)
 def test_sizes(twin, sizes):
     check(twin, make(17, sizes), [17], TOLERANCE)
 
@@ -118,23 +139,32 @@ def test_low_precision(twin, wide):
 
 
 def test_steps_of_any_size(twin):
-    """Tokens that forget everything among tokens that forget nearly nothing; step sizes that are zero in fp32."""
+    """Tokens that forget everything among tokens that forget nearly nothing; step sizes that are
+    zero in fp32."""
     inputs = make(40)
     dt = torch.full_like(inputs["dt"], -7.0)
     dt[::7], dt[3] = 20.0, -120.0
-    inputs |= dict(dt=dt, A_log=torch.full((SIZES[0],), math.log(16.0)), dt_bias=torch.zeros(SIZES[0]))
+    inputs |= dict(
+        dt=dt, A_log=torch.full((SIZES[0],), math.log(16.0)), dt_bias=torch.zeros(SIZES[0])
+    )
     check(twin, inputs, [40], TOLERANCE, limit=(0.0, math.inf))
 
 
 def test_tokens_that_forget_everything_do_not_blur_the_gradient_of_the_decay():
     """What passes through them is rounding, which their log decays would multiply by hundreds."""
-    inputs, twin, starts = make(64, (2, 16, 1, 24), torch.bfloat16), Twin("interpreter", "cpu"), starts_of([64])
+    inputs = make(64, (2, 16, 1, 24), torch.bfloat16)
+    twin = Twin("interpreter", "cpu")
+    starts = starts_of([64])
     dt = torch.full_like(inputs["dt"], -7.0)
     dt[::7] = 20.0
-    inputs |= dict(dt=dt, A_log=torch.full((2,), math.log(16.0)), dt_bias=torch.zeros(2, dtype=torch.bfloat16))
+    inputs |= dict(
+        dt=dt, A_log=torch.full((2,), math.log(16.0)), dt_bias=torch.zeros(2, dtype=torch.bfloat16)
+    )
     arguments = dict(dt_limit=(0.0, math.inf), starts=starts, chunk_size=64)
     weights = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(2))
-    _, have = gradients(lambda **leaves: twin("ssd").ssd_scan(**leaves, **arguments), inputs, weights)
+    _, have = gradients(
+        lambda **leaves: twin("ssd").ssd_scan(**leaves, **arguments), inputs, weights
+    )
     wide = {name: t.double() for name, t in inputs.items()}
     _, want = gradients(by_recurrence([64], (0.0, math.inf)), wide, weights)
     assert relative(have["A_log"], want["A_log"]) < 5e-4
@@ -155,22 +185,30 @@ def test_heads_of_a_group_summed_by_one_or_more_programs(monkeypatch, programs):
 def test_the_backward_keeps_inputs_alone(twin, dtype):
     if twin.name == "reference":
         pytest.skip("keeps what autograd needs")
-    inputs, kept = make(40, dtype=dtype), set()
+    inputs = make(40, dtype=dtype)
+    kept = set()
     leaves = {name: t.to(twin.device).requires_grad_() for name, t in inputs.items()}
     starts = starts_of([40]).to(twin.device)
     own = {t.untyped_storage().data_ptr() for t in (*leaves.values(), starts)}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.untyped_storage().data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.add(t.untyped_storage().data_ptr()) or t, lambda t: t
+    ):
         twin("ssd").ssd_scan(**leaves, dt_limit=LIMIT, starts=starts, chunk_size=16)
     assert kept <= own
 
 
 def test_bits_are_the_same_each_time(twin):
-    inputs, starts = make(9, dtype=torch.bfloat16), starts_of([9]).to(twin.device)
-    weights, found = torch.randn(inputs["x"].shape, device=twin.device), []
+    inputs = make(9, dtype=torch.bfloat16)
+    starts = starts_of([9]).to(twin.device)
+    weights = torch.randn(inputs["x"].shape, device=twin.device)
+    found = []
     for _ in range(2):
-        op, moved = twin("ssd").ssd_scan, {name: t.to(twin.device) for name, t in inputs.items()}
+        op = twin("ssd").ssd_scan
+        moved = {name: t.to(twin.device) for name, t in inputs.items()}
         arguments = dict(dt_limit=LIMIT, starts=starts, chunk_size=16)
-        y, grads = gradients(lambda op=op, more=arguments, **leaves: op(**leaves, **more), moved, weights)
+        y, grads = gradients(
+            lambda op=op, more=arguments, **leaves: op(**leaves, **more), moved, weights
+        )
         found.append([y, *grads.values()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -191,14 +229,22 @@ def test_a_wrong_argument_would_be_seen(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(128, 64, 8, 128), (48, 80, 8, 128), (16, 64, 2, 256), (6, 17, 3, 33)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(128, 64, 8, 128), (48, 80, 8, 128), (16, 64, 2, 256), (6, 17, 3, 33)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lens", [[2000], [1000, 64, 1, 130, 300], [2] * 200], ids=["one", "five", "many"])
+@pytest.mark.parametrize(
+    "lens", [[2000], [1000, 64, 1, 130, 300], [2] * 200], ids=["one", "five", "many"]
+)
 def test_real_sizes(sizes, dtype, lens):
     """Against the reference in fp32, from inputs of either dtype."""
-    found, exact = [], TOLERANCE if dtype == torch.float32 else 2e-2
+    found = []
+    exact = TOLERANCE if dtype == torch.float32 else 2e-2
     inputs = {
-        n: t.cuda() for n, t in (make(sum(lens), sizes, dtype) | dict(states=make_states(len(lens), sizes))).items()
+        n: t.cuda()
+        for n, t in (
+            make(sum(lens), sizes, dtype) | dict(states=make_states(len(lens), sizes))
+        ).items()
     }
     weights = torch.randn(inputs["x"].shape, device="cuda")
     arguments = dict(dt_limit=(0.0, math.inf), starts=starts_of(lens).cuda(), chunk_size=128)

@@ -24,15 +24,27 @@ class Rows:
     The slots lie in any order in an equally strided view; those that no row may read are NaN.
     """
 
-    def __init__(self, device, lens, contexts, dtype=torch.float32, sizes=SIZES, state_dtype=torch.float32, seed=0):
+    def __init__(
+        self,
+        device,
+        lens,
+        contexts,
+        dtype=torch.float32,
+        sizes=SIZES,
+        state_dtype=torch.float32,
+        seed=0,
+    ):
         heads, width, groups, state = sizes
-        self.lens, self.contexts, self.device = lens, contexts, device
+        self.lens = lens
+        self.contexts = contexts
+        self.device = device
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape, dtype=dtype):
             return torch.randn(*shape, generator=generator).to(device, dtype)
 
-        xbc, dt = normal(sum(lens), heads * width + 2 * groups * state), normal(sum(lens), heads + 3) - 1
+        xbc = normal(sum(lens), heads * width + 2 * groups * state)
+        dt = normal(sum(lens), heads + 3) - 1
         x, B, C = xbc.split([heads * width, groups * state, groups * state], -1)
         self.inputs = dict(
             x=x.unflatten(-1, (heads, width)),
@@ -47,7 +59,9 @@ class Rows:
         self.entries = normal(len(lens) + 2, 3, heads, width, state, dtype=state_dtype)
         self.entries[:, 0], self.entries[:, 2] = torch.nan, torch.nan
         slots = torch.randperm(len(lens) + 2, generator=generator)[: len(lens)]
-        self.slots = torch.tensor([-1 if c is None else int(s) for s, c in zip(slots, contexts, strict=True)])
+        self.slots = torch.tensor(
+            [-1 if c is None else int(s) for s, c in zip(slots, contexts, strict=True)]
+        )
         unread = [int(s) for s, c in zip(slots, contexts, strict=True) if not c]
         self.states[unread] = torch.nan
         self.before = self.entries.clone()
@@ -62,18 +76,33 @@ class Rows:
         starts = torch.tensor([0, *self.lens]).cumsum(0) + FIRST
         contexts = torch.tensor([c or 0 for c in self.contexts])
         placed = dict(starts=starts, slots=self.slots, context_lens=contexts)
-        return {**self.inputs, "states": self.states, **{name: t.to(self.device) for name, t in placed.items()}}
+        return {
+            **self.inputs,
+            "states": self.states,
+            **{name: t.to(self.device) for name, t in placed.items()},
+        }
 
     def wanted(self, dtype=torch.float64) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """y [t, h, p] and the states [t + 1, h, p, n] before and after each row's tokens, in `dtype`."""
+        """y [t, h, p] and the states [t + 1, h, p, n] before and after each row's tokens, in
+        `dtype`."""
         inputs = self.inputs
-        steps = F.softplus(inputs["dt"].to(dtype) + inputs["dt_bias"].to(dtype)).clamp(*inputs["dt_limit"])
-        A, D = -torch.exp(inputs["A_log"].to(dtype)), inputs["D"].to(dtype)
+        steps = F.softplus(inputs["dt"].to(dtype) + inputs["dt_bias"].to(dtype)).clamp(
+            *inputs["dt_limit"]
+        )
+        A = -torch.exp(inputs["A_log"].to(dtype))
+        D = inputs["D"].to(dtype)
         x, B, C = (inputs[name].to(dtype) for name in "xBC")
         results = []
-        for tokens, slot, context in zip(torch.arange(len(x)).split(self.lens), self.slots, self.contexts, strict=True):
-            state = self.before[slot, 1].to(dtype) if context else torch.zeros(self.before.shape[2:], dtype=dtype)
-            outputs, states = [x.new_zeros(0, *x.shape[1:])], [state.to(x)]
+        for tokens, slot, context in zip(
+            torch.arange(len(x)).split(self.lens), self.slots, self.contexts, strict=True
+        ):
+            state = (
+                self.before[slot, 1].to(dtype)
+                if context
+                else torch.zeros(self.before.shape[2:], dtype=dtype)
+            )
+            outputs = [x.new_zeros(0, *x.shape[1:])]
+            states = [state.to(x)]
             for t in tokens:
                 y, state = step(states[-1], x[t], steps[t], A, B[t], C[t], D)
                 outputs.append(y[None])
@@ -83,7 +112,9 @@ class Rows:
 
     def check(self, y, tolerance: float = TOLERANCE) -> None:
         """y and the states are the recurrence's, and nothing else has changed by a bit."""
-        for part, slot, (want_y, want_states) in zip(y.split(self.lens), self.slots, self.wanted(), strict=True):
+        for part, slot, (want_y, want_states) in zip(
+            y.split(self.lens), self.slots, self.wanted(), strict=True
+        ):
             if slot < 0:
                 assert (part == 0).all()
                 continue
@@ -103,7 +134,8 @@ def error(have, want) -> float:
 
 def assert_untouched(entries, before, slots) -> None:
     """Nothing but [slots, 1] differs, NaN being equal to NaN."""
-    entries, before = entries.clone(), before.clone()
+    entries = entries.clone()
+    before = before.clone()
     entries[slots, 1], before[slots, 1] = 0, 0
     assert torch.equal(entries.view(torch.uint8), before.view(torch.uint8))
 
@@ -128,7 +160,9 @@ def test_rows(twin, lens, contexts):
     rows.check(twin("ssd").ssd_varlen(**rows.arguments(), chunk_size=CHUNK))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 3, 2), (6, 5, 1, 33), (8, 16, 2, 16), (2, 40, 2, 20)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (3, 17, 3, 2), (6, 5, 1, 33), (8, 16, 2, 16), (2, 40, 2, 20)], ids=str
+)
 @pytest.mark.parametrize("chunk_size", [1, 24, 64])
 def test_sizes(twin, sizes, chunk_size):
     rows = Rows(twin.device, [5, 0, 26], [7, None, 0], sizes=sizes)
@@ -137,11 +171,14 @@ def test_sizes(twin, sizes, chunk_size):
 
 @pytest.mark.parametrize("tiles", [(16, 2, 16), (64, 4, 16), (32, 1, 32)], ids=str)
 def test_tiles(twin, tiles):
-    """Several heads per program, heads in parts of which the last is not full, and chunks in parts."""
+    """Several heads per program, heads in parts of which the last is not full, and chunks in
+    parts."""
     if twin.name == "reference":
         pytest.skip("has no tiles")
     rows = Rows(twin.device, [1, 70, 20, 0], [40, 9, None, 0], sizes=(8, 40, 2, 20))
-    sizes = importlib.import_module("mtpkit.kernels.ssd.triton").ScanTiles(*tiles, num_warps=4, num_stages=2)
+    sizes = importlib.import_module("mtpkit.kernels.ssd.triton").ScanTiles(
+        *tiles, num_warps=4, num_stages=2
+    )
     rows.check(twin("ssd").ssd_varlen(**rows.arguments(), chunk_size=64, tiles=sizes))
 
 
@@ -156,7 +193,8 @@ def test_few_rows_are_split_to_fill_the_gpu(twin):
 
 def test_many_rows(twin):
     """More rows than a program looks at in one round, half of them empty."""
-    lens, contexts = [row % 2 for row in range(140)], [(None, 0, 3, 16)[row % 4] for row in range(140)]
+    lens = [row % 2 for row in range(140)]
+    contexts = [(None, 0, 3, 16)[row % 4] for row in range(140)]
     rows = Rows(twin.device, lens, contexts, sizes=(2, 3, 1, 4))
     rows.check(twin("ssd").ssd_varlen(**rows.arguments(), chunk_size=CHUNK))
 
@@ -172,7 +210,9 @@ def test_rows_without_states_start_from_zeros(twin):
     assert_untouched(rows.entries, rows.before, [])
 
 
-@pytest.mark.parametrize(("lens", "contexts"), [([50], [30]), ([0, 70], [5, 0]), ([33, None], [48, None])], ids=str)
+@pytest.mark.parametrize(
+    ("lens", "contexts"), [([50], [30]), ([0, 70], [5, 0]), ([33, None], [48, None])], ids=str
+)
 @pytest.mark.parametrize("name", ["x", "dt", "A_log", "B", "C", "D", "dt_bias"])
 def test_a_wrong_argument_would_be_seen(twin, name, lens, contexts):
     rows = Rows(twin.device, [length or 0 for length in lens], contexts)
@@ -194,13 +234,17 @@ def test_a_context_only_says_where_chunks_end_and_whether_there_is_a_state(twin,
     assert not torch.equal(*found) and relative(found[0], found[1].double()) < TOLERANCE
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str
+)
 def test_large_steps_among_small_ones(twin, dtype, tolerance):
     """A token that forgets everything does not blur the tokens after it, and no decay overflows."""
     rows = Rows(twin.device, [100], [3], dtype)
     dt = torch.full_like(rows.inputs["dt"], -7.0)
     dt[::3] = 3e4
-    rows.inputs |= dict(dt=dt, A_log=torch.full((HEADS,), 2.77, device=twin.device), dt_limit=(0.0, float("inf")))
+    rows.inputs |= dict(
+        dt=dt, A_log=torch.full((HEADS,), 2.77, device=twin.device), dt_limit=(0.0, float("inf"))
+    )
     rows.inputs["dt_bias"] = torch.zeros_like(rows.inputs["dt_bias"])
     rows.check(twin("ssd").ssd_varlen(**rows.arguments(), chunk_size=64), tolerance)
 
@@ -219,7 +263,12 @@ def cut(rows: Rows, arguments: dict, begin: int, end: int) -> dict:
     """The arguments of tokens begin .. end - 1 of a single row."""
     part = {name: arguments[name][begin:end] for name in ("x", "dt", "B", "C")}
     starts = torch.tensor([0, end - begin], device=rows.device)
-    return {**arguments, **part, "starts": starts, "context_lens": arguments["context_lens"] + begin}
+    return {
+        **arguments,
+        **part,
+        "starts": starts,
+        "context_lens": arguments["context_lens"] + begin,
+    }
 
 
 @pytest.mark.parametrize("context", [0, 9, 16])
@@ -242,21 +291,34 @@ def test_a_cut_inside_a_chunk_would_be_seen(twin):
     whole, parts = (Rows(twin.device, [70], [0], sizes=(2, 17, 1, 20)) for _ in range(2))
     scan = twin("ssd").ssd_varlen
     want = scan(**whole.arguments(), chunk_size=CHUNK)
-    outputs = [scan(**cut(parts, parts.arguments(), *span), chunk_size=CHUNK) for span in ((0, 20), (20, 70))]
-    assert not torch.equal(torch.cat(outputs), want) and relative(torch.cat(outputs), want.double()) < TOLERANCE
+    outputs = [
+        scan(**cut(parts, parts.arguments(), *span), chunk_size=CHUNK)
+        for span in ((0, 20), (20, 70))
+    ]
+    assert (
+        not torch.equal(torch.cat(outputs), want)
+        and relative(torch.cat(outputs), want.double()) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("every", [16, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_states_are_kept_at_regular_positions(twin, every, dtype):
-    """Rows that end before, at and after such a position, and the places of others stay as they are."""
-    lens, contexts = [47, 48, 49, 0, 31, 30, 16, 100], [0, 0, 48, 48, 17, 17, None, 5]
+    """Rows that end before, at and after such a position, and the places of others stay as they
+    are."""
+    lens = [47, 48, 49, 0, 31, 30, 16, 100]
+    contexts = [0, 0, 48, 48, 17, 17, None, 5]
     rows = Rows(twin.device, lens, contexts)
-    spans = [range(0 if c is None else c + 1, 0 if c is None else c + n + 1) for c, n in zip(contexts, lens)]  # noqa: B905
+    spans = [
+        range(0 if c is None else c + 1, 0 if c is None else c + n + 1)
+        for c, n in zip(contexts, lens, strict=True)
+    ]
     positions = [[p for p in span if p % every == 0] for span in spans]
     first = torch.tensor([20 * row for row in reversed(range(len(lens)))])
     first[4] = -1
-    places = torch.full((20 * len(lens), 2, HEADS, WIDTH, STATE), torch.nan, dtype=dtype, device=twin.device)
+    places = torch.full(
+        (20 * len(lens), 2, HEADS, WIDTH, STATE), torch.nan, dtype=dtype, device=twin.device
+    )
     kept = KeptStates(every, first.to(twin.device), places[:, 1])
     rows.check(twin("ssd").ssd_varlen(**rows.arguments(), chunk_size=CHUNK, kept=kept))
     tolerance = TOLERANCE if dtype == torch.float32 else 2**-10
@@ -287,7 +349,9 @@ def test_low_precision(twin, state_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(128, 64, 8, 128), (48, 80, 8, 128), (16, 64, 2, 256), (8, 16, 2, 16)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(128, 64, 8, 128), (48, 80, 8, 128), (16, 64, 2, 256), (8, 16, 2, 16)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lens", [[4000], [1000, 64, 0, 1, 130, 300]], ids=str)
 def test_real_sizes(sizes, dtype, lens):
@@ -295,10 +359,13 @@ def test_real_sizes(sizes, dtype, lens):
     found = []
     for name in ("cuda", "reference"):
         rows = Rows("cuda", lens, [0, 100, 7, None, 64, 0][: len(lens)], dtype, sizes)
-        arguments, first = rows.arguments(), 16 * torch.arange(len(lens), device="cuda")
+        arguments = rows.arguments()
+        first = 16 * torch.arange(len(lens), device="cuda")
         if name == "reference":
             arguments |= {key: arguments[key].float() for key in ("x", "dt", "B", "C", "dt_bias")}
-        kept = KeptStates(256, first, torch.zeros(16 * len(lens), *rows.states.shape[1:], device="cuda"))
+        kept = KeptStates(
+            256, first, torch.zeros(16 * len(lens), *rows.states.shape[1:], device="cuda")
+        )
         y = Twin(name, "cuda")("ssd").ssd_varlen(**arguments, chunk_size=128, kept=kept)
         found.append((y, rows.states[rows.slots[rows.slots >= 0]], kept.states))
     tolerance = TOLERANCE if dtype == torch.float32 else 1e-2

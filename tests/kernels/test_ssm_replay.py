@@ -1,4 +1,5 @@
-"""`ssm_replay_update` as decoding runs it: rows together over many steps, widths of whole blocks, in a CUDA graph."""
+"""`ssm_replay_update` as decoding runs it: rows together over many steps, widths of whole blocks,
+in a CUDA graph."""
 
 import pytest
 import torch
@@ -14,19 +15,34 @@ BF16_TOLERANCE = 2**-8 + 2**-12
 
 
 class Rows:
-    """R rows, one of them padding: caches and inputs in tensors that stay where they are, and the fp64 state of what
-    each row has accepted. `sizes` are heads, head width, groups and state width."""
+    """R rows, one of them padding: caches and inputs in tensors that stay where they are, and the
+    fp64 state of what each row has accepted. `sizes` are heads, head width, groups and state
+    width."""
 
-    def __init__(self, twin: Twin, rows: int, tokens: int, length: int, sizes, dtype: torch.dtype) -> None:
+    def __init__(
+        self, twin: Twin, rows: int, tokens: int, length: int, sizes, dtype: torch.dtype
+    ) -> None:
         heads, width, groups, state = sizes
-        self.update, self.device = twin("ssm_update").ssm_replay_update, twin.device
-        self.tokens, self.length, self.sizes = tokens, length, sizes
+        self.update = twin("ssm_update").ssm_replay_update
+        self.device = twin.device
+        self.tokens = tokens
+        self.length = length
+        self.sizes = sizes
         self.generator = torch.Generator().manual_seed(rows)
         self.slots = torch.randperm(rows + 2, generator=self.generator)[:rows].to(self.device)
         self.slots[rows // 2] = -1
         self.live = self.slots >= 0
-        self.exact = torch.randn(rows, heads, width, state, generator=self.generator).to(self.device).double()
-        shapes = [(length, heads, width), (length, groups, state), (length, heads), (heads, width, state)]
+        self.exact = (
+            torch.randn(rows, heads, width, state, generator=self.generator)
+            .to(self.device)
+            .double()
+        )
+        shapes = [
+            (length, heads, width),
+            (length, groups, state),
+            (length, heads),
+            (heads, width, state),
+        ]
         dtypes = [dtype, dtype, torch.float32, torch.float32]
         *self.rings, self.state = (
             torch.full((rows + 2, *shape), torch.nan, dtype=of, device=self.device)
@@ -34,10 +50,15 @@ class Rows:
         )
         self.state[self.slots[self.live]] = self.exact[self.live].float()
         self.contexts = torch.randint(0, 1000, (rows,), generator=self.generator).to(self.device)
-        self.ring_lens, self.counts = torch.zeros_like(self.contexts), torch.zeros_like(self.contexts)
+        self.ring_lens, self.counts = (
+            torch.zeros_like(self.contexts),
+            torch.zeros_like(self.contexts),
+        )
         A_log = torch.log(torch.rand(heads, generator=self.generator) * 2 + 0.05)
         D, bias = torch.randn(2, heads, generator=self.generator)
-        self.parameters = {k: v.to(self.device) for k, v in dict(A_log=A_log, D=D, dt_bias=bias - 3).items()}
+        self.parameters = {
+            k: v.to(self.device) for k, v in dict(A_log=A_log, D=D, dt_bias=bias - 3).items()
+        }
         self.tensors = [t.to(self.device, dtype) for t in self.drawn()]
 
     def drawn(self) -> tuple[torch.Tensor, ...]:
@@ -45,7 +66,8 @@ class Rows:
         return views(len(self.slots), self.tokens, self.generator, self.sizes)
 
     def draw(self) -> None:
-        """New inputs, and how many tokens of each row are accepted, often all. What is forgotten is NaN."""
+        """New inputs, and how many tokens of each row are accepted, often all. What is forgotten is
+        NaN."""
         for tensor, value in zip(self.tensors, self.drawn(), strict=True):
             tensor.copy_(value)
         counts = torch.randint(1, 2 * self.tokens + 1, self.counts.shape, generator=self.generator)
@@ -75,9 +97,13 @@ class Rows:
         steps = F.softplus(dt + bias)
         decay = torch.exp(steps * -torch.exp(A_log))
         B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))  # [R, T, h, n]
-        state, outputs = self.exact, []
+        state = self.exact
+        outputs = []
         for t in range(self.tokens):
-            state = decay[:, t, :, None, None] * state + (steps[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+            state = (
+                decay[:, t, :, None, None] * state
+                + (steps[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+            )
             outputs.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
             self.exact = torch.where((t < self.counts)[:, None, None, None], state, self.exact)
         return torch.stack(outputs, 1)
@@ -85,7 +111,9 @@ class Rows:
 
 def run(rows: Rows, steps: int, captured: bool) -> float:
     """Worst relative error of y over the steps. `captured`: all but the first replay one graph."""
-    worst, live, folds = 0.0, rows.live, torch.zeros_like(rows.counts)
+    worst = 0.0
+    live = rows.live
+    folds = torch.zeros_like(rows.counts)
     graph = torch.cuda.CUDAGraph() if captured else None
     for index in range(steps):
         rows.draw()

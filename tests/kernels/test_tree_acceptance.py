@@ -9,7 +9,8 @@ from mtpkit.kernels.acceptance import accept_drawn_tree
 from tests.kernels.test_sampling import run
 from tests.kernels.test_trees import MASKS, PARENTS, PATHS, TOKENS, path
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's loops
+# the interpreter's loops
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
     ],
 )
 def test_the_child_that_was_chosen_is_followed(twin, choices, accepted, chosen, along, ranks):
-    """The tree 0 -> (5, 6), 5 -> (4, 3), 6 -> 7, 3 -> 6: its tokens in order are -, 5, 6, 4, 3, 7, 6."""
+    """The tree 0 -> (5, 6), 5 -> (4, 3), 6 -> 7, 3 -> 6: its tokens in order are -, 5, 6, 4, 3, 7,
+    6."""
     tokens = torch.tensor([[0, 5, 6, 4, 3, 7, 6]])
     inputs = (t.to(twin.device) for t in (tokens, PARENTS[:1], torch.tensor([choices])))
     got = twin("acceptance").accept_tree(*inputs, 3)
@@ -44,19 +46,25 @@ def test_a_chain_is_accepted_as_by_matching(twin, rows):
 
 CHILDREN = torch.tensor([[1, 2, 3], [4, 5, -1], [6, -1, -1]] + [[-1, -1, -1]] * 4)
 Q = torch.tensor([[0.6, 0.3, 0.1, 0.0], [0.05, 0.05, 0.1, 0.8], [0.25, 0.25, 0.25, 0.25]])
-P = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.0, 0.5, 0.5, 0.0], [0.4, 0.3, 0.2, 0.1]])
+P = torch.tensor(
+    [[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.0, 0.5, 0.5, 0.0], [0.4, 0.3, 0.2, 0.1]]
+)
 
 
 def test_drawn_siblings_leave_the_law_alone():
-    """Two tokens over 20,000 seeds: whatever the drafts were, the first is distributed as p at token 0, and the second
-    as p after the first, which is `P` of that token."""
+    """Two tokens over 20,000 seeds: whatever the drafts were, the first is distributed as p at
+    token 0, and the second as p after the first, which is `P` of that token."""
     rows = 20_000
-    seeds, uniforms = torch.arange(rows), []
-    tokens, drafts = torch.zeros(rows, 7, dtype=torch.int64), Q.expand(rows, -1, -1)
+    seeds = torch.arange(rows)
+    uniforms = []
+    tokens = torch.zeros(rows, 7, dtype=torch.int64)
+    drafts = Q.expand(rows, -1, -1)
     for token, children in enumerate(CHILDREN[:3].tolist()):
         weights = drafts[:, token].clone()
         for child in (one for one in children if one > 0):
-            numbers = sampling.uniform(seeds, torch.full_like(seeds, token), 2, torch.full_like(seeds, child))
+            numbers = sampling.uniform(
+                seeds, torch.full_like(seeds, token), 2, torch.full_like(seeds, child)
+            )
             tokens[:, child] = sampling.sample(weights, numbers)
             weights = weights.scatter(1, tokens[:, child : child + 1], 0.0)
     for stream in (0, 1):
@@ -67,9 +75,14 @@ def test_drawn_siblings_leave_the_law_alone():
     accepted, chosen, along, ranks = accept_drawn_tree(
         tokens, CHILDREN, drafts, index, target, uniforms[1], uniforms[0], 2
     )
-    assert {0, 1, 2} == set(accepted.tolist()) and {-2, -1, 0, 1, 2} == set(ranks.flatten().tolist())
+    assert {0, 1, 2} == set(accepted.tolist()) and {-2, -1, 0, 1, 2} == set(
+        ranks.flatten().tolist()
+    )
     first = torch.bincount(chosen[:, 0], minlength=4)
-    assert stats.chisquare(first.numpy(), (P[0].double() * rows / P[0].double().sum()).numpy()).pvalue > 1e-3
+    assert (
+        stats.chisquare(first.numpy(), (P[0].double() * rows / P[0].double().sum()).numpy()).pvalue
+        > 1e-3
+    )
     for token in range(3):  # q never draws the last one
         at = (accepted > 0) & (chosen[:, 0] == token)
         second = torch.bincount(chosen[at, 1], minlength=4)
@@ -79,21 +92,29 @@ def test_drawn_siblings_leave_the_law_alone():
         have = second[possible]
         assert stats.chisquare(have.numpy(), (want * have.sum() / want.sum()).numpy()).pvalue > 1e-3
     for row in range(50):
-        assert along[row, : accepted[row] + 1].tolist() in [path(PARENTS_OF_CHILDREN, node) for node in range(7)]
+        assert along[row, : accepted[row] + 1].tolist() in [
+            path(PARENTS_OF_CHILDREN, node) for node in range(7)
+        ]
 
 
 PARENTS_OF_CHILDREN = [-1, 0, 0, 0, 1, 1, 2]
 
 
 def test_a_child_that_nothing_was_left_for_is_no_candidate():
-    """q has one token: the second sibling, which was drawn from nothing, holds token 0 and must not be accepted."""
-    tokens, q = torch.tensor([[0, 2, 0]]), torch.tensor([[[0.0, 0.0, 1.0]]])
+    """q has one token: the second sibling, which was drawn from nothing, holds token 0 and must not
+    be accepted."""
+    tokens = torch.tensor([[0, 2, 0]])
+    q = torch.tensor([[[0.0, 0.0, 1.0]]])
     p = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
     children = torch.tensor([[1, 2], [-1, -1], [-1, -1]])
     none = torch.zeros(1, 3, dtype=torch.float64)
-    got = accept_drawn_tree(tokens, children, q, torch.zeros(3, dtype=torch.int64), p, none + 0.5, none, 1)
+    got = accept_drawn_tree(
+        tokens, children, q, torch.zeros(3, dtype=torch.int64), p, none + 0.5, none, 1
+    )
     assert [part.tolist()[0] for part in got] == [0, [0, 0], [0, 0], [-1]]
-    nan = accept_drawn_tree(tokens, children, q, torch.zeros(3, dtype=torch.int64), p * torch.nan, none, none, 1)
+    nan = accept_drawn_tree(
+        tokens, children, q, torch.zeros(3, dtype=torch.int64), p * torch.nan, none, none, 1
+    )
     assert nan[1].tolist() == [[NO_TOKEN, 0]]
 
 
@@ -105,20 +126,27 @@ def test_top_tokens(twin, vocabulary, count):
     logits[1, 1] = torch.nan
     logits[2, 1:] = -torch.inf
     logits[3] = -torch.inf
-    tokens, log_probs = (t.cpu() for t in twin("draft_head").top_tokens(logits.to(twin.device), count))
+    tokens, log_probs = (
+        t.cpu() for t in twin("draft_head").top_tokens(logits.to(twin.device), count)
+    )
     want = logits.double().log_softmax(-1)
     order = torch.sort(want, dim=-1, descending=True, stable=True)
     for row in (0, 4):
         assert tokens[row].tolist() == order.indices[row, :count].tolist()
-        torch.testing.assert_close(log_probs[row].double(), order.values[row, :count], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            log_probs[row].double(), order.values[row, :count], rtol=1e-5, atol=1e-5
+        )
     assert tokens[[1, 3]].eq(NO_TOKEN).all() and log_probs[[1, 3]].isnan().all()
     assert tokens[2].tolist() == [0] + [NO_TOKEN] * (count - 1) and log_probs[2, 0] == 0
 
 
 def test_penalties_along_paths(twin):
-    vocabulary, drafts = 30, torch.randint(0, 4, (3, TOKENS - 1))
-    x, prompt = torch.randn(3 * TOKENS + 1, vocabulary), torch.rand(4, vocabulary) < 0.3
-    counts, penalties = torch.randint(0, 3, (4, vocabulary)), torch.tensor([[1.3] * 4, [0.5] * 4, [0.7] * 4])
+    vocabulary = 30
+    drafts = torch.randint(0, 4, (3, TOKENS - 1))
+    x = torch.randn(3 * TOKENS + 1, vocabulary)
+    prompt = torch.rand(4, vocabulary) < 0.3
+    counts = torch.randint(0, 3, (4, vocabulary))
+    penalties = torch.tensor([[1.3] * 4, [0.5] * 4, [0.7] * 4])
     slots = torch.tensor([2, 0, 1]).repeat_interleave(TOKENS)
     slots = torch.cat([slots, torch.tensor([3])])
     got = run(twin, "apply_penalties", x, prompt, counts, *penalties, slots, drafts, MASKS)

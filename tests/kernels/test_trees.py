@@ -1,4 +1,5 @@
-"""Ops on rows that are trees: every path from a root against the same tokens as a chain, in fp64."""
+"""Ops on rows that are trees: every path from a root against the same tokens as a chain, in
+fp64."""
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from tests.kernels.test_causal_conv1d import parameters, slow, strided
 from tests.kernels.test_latent_attention import LATENT, SCALE, Model
 
 TREES = [[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 0, 2, 3, 0], [-1, 0, 1, 2, 3, 4, 5]]
-TOKENS, DEPTH = 7, 6
+TOKENS = 7
+DEPTH = 6
 PARENTS = torch.tensor(TREES)
 MASKS, DEPTHS = ancestor_masks(PARENTS, DEPTH)
 CHAIN = torch.arange(-1, TOKENS - 1).expand(3, -1)
 SLOTS = torch.tensor([3, -1, 0, 2])
 """A slot for each tree, and a padding row."""
 TOLERANCE = 1e-5
-HEADS, WIDTH, GROUPS, STATE = 4, 5, 2, 7
+HEADS = 4
+WIDTH = 5
+GROUPS = 2
+STATE = 7
 
 
 def path(tree: list[int], token: int) -> list[int]:
@@ -42,12 +47,14 @@ def live(rows: torch.Tensor) -> torch.Tensor:
 
 
 def worst(outputs: torch.Tensor, expect) -> float:
-    """The worst relative error over all paths; expect(row, path) is the output of the path's last token."""
+    """The worst relative error over all paths; expect(row, path) is the output of the path's last
+    token."""
     return max(relative(outputs[row, along[-1]], expect(row, along)) for row, along in PATHS)
 
 
 def same_bits(twin, have: torch.Tensor, want: torch.Tensor) -> bool:
-    """Equal bits; on a GPU, where running sums are made in another order than sums, the same but for rounding."""
+    """Equal bits; on a GPU, where running sums are made in another order than sums, the same but
+    for rounding."""
     return relative(have, want.double()) < 1e-6 if twin.name == "cuda" else torch.equal(have, want)
 
 
@@ -66,7 +73,11 @@ def attend(twin, masks, contexts=(0, 5, 61), earlier: int = 0, **options):
     q = torch.randn(3, TOKENS, 4, 6)[:, earlier:]
     tensors = (t.to(twin.device) for t in (q, *caches, tables, torch.tensor(contexts)))
     masks = None if masks is None else masks[:, earlier:].to(twin.device)
-    out = twin("attention").paged_attention(*tensors, ancestors=masks, earlier=earlier, **options).cpu()
+    out = (
+        twin("attention")
+        .paged_attention(*tensors, ancestors=masks, earlier=earlier, **options)
+        .cpu()
+    )
     return out, q, histories
 
 
@@ -76,7 +87,9 @@ def test_attention(twin, earlier, splits):
     contexts = [0, 5, 61]
     out, q, histories = attend(twin, MASKS, contexts, earlier, **options)
     for row, context in enumerate(contexts):
-        mask = torch.cat([torch.ones(TOKENS, context, dtype=torch.bool), seen_tokens(MASKS, TOKENS)[row]], 1)
+        mask = torch.cat(
+            [torch.ones(TOKENS, context, dtype=torch.bool), seen_tokens(MASKS, TOKENS)[row]], 1
+        )
         assert relative(out[row], dense(q[row], *histories[row], mask[earlier:])) < TOLERANCE
 
 
@@ -93,28 +106,37 @@ def test_latent_attention(twin, masks):
     model = Model(contexts, [TOKENS] * 3)
     if masks is None:  # and a chain has the bits of one that is given as a tree
         masks = ancestor_masks(CHAIN, DEPTH)[0]
-    latent, rotary = (t.unflatten(0, (3, TOKENS)) for t in model.queries(model.q_nope, model.q_rotary))
+    latent, rotary = (
+        t.unflatten(0, (3, TOKENS)) for t in model.queries(model.q_nope, model.q_rotary)
+    )
     places = (model.cache, model.tables, torch.tensor(contexts))
     tensors = [t.to(twin.device) for t in (latent, rotary, *places)]
     op = twin("latent_attention").latent_attention
     out = op(*tensors, SCALE, ancestors=masks.to(twin.device)).cpu()
     if masks is not MASKS:
         assert same_bits(twin, out, op(*tensors, SCALE).cpu())
-    late = op(tensors[0][:, 3:], tensors[1][:, 3:], *tensors[2:], SCALE, masks[:, 3:].to(twin.device), 3).cpu()
+    late = op(
+        tensors[0][:, 3:], tensors[1][:, 3:], *tensors[2:], SCALE, masks[:, 3:].to(twin.device), 3
+    ).cpu()
     assert relative(late, out[:, 3:].double()) < TOLERANCE
     for row, context in enumerate(contexts):
         history = model.histories[row].double()
-        mask = torch.cat([torch.ones(TOKENS, context, dtype=torch.bool), seen_tokens(masks, TOKENS)[row]], 1)
+        mask = torch.cat(
+            [torch.ones(TOKENS, context, dtype=torch.bool), seen_tokens(masks, TOKENS)[row]], 1
+        )
         scores = torch.einsum("thc,nc->htn", torch.cat([latent, rotary], -1)[row].double(), history)
         probs = (SCALE * scores).masked_fill(~mask, -torch.inf).softmax(-1)
-        assert relative(out[row], torch.einsum("htn,nc->thc", probs, history[:, :LATENT])) < TOLERANCE
+        assert (
+            relative(out[row], torch.einsum("htn,nc->thc", probs, history[:, :LATENT])) < TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [2, 4])
 def test_convolution(twin, width, bias):
     weight, bias = parameters(width, bias)
-    x, committed = torch.randn(3, TOKENS, 5), torch.tensor([2, 0, 1])
+    x = torch.randn(3, TOKENS, 5)
+    committed = torch.tensor([2, 0, 1])
     state = torch.full((4, width + TOKENS, 5), torch.nan)
     windows = torch.randn(3, width - 1, 5)
     for row, slot in enumerate(live(SLOTS).tolist()):
@@ -122,17 +144,29 @@ def test_convolution(twin, width, bias):
 
     def run(parents):
         after = state.clone().to(twin.device)
-        parts = [None if t is None else t.to(twin.device) for t in (weight, bias, SLOTS, padded(committed), parents)]
-        y = twin("causal_conv1d").causal_conv1d_update(strided(padded(x), twin.device), after, *parts)
+        parts = [
+            None if t is None else t.to(twin.device)
+            for t in (weight, bias, SLOTS, padded(committed), parents)
+        ]
+        y = twin("causal_conv1d").causal_conv1d_update(
+            strided(padded(x), twin.device), after, *parts
+        )
         assert (y[1] == 0).all()
         return live(y), after.cpu()
 
     y, after = run(padded(PARENTS))
     taps = (weight, bias)
-    assert worst(y, lambda row, along: slow(torch.cat([windows[row], x[row, along]])[None], *taps)[0, -1]) < TOLERANCE
+    assert (
+        worst(
+            y, lambda row, along: slow(torch.cat([windows[row], x[row, along]])[None], *taps)[0, -1]
+        )
+        < TOLERANCE
+    )
     chain, same = run(None)
     assert same_bits(twin, run(padded(CHAIN))[0], chain)
-    assert after.nan_to_num().equal(same.nan_to_num()), "the columns are those of the tokens in their order"
+    assert after.nan_to_num().equal(same.nan_to_num()), (
+        "the columns are those of the tokens in their order"
+    )
 
 
 class Mamba:
@@ -143,32 +177,44 @@ class Mamba:
         self.tokens = self.drawn(TOKENS)
         self.old = self.drawn(count)
         self.state = torch.randn(3, HEADS, WIDTH, STATE)
-        self.parameters = dict(A_log=torch.rand(HEADS), D=torch.randn(HEADS), dt_bias=torch.randn(HEADS) - 2)
+        self.parameters = dict(
+            A_log=torch.rand(HEADS), D=torch.randn(HEADS), dt_bias=torch.randn(HEADS) - 2
+        )
         self.contexts = torch.tensor([100, 37, count])
 
     @staticmethod
     def drawn(count: int) -> list[torch.Tensor]:
         """x, dt, B and C."""
-        x, dt = torch.randn(3, count, HEADS, WIDTH), torch.randn(3, count, HEADS)
+        x = torch.randn(3, count, HEADS, WIDTH)
+        dt = torch.randn(3, count, HEADS)
         return [x, dt, *torch.randn(2, 3, count, GROUPS, STATE)]
 
     def expect(self, row: int, along: list[int]) -> torch.Tensor:
         """y of the last token of a path after the old ones."""
-        x, dt, B, C = (torch.cat([old[row], new[row, along]]) for old, new in zip(self.old, self.tokens, strict=True))
-        dt, A = F.softplus(dt.double() + self.parameters["dt_bias"]), -self.parameters["A_log"].double().exp()
+        x, dt, B, C = (
+            torch.cat([old[row], new[row, along]])
+            for old, new in zip(self.old, self.tokens, strict=True)
+        )
+        dt = F.softplus(dt.double() + self.parameters["dt_bias"])
+        A = -self.parameters["A_log"].double().exp()
         x, dt, B, C = (t[None] for t in (x, dt, B, C))
-        return recurrence.scan(x, dt, A, B, C, self.parameters["D"], initial_state=self.state[row : row + 1])[0][0, -1]
+        return recurrence.scan(
+            x, dt, A, B, C, self.parameters["D"], initial_state=self.state[row : row + 1]
+        )[0][0, -1]
 
     def arguments(self, twin) -> dict[str, object]:
         """x, dt, B, C and the parameters of all four rows."""
-        tensors = {name: padded(t) for name, t in zip(("x", "dt", "B", "C"), self.tokens, strict=True)}
+        tensors = {
+            name: padded(t) for name, t in zip(("x", "dt", "B", "C"), self.tokens, strict=True)
+        }
         on = {name: t.to(twin.device) for name, t in (tensors | self.parameters).items()}
         return on | dict(dt_limit=(0.0, float("inf")))
 
     def replay(self, twin, masks) -> list[torch.Tensor]:
         """y, and the state and rings after the step."""
         rings = [
-            torch.full((4, self.length, *shape), torch.nan) for shape in ((HEADS, WIDTH), (GROUPS, STATE), (HEADS,))
+            torch.full((4, self.length, *shape), torch.nan)
+            for shape in ((HEADS, WIDTH), (GROUPS, STATE), (HEADS,))
         ]
         state = torch.full((4, HEADS, WIDTH, STATE), torch.nan)
         x, dt, B, _ = self.old
@@ -191,7 +237,9 @@ class Mamba:
         states[live(SLOTS), 2] = self.state
         tensors = [t.to(twin.device) for t in (states, SLOTS, torch.full((4,), 2))]
         parents = None if parents is None else padded(parents).to(twin.device)
-        y = twin("ssm_update").ssm_snapshot_update(*tensors, **self.arguments(twin), parents=parents)
+        y = twin("ssm_update").ssm_snapshot_update(
+            *tensors, **self.arguments(twin), parents=parents
+        )
         return [live(y), tensors[0].cpu()]
 
 
@@ -210,7 +258,10 @@ class Delta(Mamba):
 
     def inputs(self, row: int, along: list[int]) -> list[torch.Tensor]:
         """q, k, v, g and beta of the old tokens and a path, in fp64."""
-        q, k, v, a, b = (torch.cat([old[row], t[row, along]]) for old, t in zip(self.old, self.tokens, strict=True))
+        q, k, v, a, b = (
+            torch.cat([old[row], t[row, along]])
+            for old, t in zip(self.old, self.tokens, strict=True)
+        )
         q, k, g, beta = delta_recurrence.inputs(q, k, a, b, *self.parameters.values())
         return [q, k, v.double(), g, beta]
 
@@ -219,9 +270,11 @@ class Delta(Mamba):
 
     def corrections(self, row: int) -> torch.Tensor:
         """u [count, h, v] of the old tokens."""
-        state, outputs = self.state[row].double(), []
+        state = self.state[row].double()
+        outputs = []
         for _, k, v, g, beta in zip(*self.inputs(row, []), strict=True):
-            decayed, key = state * g.exp()[:, None, None], k.repeat_interleave(HEADS // GROUPS, 0)
+            decayed = state * g.exp()[:, None, None]
+            key = k.repeat_interleave(HEADS // GROUPS, 0)
             u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", decayed, key))
             state = decayed + u[..., None] * key[:, None]
             outputs.append(u)
@@ -233,7 +286,8 @@ class Delta(Mamba):
 
     def replay(self, twin, masks) -> list[torch.Tensor]:
         rings = [
-            torch.full((4, self.length, *shape), torch.nan) for shape in ((GROUPS, STATE), (HEADS, WIDTH), (HEADS,))
+            torch.full((4, self.length, *shape), torch.nan)
+            for shape in ((GROUPS, STATE), (HEADS, WIDTH), (HEADS,))
         ]
         state = torch.full((4, HEADS, WIDTH, STATE), torch.nan)
         for row, slot in enumerate(live(SLOTS).tolist()):
@@ -245,7 +299,9 @@ class Delta(Mamba):
         counts = torch.full((4,), self.count)
         tensors = [t.to(twin.device) for t in (state, *rings, SLOTS, padded(self.contexts), counts)]
         masks = None if masks is None else padded(masks).to(twin.device)
-        y = twin("gated_delta_rule").delta_replay_update(*tensors, **self.arguments(twin), ancestors=masks)
+        y = twin("gated_delta_rule").delta_replay_update(
+            *tensors, **self.arguments(twin), ancestors=masks
+        )
         assert (y[1] == 0).all()
         return [live(y), *(t.cpu() for t in tensors[:4])]
 
@@ -254,7 +310,9 @@ class Delta(Mamba):
         states[live(SLOTS), 2] = self.state
         tensors = [t.to(twin.device) for t in (states, SLOTS, torch.full((4,), 2))]
         parents = None if parents is None else padded(parents).to(twin.device)
-        y = twin("gated_delta_rule").delta_snapshot_update(*tensors, **self.arguments(twin), parents=parents)
+        y = twin("gated_delta_rule").delta_snapshot_update(
+            *tensors, **self.arguments(twin), parents=parents
+        )
         return [live(y), tensors[0].cpu()]
 
 

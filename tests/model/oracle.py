@@ -1,5 +1,5 @@
-"""An independent forward pass in fp64: Mamba2, attention and MLP layers, and MTP heads, straight from a checkpoint or
-from a model's parameters."""
+"""An independent forward pass in fp64: Mamba2, attention and MLP layers, and MTP heads, straight
+from a checkpoint or from a model's parameters."""
 
 import json
 import math
@@ -26,7 +26,8 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
         for name, item in items.items()
         if isinstance(item, TensorStorageMetadata)
     }
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of reading in a single process
+    # of reading in a single process
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return {name: tensor.double() for name, tensor in state.items()}
 
@@ -38,15 +39,22 @@ def rms_norm(x: Tensor, weight: Tensor | float) -> Tensor:
 class Oracle:
     """Results of a golden case; token ids are [b, s], hidden states [b, s, h].
 
-    `normed` says of the base and of a depth whether what they hand on to the next depth is their state after the final
-    norm; golden files have it so. `unroll` and `draft` heed it, the others return what they say. These two read zeros
-    in place of the embedding at position 0 if `zeroed`.
+    `normed` says of the base and of a depth whether what they hand on to the next depth is their
+    state after the final norm; golden files have it so. `unroll` and `draft` heed it, the others
+    return what they say. These two read zeros in place of the embedding at position 0 if `zeroed`.
     """
 
     def __init__(
-        self, config: dict, weights: dict[str, Tensor], normed: tuple[bool, bool] = (True, True), zeroed=False
+        self,
+        config: dict,
+        weights: dict[str, Tensor],
+        normed: tuple[bool, bool] = (True, True),
+        zeroed=False,
     ) -> None:
-        self.config, self.weights, self.normed, self.zeroed = config, weights, normed, zeroed
+        self.config = config
+        self.weights = weights
+        self.normed = normed
+        self.zeroed = zeroed
         self.base, *self.heads = config["hybrid_layer_pattern"].split("/")
 
     @classmethod
@@ -60,10 +68,15 @@ class Oracle:
         config = model.mtpkit_config
         settings = config.values() | dict(hybrid_layer_pattern=config.hybrid_layer_pattern)
         settings["gated_linear_unit"] = config.mlp.gated
-        return cls(settings, {name: parameter.detach().double() for name, parameter in model.named_parameters()})
+        return cls(
+            settings,
+            {name: parameter.detach().double() for name, parameter in model.named_parameters()},
+        )
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weights[name] + int(self.config.get("layernorm_zero_centered_gamma", False)))
+        return rms_norm(
+            x, self.weights[name] + int(self.config.get("layernorm_zero_centered_gamma", False))
+        )
 
     def hidden(self, ids: Tensor) -> Tensor:
         """After the final norm."""
@@ -71,7 +84,9 @@ class Oracle:
 
     def stream(self, ids: Tensor) -> Tensor:
         """Before the final norm."""
-        return self.block("decoder", self.base, self.weights["embedding.word_embeddings.weight"][ids])
+        return self.block(
+            "decoder", self.base, self.weights["embedding.word_embeddings.weight"][ids]
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.weights["output_layer.weight"].t()
@@ -79,14 +94,16 @@ class Oracle:
     def depth(self, k: int, previous: Tensor, ids: Tensor) -> Tensor:
         """g^k at the positions i < s - k, from g^{k-1} at as many and the tokens t_{i+k}."""
         entries = self.entries(k, previous[:, : ids.shape[1] - k], ids[:, k:])
-        return self.final(k, self.block(f"{self.head(k)}.mtp_model_layer", self.heads[k - 1], entries))
+        return self.final(
+            k, self.block(f"{self.head(k)}.mtp_model_layer", self.heads[k - 1], entries)
+        )
 
     def head(self, k: int) -> str:
         return f"mtp.layers.{0 if self.config['mtp_use_repeated_layer'] else k - 1}"
 
     def entries(self, k: int, previous: Tensor, tokens: Tensor, zeroed: bool = False) -> Tensor:
-        """What the block of depth k reads for states and tokens of as many positions, the first token left out if
-        `zeroed`."""
+        """What the block of depth k reads for states and tokens of as many positions, the first
+        token left out if `zeroed`."""
         embedding = self.weights["embedding.word_embeddings.weight"][tokens]
         if zeroed:
             embedding = torch.cat([0 * embedding[:, :1], embedding[:, 1:]], 1)
@@ -101,7 +118,8 @@ class Oracle:
 
     def unroll(self, ids: Tensor, depths: int) -> list[Tensor]:
         """g^1 .. g^K, g^k at the positions i < s - k, each depth over its own stream."""
-        handed_on, found = self.hidden(ids) if self.normed[0] else self.stream(ids), []
+        handed_on = self.hidden(ids) if self.normed[0] else self.stream(ids)
+        found = []
         for k in range(1, depths + 1):
             entries = self.entries(k, handed_on[:, : ids.shape[1] - k], ids[:, k:], self.zeroed)
             x = self.block(f"{self.head(k)}.mtp_model_layer", self.heads[k - 1], entries)
@@ -110,12 +128,16 @@ class Oracle:
         return found
 
     def draft(self, ids: Tensor, i: int, depths: int) -> list[Tensor]:
-        """g^1_i .. g^K_i [b, h] of a repeated head that decodes: depth k adds one entry to those of depth 1 up to i."""
+        """g^1_i .. g^K_i [b, h] of a repeated head that decodes: depth k adds one entry to those of
+        depth 1 up to i."""
         handed_on = self.hidden(ids) if self.normed[0] else self.stream(ids)
-        entries, found = self.entries(1, handed_on[:, : i + 1], ids[:, 1 : i + 2], self.zeroed), []
+        entries = self.entries(1, handed_on[:, : i + 1], ids[:, 1 : i + 2], self.zeroed)
+        found = []
         for k in range(1, depths + 1):
             if k > 1:
-                entries = torch.cat([entries, self.entries(k, handed_on, ids[:, i + k : i + k + 1])], 1)
+                entries = torch.cat(
+                    [entries, self.entries(k, handed_on, ids[:, i + k : i + k + 1])], 1
+                )
             x = self.block(f"{self.head(k)}.mtp_model_layer", self.heads[0], entries)[:, -1:]
             found.append(self.final(k, x)[:, 0])
             handed_on = found[-1][:, None] if self.normed[1] else x
@@ -142,14 +164,17 @@ class Oracle:
 
     def attention(self, name: str, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        groups, width = self.config["num_query_groups"], self.config["kv_channels"]
+        groups = self.config["num_query_groups"]
+        width = self.config["kv_channels"]
         rep = self.config["num_attention_heads"] // groups
-        gated, name = self.config.get("attention_output_gate", False), f"{name}.self_attention"
+        gated = self.config.get("attention_output_gate", False)
+        name = f"{name}.self_attention"
         qkv = self.norm_linear(f"{name}.linear_qkv", x).view(batch, length, groups, -1, width)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         heads = []
         for group in range(groups):
-            key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
+            key = qkv[:, :, group, -2]
+            value = qkv[:, :, group, -1]
             key = self.placed(f"{name}.k_layernorm", key)
             for head in range(rep):
                 query = self.placed(f"{name}.q_layernorm", qkv[:, :, group, head])
@@ -160,8 +185,8 @@ class Oracle:
         return torch.cat(heads, -1) @ self.weights[f"{name}.self_attention.linear_proj.weight"].t()
 
     def placed(self, norm: str, x: Tensor) -> Tensor:
-        """Queries or keys [b, s, d] of one head, normed and rotated: channel i of the first `rotary_percent` of them
-        with the channel half as many further on."""
+        """Queries or keys [b, s, d] of one head, normed and rotated: channel i of the first
+        `rotary_percent` of them with the channel half as many further on."""
         if self.config.get("qk_layernorm"):
             x = self.norm(f"{norm}.weight", x)
         if self.config.get("position_embedding_type", "none") == "none":
@@ -169,18 +194,29 @@ class Oracle:
         half = int(x.shape[-1] * self.config.get("rotary_percent", 1.0)) // 2
         x = x.clone()
         for i in range(half):
-            angle = torch.arange(x.shape[1], dtype=torch.float64) * self.config["rotary_base"] ** (-i / half)
-            a, b = x[..., i].clone(), x[..., half + i].clone()
-            x[..., i], x[..., half + i] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+            angle = torch.arange(x.shape[1], dtype=torch.float64) * self.config["rotary_base"] ** (
+                -i / half
+            )
+            a = x[..., i].clone()
+            b = x[..., half + i].clone()
+            x[..., i], x[..., half + i] = (
+                a * angle.cos() - b * angle.sin(),
+                b * angle.cos() + a * angle.sin(),
+            )
         return x
 
     def mamba(self, name: str, x: Tensor) -> Tensor:
         name += ".mixer"
-        w = {key.removeprefix(f"{name}."): t for key, t in self.weights.items() if key.startswith(f"{name}.")}
+        w = {
+            key.removeprefix(f"{name}."): t
+            for key, t in self.weights.items()
+            if key.startswith(f"{name}.")
+        }
         u = self.norm(f"{name}.in_proj.layer_norm_weight", x)
         z, dt = (u @ w[f"in_proj.weight.{part}"].t() for part in ("z", "dt"))
         inner, B, C = (self.convolve(u @ w[f"in_proj.weight.{p}"].t(), w, p) for p in "xBC")
-        heads, groups = self.config["mamba_num_heads"], self.config["mamba_num_groups"]
+        heads = self.config["mamba_num_heads"]
+        groups = self.config["mamba_num_groups"]
         y, _ = recurrence.scan(
             inner.unflatten(-1, (heads, -1)),
             F.softplus(dt + w["dt_bias"]),

@@ -12,9 +12,13 @@ ROPE = dict(position_embedding_type="rope", rotary_base=100.0)
 CASES = {
     "zero_centered": dict(layernorm_zero_centered_gamma=True, qk_layernorm=True),
     "gate": dict(attention_output_gate=True, num_attention_heads=6, num_query_groups=3),
-    "gate_norm": dict(attention_output_gate=True, qk_layernorm=True, num_attention_heads=5, num_query_groups=5),
+    "gate_norm": dict(
+        attention_output_gate=True, qk_layernorm=True, num_attention_heads=5, num_query_groups=5
+    ),
     "bias": dict(add_qkv_bias=True, num_attention_heads=6, num_query_groups=3, **ROPE),
-    "partial": dict(qk_layernorm=True, rotary_percent=0.5, num_attention_heads=3, num_query_groups=1, **ROPE),
+    "partial": dict(
+        qk_layernorm=True, rotary_percent=0.5, num_attention_heads=3, num_query_groups=1, **ROPE
+    ),
     "qwen3_next": dict(
         layernorm_zero_centered_gamma=True,
         attention_output_gate=True,
@@ -27,7 +31,8 @@ CASES = {
         **ROPE,
     ),
 }
-LENGTH, TOLERANCE = 11, 1e-5
+LENGTH = 11
+TOLERANCE = 1e-5
 
 
 def fresh(**changes):
@@ -44,7 +49,9 @@ def fresh(**changes):
 def outcome(model, ids):
     hidden = base_forward(model, ids, SequenceInput())
     states = [hidden, *unroll_depths(model, hidden, ids, 2, attention="per_depth")]
-    return compute_logits(model, hidden).transpose(0, 1), [state.transpose(0, 1) for state in states]
+    return compute_logits(model, hidden).transpose(0, 1), [
+        state.transpose(0, 1) for state in states
+    ]
 
 
 def errors(oracle, model, ids) -> list[float]:
@@ -93,7 +100,9 @@ def test_biases_by_part_would_be_seen():
     oracle = Oracle.of_model(model)
     name = "decoder.layers.0.self_attention.linear_qkv.bias"
     grouped = oracle.weights[name].unflatten(0, (3, 4, -1))
-    oracle.weights[name] = torch.cat([grouped[:, :2].flatten(), grouped[:, 2].flatten(), grouped[:, 3].flatten()])
+    oracle.weights[name] = torch.cat(
+        [grouped[:, :2].flatten(), grouped[:, 2].flatten(), grouped[:, 3].flatten()]
+    )
     assert min(errors(oracle, model, IDS)) > 1e-2
 
 
@@ -112,14 +121,17 @@ def test_gates_after_keys_would_be_seen():
 def test_norms_around_zero_multiply_by_one_more():
     """In every kind of layer: a model whose norms have weights 1 + w computes the same."""
     layers = dict(pattern="M*-E", num_moe_experts=4, moe_ffn_hidden_size=16, qk_layernorm=True)
-    model, other = fresh(layernorm_zero_centered_gamma=True, **layers), fresh(**layers)
+    model = fresh(layernorm_zero_centered_gamma=True, **layers)
+    other = fresh(**layers)
     other.load_state_dict(model.state_dict())
     for name, weight in other.named_parameters():
         if name.endswith(("norm.weight", "norm_weight")) and "mixer.norm." not in name:
             weight.add_(1)
     (logits, states), (want, want_states) = outcome(model, IDS), outcome(other, IDS)
     assert relative(logits, want.double()) < TOLERANCE
-    assert all(relative(a, b.double()) < TOLERANCE for a, b in zip(states, want_states, strict=True))
+    assert all(
+        relative(a, b.double()) < TOLERANCE for a, b in zip(states, want_states, strict=True)
+    )
 
 
 def test_gradients_through_the_gate_are_those_of_a_difference():
@@ -137,7 +149,9 @@ def test_gradients_through_the_gate_are_those_of_a_difference():
         return (last * weights).double().sum()
 
     grads = torch.autograd.grad(value(), list(parameters.values()))
-    slope = sum((grad.double() * d).sum() for grad, d in zip(grads, directions.values(), strict=True)).item()
+    slope = sum(
+        (grad.double() * d).sum() for grad, d in zip(grads, directions.values(), strict=True)
+    ).item()
     ends = []
     with torch.no_grad():
         for sign in (1, -2):
@@ -148,9 +162,14 @@ def test_gradients_through_the_gate_are_those_of_a_difference():
 
 
 def test_a_fresh_model_multiplies_by_one():
-    """Norms start so, also where their weights are around zero; Mamba's own norm is never around zero."""
-    model = build_model(toy_config(layernorm_zero_centered_gamma=True, qk_layernorm=True), device="cpu")
-    norms = {n: p for n, p in model.named_parameters() if n.endswith(("norm.weight", "norm_weight"))}
+    """Norms start so, also where their weights are around zero; Mamba's own norm is never around
+    zero."""
+    model = build_model(
+        toy_config(layernorm_zero_centered_gamma=True, qk_layernorm=True), device="cpu"
+    )
+    norms = {
+        n: p for n, p in model.named_parameters() if n.endswith(("norm.weight", "norm_weight"))
+    }
     assert len(norms) > 10
     for name, weight in norms.items():
         assert (weight == int("mixer.norm." in name)).all(), name

@@ -42,7 +42,8 @@ def test_caches_of_every_layer_by_name():
 
 @pytest.mark.parametrize("letter", KINDS)
 def test_what_is_counted_of_the_past_is_what_the_states_hold(letter):
-    kind, elements = KINDS[letter], {"state": 0, "kv": 0}
+    kind = KINDS[letter]
+    elements = {"state": 0, "kv": 0}
     for spec in kind.states(CONFIG):
         if isinstance(spec, RecurrentSpec):
             elements["state"] += math.prod(spec.shape)
@@ -64,7 +65,8 @@ def test_physical_heads(repeated, physical):
 
 @pytest.fixture
 def megatron_looks_for_te(monkeypatch):
-    """Have megatron-core's own MTP layer look at its linears as its 0.20 does where there is no Transformer Engine."""
+    """Have megatron-core's own MTP layer look at its linears as its 0.20 does where there is no
+    Transformer Engine."""
 
     def built(layer, *args, **kwargs):
         build(layer, *args, **kwargs)
@@ -83,7 +85,9 @@ def test_heads_are_built_and_run_without_the_types_of_transformer_engine(repeate
     hidden = base_forward(model, toy_tokens(5), inputs)
     handed_on = mtp_forward(model, 1, hidden, toy_tokens(5), inputs)
     compute_logits(model, normed_states(model, handed_on, 1)).square().mean().backward()
-    heads = {name: one.grad for name, one in model.named_parameters() if name.startswith("mtp.layers.0.")}
+    heads = {
+        name: one.grad for name, one in model.named_parameters() if name.startswith("mtp.layers.0.")
+    }
     assert "mtp.layers.0.eh_proj.weight" in heads
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in heads.values())
 
@@ -121,17 +125,24 @@ def test_weights_follow_the_seed():
 
 
 def test_heads_start_the_same_beside_any_base():
-    first, second = (parameters(build_model(CONFIG.replace(pattern=pattern), seed=5)) for pattern in ("M*-E", "M"))
+    first, second = (
+        parameters(build_model(CONFIG.replace(pattern=pattern), seed=5))
+        for pattern in ("M*-E", "M")
+    )
     heads = [name for name in first if name.startswith("mtp.")]
     # What writes to the residual stream is scaled by the depth of the base.
-    unscaled = [name for name in heads if not name.endswith(("linear_proj.weight", "linear_fc2.weight"))]
+    unscaled = [
+        name for name in heads if not name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    ]
     assert len(unscaled) > 5 and all(torch.equal(first[name], second[name]) for name in unscaled)
 
 
 def test_every_parameter_is_initialised_as_its_kind_needs():
     for name, value in parameters(toy_model()).items():
         assert value.isfinite().all(), name
-        if "norm" in name.rpartition(".weight")[0].rpartition(".")[2] or name.endswith(("layer_norm_weight", ".D")):
+        if "norm" in name.rpartition(".weight")[0].rpartition(".")[2] or name.endswith(
+            ("layer_norm_weight", ".D")
+        ):
             assert (value == 1).all(), name
         elif name.endswith("A_log"):
             assert (value >= 0).all() and (value <= torch.tensor(16.0).log()).all()
@@ -162,7 +173,10 @@ def test_shapes_and_dtypes():
     assert embed(model, tokens).shape == hidden.shape == (5, 2, 32)
     logits = compute_logits(model, hidden[2:4, 1])
     assert logits.shape == (2, VOCAB) and logits.dtype == hidden.dtype == torch.bfloat16
-    assert all(parameters(model)[f"decoder.layers.0.mixer.{name}"].dtype == torch.float32 for name in ("A_log", "D"))
+    assert all(
+        parameters(model)[f"decoder.layers.0.mixer.{name}"].dtype == torch.float32
+        for name in ("A_log", "D")
+    )
     assert not model.training and model.mtpkit_config == CONFIG
 
 

@@ -3,26 +3,41 @@
 import pytest
 import torch
 
-from mtpkit.model import SequenceInput, base_forward, build_model, embed, mtp_forward, shift_tokens, unroll_depths
+from mtpkit.model import (
+    SequenceInput,
+    base_forward,
+    build_model,
+    embed,
+    mtp_forward,
+    shift_tokens,
+    unroll_depths,
+)
 from mtpkit.model.inputs import DepthInput, DepthStreams
 from mtpkit.model.layers import delta, mamba
 from tests.kernels.recurrence import relative
 from tests.model.toy import CONFIG, DELTA, packed, toy_model, toy_tokens
 
-DEPTHS, TOLERANCE = 4, 1e-5
+DEPTHS = 4
+TOLERANCE = 1e-5
 PATTERNS = ["*", "*-", "*E", "M-", "*M-", "M*", "+-", "G-", "*GG"]
-POSITIONAL = {"none": {}, "rope": dict(position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True)}
+POSITIONAL = {
+    "none": {},
+    "rope": dict(position_embedding_type="rope", rotary_percent=0.5, qk_layernorm=True),
+}
 LENGTHS = {"one": (9,), "several": (5, 1, 2, 6)}
 
 
 def block_input(model, hidden, token_ids):
     """x^k of the design: the embedding's norm first, the hidden state's second."""
     layer = model.mtp.layers[0]
-    return layer.eh_proj(torch.cat([layer.enorm(embed(model, token_ids)), layer.hnorm(hidden)], -1))[0]
+    return layer.eh_proj(
+        torch.cat([layer.enorm(embed(model, token_ids)), layer.hnorm(hidden)], -1)
+    )[0]
 
 
 def decode(model, hidden, tokens, start: int, i: int, depths: int):
-    """g^1_i .. g^K_i as decoding makes them: the entries of depth 1 at start .. i, then one more for each depth.
+    """g^1_i .. g^K_i as decoding makes them: the entries of depth 1 at start .. i, then one more
+    for each depth.
 
     hidden [s, 1, h] and tokens [1, s] are the whole row's; the document of i begins at `start`.
     """
@@ -34,7 +49,9 @@ def decode(model, hidden, tokens, start: int, i: int, depths: int):
             x = torch.cat([x, block_input(model, states[-1][None], tokens[:, i + k : i + k + 1])])
         positions = torch.arange(len(x))[None]
         out = layer.mtp_model_layer(
-            hidden_states=x, attention_mask=None, inference_context=SequenceInput(positions=positions)
+            hidden_states=x,
+            attention_mask=None,
+            inference_context=SequenceInput(positions=positions),
         )
         states.append(layer.final_layernorm(out)[-1])
     return states
@@ -47,7 +64,9 @@ def compare(model, lengths, **changes) -> float:
     hidden = base_forward(model, tokens, SequenceInput(documents, positions))
     settings = dict(attention="serving", documents=documents, positions=positions) | changes
     states = torch.stack(list(unroll_depths(model, hidden, tokens, DEPTHS, **settings)))
-    have, want, start = [], [], 0
+    have = []
+    want = []
+    start = 0
     for length in lengths:
         for i in range(start, start + length - 1):
             depths = min(DEPTHS, start + length - 1 - i)
@@ -83,12 +102,17 @@ def test_rotary_positions_of_later_depths_matter():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("mtp_pattern", "layer", "op"), [("M", mamba, "ssd_scan"), ("G", delta, "delta_rule")])
+@pytest.mark.parametrize(
+    ("mtp_pattern", "layer", "op"), [("M", mamba, "ssd_scan"), ("G", delta, "delta_rule")]
+)
 def test_later_depths_multiply_in_the_precision_of_the_model(mtp_pattern, layer, op, monkeypatch):
-    """What they read of depth 1's states is fp32, as they go on with it; operands that were widened would keep the
-    kernels from the tensor cores."""
-    sizes, tokens, calls = dict(pattern="*", mtp_pattern=mtp_pattern), toy_tokens(6), []
-    model, right = build_model(CONFIG.replace(**sizes, **DELTA), dtype=torch.bfloat16, device="cpu"), getattr(layer, op)
+    """What they read of depth 1's states is fp32, as they go on with it; operands that were widened
+    would keep the kernels from the tensor cores."""
+    sizes = dict(pattern="*", mtp_pattern=mtp_pattern)
+    tokens = toy_tokens(6)
+    calls = []
+    model = build_model(CONFIG.replace(**sizes, **DELTA), dtype=torch.bfloat16, device="cpu")
+    right = getattr(layer, op)
 
     def spy(*args, **named):
         out = right(*args, **named)
@@ -97,7 +121,11 @@ def test_later_depths_multiply_in_the_precision_of_the_model(mtp_pattern, layer,
         return out
 
     monkeypatch.setattr(layer, op, spy)
-    list(unroll_depths(model, base_forward(model, tokens, SequenceInput()), tokens, 2, attention="serving"))
+    list(
+        unroll_depths(
+            model, base_forward(model, tokens, SequenceInput()), tokens, 2, attention="serving"
+        )
+    )
     assert calls == [({torch.bfloat16}, torch.bfloat16), ({torch.bfloat16}, torch.float32)]
 
 
@@ -120,7 +148,9 @@ def test_distinct_heads_use_their_own_layer():
     model = toy_model(mtp_use_repeated_layer=False)
     tokens = toy_tokens(6)
     hidden = base_forward(model, tokens, SequenceInput())
-    outputs = [mtp_forward(model, k, hidden, shift_tokens(tokens, 1), SequenceInput()) for k in (1, 2, 3)]
+    outputs = [
+        mtp_forward(model, k, hidden, shift_tokens(tokens, 1), SequenceInput()) for k in (1, 2, 3)
+    ]
     assert relative(outputs[0], outputs[1]) > 1e-2 and relative(outputs[1], outputs[2]) > 1e-2
 
 
@@ -130,7 +160,8 @@ def test_the_default_is_what_decoding_the_model_does(repeated, attention):
     model = toy_model(mtp_use_repeated_layer=repeated)
     tokens = toy_tokens(6)
     hidden = base_forward(model, tokens, SequenceInput())
-    default, named = unroll_depths(model, hidden, tokens, 3), unroll_depths(model, hidden, tokens, 3, attention)
+    default = unroll_depths(model, hidden, tokens, 3)
+    named = unroll_depths(model, hidden, tokens, 3, attention)
     assert all(torch.equal(a, b) for a, b in zip(default, named, strict=True))
 
 
@@ -140,18 +171,22 @@ def test_a_repeated_head_unrolls_further_than_it_was_trained(attention):
     model = toy_model(mtp_num_depths=1)
     tokens = toy_tokens(5)
     hidden = base_forward(model, tokens, SequenceInput())
-    states = list(unroll_depths(model, hidden, tokens, 7, attention))  # past the end of the tokens too
+    # past the end of the tokens too
+    states = list(unroll_depths(model, hidden, tokens, 7, attention))
     assert len(states) == 7 and all(state.isfinite().all() for state in states)
 
 
-@pytest.mark.parametrize(("depth", "want"), [(1, [2, 3, 0]), (2, [3, 0, 0]), (3, [0, 0, 0]), (5, [0, 0, 0])])
+@pytest.mark.parametrize(
+    ("depth", "want"), [(1, [2, 3, 0]), (2, [3, 0, 0]), (3, [0, 0, 0]), (5, [0, 0, 0])]
+)
 def test_shift_tokens(depth, want):
     assert shift_tokens(torch.tensor([[1, 2, 3]]), depth).tolist() == [want]
 
 
 @pytest.mark.parametrize("mtp_pattern", ["*-", "M-", "G-"])
 def test_gradients_reach_every_head_parameter_through_all_depths(mtp_pattern):
-    """The gradient of the last depth alone, by autograd against a central difference along a random direction."""
+    """The gradient of the last depth alone, by autograd against a central difference along a random
+    direction."""
     model = build_model(CONFIG.replace(mtp_pattern=mtp_pattern, **DELTA), seed=3)
     tokens = toy_tokens(6)
     hidden = base_forward(model, tokens, SequenceInput()).detach()
@@ -166,7 +201,9 @@ def test_gradients_reach_every_head_parameter_through_all_depths(mtp_pattern):
 
     grads = torch.autograd.grad(value(), list(parameters.values()))
     assert all(grad.abs().max() > 0 for grad in grads)
-    slope = sum((g.double() * d).sum() for g, d in zip(grads, directions.values(), strict=True)).item()
+    slope = sum(
+        (g.double() * d).sum() for g, d in zip(grads, directions.values(), strict=True)
+    ).item()
     ends = []
     with torch.no_grad():
         for sign in (1, -2):
@@ -182,6 +219,10 @@ def test_depths_see_what_earlier_ones_left():
     one, two, three = (DepthInput(depth=depth, streams=streams) for depth in (1, 2, 3))
     assert one.leave("a", 1.0) == [1.0] and two.leave("a", 2.0) == [1.0, 2.0]
     assert one.leave("a", 5.0) == [5.0] and three.left("a", float) == [1.0, 2.0]
-    assert three.left("a", float, first=2) == [2.0] and not one.left("a", float) and not three.left("b", float)
+    assert (
+        three.left("a", float, first=2) == [2.0]
+        and not one.left("a", float)
+        and not three.left("b", float)
+    )
     with pytest.raises(AssertionError, match="a holds other entries than str"):
         two.left("a", str)

@@ -7,7 +7,8 @@ from mtpkit.model import SequenceInput, base_forward, unroll_depths
 from tests.kernels.recurrence import relative
 from tests.model.toy import packed, toy_model, toy_tokens
 
-LENGTHS, TOLERANCE = (3, 1, 7, 2, 5), 1e-5
+LENGTHS = (3, 1, 7, 2, 5)
+TOLERANCE = 1e-5
 ROPE = dict(position_embedding_type="rope")
 
 
@@ -18,11 +19,13 @@ def states(model, tokens, documents=None, positions=None, attention="serving"):
 
 
 def worst(model, attention="serving", hide=False) -> float:
-    """Largest error over documents and depths; with `hide` the model is not told where documents end."""
+    """Largest error over documents and depths; with `hide` the model is not told where documents
+    end."""
     documents, positions = packed(*LENGTHS)
     tokens = toy_tokens(sum(LENGTHS))
     whole = states(model, tokens, None if hide else documents, positions, attention)
-    errors, start = [], 0
+    errors = []
+    start = 0
     for length in LENGTHS:
         span = slice(start, start + length)
         for k, alone in enumerate(states(model, tokens[:, span], attention=attention)):
@@ -42,7 +45,10 @@ def test_packed_equals_alone(changes, attention):
 @torch.no_grad()
 @pytest.mark.parametrize("mtp_pattern", ["*-", "M-"])
 def test_packed_equals_alone_with_distinct_heads(mtp_pattern):
-    assert worst(toy_model(mtp_pattern=mtp_pattern, mtp_use_repeated_layer=False), "per_depth") < TOLERANCE
+    assert (
+        worst(toy_model(mtp_pattern=mtp_pattern, mtp_use_repeated_layer=False), "per_depth")
+        < TOLERANCE
+    )
 
 
 @torch.no_grad()
@@ -53,7 +59,8 @@ def test_a_leak_would_be_seen(pattern):
 
 @torch.no_grad()
 def test_rows_of_a_batch_do_not_mix():
-    model, tokens = toy_model(), toy_tokens(8, batch=3)
+    model = toy_model()
+    tokens = toy_tokens(8, batch=3)
     documents = torch.tensor([[0] * 8, [0] * 3 + [1] * 5, [4] * 7 + [9]])
     together = states(model, tokens, documents)
     for row in range(3):

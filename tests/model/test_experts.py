@@ -10,7 +10,11 @@ from mtpkit.model.layers import experts as layer
 from mtpkit.model.layers.experts import Experts, side_by_side
 from mtpkit.training.main_grad import gradients_into_main
 
-COUNTS = {"uneven": (3, 0, 7, 1), "none of the first and last": (0, 5, 2, 0), "one for all": (0, 0, 9, 0)}
+COUNTS = {
+    "uneven": (3, 0, 7, 1),
+    "none of the first and last": (0, 5, 2, 0),
+    "one for all": (0, 0, 9, 0),
+}
 
 
 def experts_of(activation="relu2", dtype=torch.float32, device="cpu", count=4, inner=48) -> Experts:
@@ -23,17 +27,21 @@ def experts_of(activation="relu2", dtype=torch.float32, device="cpu", count=4, i
 
 def draw(experts, counts):
     weight = experts.local_experts[0].linear_fc1.weight
-    x, probs = torch.randn(sum(counts), weight.shape[1]), torch.rand(sum(counts))
+    x = torch.randn(sum(counts), weight.shape[1])
+    probs = torch.rand(sum(counts))
     pull = torch.randn(sum(counts), weight.shape[1])
     return [t.to(weight.device, weight.dtype) for t in (x, probs, pull)]
 
 
 def gradients(experts, counts, x, probs, pull, apart: bool):
     """Output, and the gradients of x, of the rows' weights and of the matrices."""
-    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    probs = probs.clone().requires_grad_()
     experts.apart = apart
     out, _ = experts(x, torch.tensor(counts), probs)
-    found = torch.autograd.grad((out * pull).sum(), [x, probs, *experts.parameters()], allow_unused=True)
+    found = torch.autograd.grad(
+        (out * pull).sum(), [x, probs, *experts.parameters()], allow_unused=True
+    )
     return [out.detach(), *(torch.zeros(1) if each is None else each for each in found)]
 
 
@@ -46,14 +54,18 @@ def test_gradients_are_those_of_one_after_the_other(counts, activation, stacked,
         lay_side_by_side(experts)
     drawn = draw(experts, counts)
     want = gradients(experts, counts, *drawn, apart=True)
-    monkeypatch.setattr(Experts.__base__, "forward", None)  # they do not run one after the other now
+    # they do not run one after the other now
+    monkeypatch.setattr(Experts.__base__, "forward", None)
     for have, expected in zip(gradients(experts, counts, *drawn, apart=False), want, strict=True):
         assert (have - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("inner, dtype", [(50, torch.float32), (51, torch.float32), (48, torch.float64)])
+@pytest.mark.parametrize(
+    "inner, dtype", [(50, torch.float32), (51, torch.float32), (48, torch.float64)]
+)
 def test_what_pytorch_does_not_multiply_runs_one_after_the_other(inner, dtype):
-    experts, counts = experts_of(inner=inner, dtype=dtype), COUNTS["uneven"]
+    experts = experts_of(inner=inner, dtype=dtype)
+    counts = COUNTS["uneven"]
     drawn = draw(experts, counts)
     want = gradients(experts, counts, *drawn, apart=True)
     assert all(map(torch.equal, gradients(experts, counts, *drawn, apart=False), want))
@@ -61,36 +73,54 @@ def test_what_pytorch_does_not_multiply_runs_one_after_the_other(inner, dtype):
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_large_matrices_are_not_copied(stacked, monkeypatch):
-    experts, counts = experts_of(), COUNTS["uneven"]
+    experts = experts_of()
+    counts = COUNTS["uneven"]
     if stacked:
         lay_side_by_side(experts)
-    monkeypatch.setattr(layer, "_MOST_COPIED", sum(one.linear_fc1.weight.nbytes for one in experts.local_experts) - 1)
+    monkeypatch.setattr(
+        layer,
+        "_MOST_COPIED",
+        sum(one.linear_fc1.weight.nbytes for one in experts.local_experts) - 1,
+    )
     ran = []
     before = layer.SequentialMLP.forward
-    monkeypatch.setattr(layer.SequentialMLP, "forward", lambda *args: ran.append(1) or before(*args))
+    monkeypatch.setattr(
+        layer.SequentialMLP, "forward", lambda *args: ran.append(1) or before(*args)
+    )
     gradients(experts, counts, *draw(experts, counts), apart=False)
     assert bool(ran) != stacked
 
 
 def test_some_experts_are_frozen():
     """Of the others, one has an optimizer's gradient and the rest autograd's."""
-    experts, counts = experts_of(), (2, 3, 1, 4)
+    experts = experts_of()
+    counts = (2, 3, 1, 4)
     drawn = draw(experts, counts)
-    want = dict(zip(dict(experts.named_parameters()), gradients(experts, counts, *drawn, apart=True)[3:], strict=True))
+    want = dict(
+        zip(
+            dict(experts.named_parameters()),
+            gradients(experts, counts, *drawn, apart=True)[3:],
+            strict=True,
+        )
+    )
     experts.local_experts[0].requires_grad_(False)
     for parameter in experts.local_experts[1].parameters():
         parameter.main_grad = torch.zeros(parameter.shape)
     experts.apart = False
     with gradients_into_main(experts):
         for expert in experts.local_experts:
-            expert.linear_fc1.gradient_accumulation_fusion = expert.linear_fc2.gradient_accumulation_fusion = True
+            expert.linear_fc1.gradient_accumulation_fusion = (
+                expert.linear_fc2.gradient_accumulation_fusion
+            ) = True
         out, _ = experts(drawn[0].requires_grad_(), torch.tensor(counts), drawn[1])
     (out * drawn[2]).sum().backward()
     for name, parameter in experts.named_parameters():
         index = int(name.split(".")[1])
         found = (None, getattr(parameter, "main_grad", None), parameter.grad, parameter.grad)[index]
         assert parameter.grad is None or index > 1
-        assert found is None if index == 0 else torch.allclose(found, want[name], rtol=1e-4, atol=1e-5)
+        assert (
+            found is None if index == 0 else torch.allclose(found, want[name], rtol=1e-4, atol=1e-5)
+        )
 
 
 def lay_side_by_side(experts) -> None:
@@ -103,7 +133,8 @@ def lay_side_by_side(experts) -> None:
 @pytest.mark.parametrize("spaced", [False, True])
 def test_gradients_are_added_to_those_of_the_optimizer(spaced):
     """Evenly spaced in one buffer, as an optimizer has them, and each in its own memory."""
-    experts, counts = experts_of(), COUNTS["uneven"]
+    experts = experts_of()
+    counts = COUNTS["uneven"]
     drawn = draw(experts, counts)
     want = gradients(experts, counts, *drawn, apart=True)[3:]
     parameters = list(experts.parameters())
@@ -127,7 +158,13 @@ class Operations(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.__name__.split(".")[0] not in ("detach", "select", "view", "unbind", "as_strided")
+        self.count += function.__name__.split(".")[0] not in (
+            "detach",
+            "select",
+            "view",
+            "unbind",
+            "as_strided",
+        )
         return function(*args, **(kwargs or {}))
 
 
@@ -172,13 +209,17 @@ def test_experts_that_are_stacked_are_not_copied():
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 @pytest.mark.parametrize("inner", [48, 52])
 def test_bf16_on_a_gpu(activation, inner, monkeypatch):
-    """Against fp64, within twice the error of one after the other; sizes that are no multiple of 8 run so."""
+    """Against fp64, within twice the error of one after the other; sizes that are no multiple of 8
+    run so."""
     experts = experts_of(activation, torch.bfloat16, "cuda", inner=inner)
     counts = (300, 0, 17, 1)
     drawn = draw(experts, counts)
     near = gradients(experts, counts, *drawn, apart=True)
     # The gradient of an expert without rows may be what lay in memory before.
-    junk = [torch.full((sum(p.numel() for p in experts.parameters()),), torch.nan, device="cuda") for _ in range(4)]
+    junk = [
+        torch.full((sum(p.numel() for p in experts.parameters()),), torch.nan, device="cuda")
+        for _ in range(4)
+    ]
     del junk
     with monkeypatch.context() as patch:
         if inner % 8 == 0:

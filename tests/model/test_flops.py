@@ -31,7 +31,8 @@ def test_flops_are_those_that_were_counted_from_checkpoints(changes, flops):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(mtp_use_repeated_layer=False), MOE | LATENT | dict(pattern="ME", mtp_pattern="E*")]
+    "changes",
+    [{}, dict(mtp_use_repeated_layer=False), MOE | LATENT | dict(pattern="ME", mtp_pattern="E*")],
 )
 @pytest.mark.parametrize("base_layers", [True, False])
 def test_every_weight_counts_as_often_as_a_token_uses_it(changes, base_layers):

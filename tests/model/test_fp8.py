@@ -17,7 +17,9 @@ def built(device="cpu"):
 
 @torch.no_grad()
 def test_the_base_is_rounded_and_the_heads_are_not(device):
-    ids, plain, model = toy_tokens(32, batch=2).to(device), built(device), built(device)
+    ids = toy_tokens(32, batch=2).to(device)
+    plain = built(device)
+    model = built(device)
     want = base_forward(plain, ids, SequenceInput())
     use_fp8_base(model)
     have = base_forward(model, ids, SequenceInput())
@@ -37,7 +39,9 @@ def test_the_base_is_rounded_and_the_heads_are_not(device):
             assert torch.equal(model.get_parameter(name).float(), values.float())
         else:
             assert torch.equal(model.get_parameter(name), parameter)
-    depths = zip(unroll_depths(plain, want, ids, 2), unroll_depths(model, want, ids, 2), strict=True)
+    depths = zip(
+        unroll_depths(plain, want, ids, 2), unroll_depths(model, want, ids, 2), strict=True
+    )
     assert all(torch.equal(a, b) for a, b in depths)
 
 
@@ -45,8 +49,12 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch):
     model = built()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(model, "parameters", lambda: iter([torch.empty(0, device="meta").as_subclass(OnGpu)]))
-    with pytest.raises(UserError, match=r"^base_fp8: NVIDIA A100 has no fp8 products; set base_fp8=false$"):
+    monkeypatch.setattr(
+        model, "parameters", lambda: iter([torch.empty(0, device="meta").as_subclass(OnGpu)])
+    )
+    with pytest.raises(
+        UserError, match=r"^base_fp8: NVIDIA A100 has no fp8 products; set base_fp8=false$"
+    ):
         use_fp8_base(model)
 
 

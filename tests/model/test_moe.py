@@ -19,34 +19,52 @@ AS_WIDE = dict(moe_shared_expert_intermediate_size=CONFIG.moe.ffn_hidden_size)
 CASES = {
     "plain": {},
     "shared expert as wide as the others": AS_WIDE,
-    "gated shared expert as wide": dict(SOFTMAX, **AS_WIDE, moe_shared_expert_gate=True, activation="swiglu"),
+    "gated shared expert as wide": dict(
+        SOFTMAX, **AS_WIDE, moe_shared_expert_gate=True, activation="swiglu"
+    ),
     "wide, and groups": dict(
-        AS_WIDE, num_moe_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4
+        AS_WIDE,
+        num_moe_experts=8,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_topk=4,
     ),
     "gated": dict(activation="swiglu"),
     "latent": dict(moe_latent_size=20),
     "no shared expert": dict(moe_shared_expert_intermediate_size=0),
     "latent alone": dict(moe_latent_size=20, moe_shared_expert_intermediate_size=0),
-    "groups": dict(num_moe_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4),
+    "groups": dict(
+        num_moe_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4
+    ),
     "one of all": dict(moe_router_topk=1),
     "unnormalised": dict(moe_router_normalize=False, moe_router_enable_expert_bias=False),
     "softmax": dict(SOFTMAX, num_moe_experts=5, moe_router_topk=3),
     "pre-softmax": dict(SOFTMAX, moe_router_pre_softmax=True, moe_shared_expert_gate=True),
-    "gate of the shared expert": dict(SOFTMAX, moe_shared_expert_gate=True, activation="swiglu", moe_latent_size=12),
+    "gate of the shared expert": dict(
+        SOFTMAX, moe_shared_expert_gate=True, activation="swiglu", moe_latent_size=12
+    ),
     "best two of a group": dict(
-        num_moe_experts=12, moe_router_num_groups=4, moe_router_group_topk=3, moe_router_topk=4, moe_router_group_best=2
+        num_moe_experts=12,
+        moe_router_num_groups=4,
+        moe_router_group_topk=3,
+        moe_router_topk=4,
+        moe_router_group_best=2,
     ),
 }
 
 
 def fresh(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes):
     """A model of its own, whose router prefers some experts."""
-    model = build_model(CONFIG.replace(**changes), dtype=dtype, device=device, seed=3).requires_grad_(False)
+    model = build_model(
+        CONFIG.replace(**changes), dtype=dtype, device=device, seed=3
+    ).requires_grad_(False)
     for module in model.modules():
         if isinstance(module, MoELayer):
             if module.router.expert_bias is None:
                 continue
-            module.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, len(module.router.expert_bias)))
+            module.router.expert_bias.copy_(
+                torch.linspace(-0.2, 0.2, len(module.router.expert_bias))
+            )
     return model
 
 
@@ -55,11 +73,14 @@ def fresh(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_stacked_experts_are_megatrons(case, device):
     model = fresh(device, **CASES[case])
-    layer, x = model.decoder.layers[3], torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size).to(device)
+    layer = model.decoder.layers[3]
+    x = torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size).to(device)
     step = first_step(model)
     want = run(layer, x.clone(), step).double()
     mixed = layer.mlp(x)[0].double()
-    weights = {name: weight.clone() for name, weight in model.state_dict().items() if weight is not None}
+    weights = {
+        name: weight.clone() for name, weight in model.state_dict().items() if weight is not None
+    }
     assert not layer.mlp.is_stacked
     stack_experts(model)
     assert layer.mlp.is_stacked
@@ -72,9 +93,12 @@ def test_stacked_experts_are_megatrons(case, device):
 @pytest.mark.parametrize("case", [*CASES, "groups of three"])
 def test_kernels_in_the_layer_are_megatrons(case, monkeypatch):
     """Run in Triton's interpreter."""
-    changes = CASES.get(case, dict(num_moe_experts=12, moe_router_num_groups=4, moe_router_group_topk=2))
+    changes = CASES.get(
+        case, dict(num_moe_experts=12, moe_router_num_groups=4, moe_router_group_topk=2)
+    )
     model = fresh(**changes)
-    layer, x = model.decoder.layers[3], torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
+    layer = model.decoder.layers[3]
+    x = torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
     want = layer.mlp(x)[0].double()
     stack_experts(model)
     monkeypatch.setattr(moe, "route", triton_moe.route)
@@ -83,14 +107,20 @@ def test_kernels_in_the_layer_are_megatrons(case, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["shared expert as wide as the others", "gated shared expert as wide"])
+@pytest.mark.parametrize(
+    "case", ["shared expert as wide as the others", "gated shared expert as wide"]
+)
 def test_many_tokens_have_their_shared_expert_apart(case, monkeypatch):
     """One of the routed experts up to a number of tokens; that number, and one more."""
     model = fresh(**CASES[case])
-    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
-    want, routed = layer.mlp(x)[0].double(), []
+    layer = model.decoder.layers[3]
+    x = torch.randn(4, 1, CONFIG.hidden_size)
+    want = layer.mlp(x)[0].double()
+    routed = []
     stack_experts(model)
-    monkeypatch.setattr(moe, "route", lambda *args: routed.append(args[-1]) or reference.route(*args))
+    monkeypatch.setattr(
+        moe, "route", lambda *args: routed.append(args[-1]) or reference.route(*args)
+    )
     for most in (4, 3):
         monkeypatch.setattr(moe, "_JOINED_TOKENS", most)
         assert relative(layer.mlp(x)[0], want) < 1e-5
@@ -99,8 +129,10 @@ def test_many_tokens_have_their_shared_expert_apart(case, monkeypatch):
 
 @torch.no_grad()
 def test_weights_that_are_loaded_later_count():
-    model, other = fresh(), fresh(init_std=0.5)
-    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
+    model = fresh()
+    other = fresh(init_std=0.5)
+    layer = model.decoder.layers[3]
+    x = torch.randn(4, 1, CONFIG.hidden_size)
     stack_experts(model)
     model.load_state_dict(other.state_dict())
     assert layer.mlp.is_stacked
@@ -110,7 +142,8 @@ def test_weights_that_are_loaded_later_count():
 @torch.no_grad()
 def test_moved_experts_are_no_longer_stacked():
     model = fresh()
-    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
+    layer = model.decoder.layers[3]
+    x = torch.randn(4, 1, CONFIG.hidden_size)
     stack_experts(model)
     want = layer.mlp(x)[0].double()
     for weight in model.parameters():
@@ -123,15 +156,21 @@ def test_moved_experts_are_no_longer_stacked():
 def test_weights_in_anothers_buffer_stay_there():
     """Weights are views of one flat tensor, as with an optimizer that keeps heads flat."""
     model = fresh()
-    layer, x = model.decoder.layers[3], torch.randn(4, 1, CONFIG.hidden_size)
+    layer = model.decoder.layers[3]
+    x = torch.randn(4, 1, CONFIG.hidden_size)
     want = layer.mlp(x)[0]
     weights = [weight for pair in layer.mlp._together for weight in pair]
     flat = torch.cat([weight.flatten() for weight in reversed(weights)])
-    for weight, part in zip(weights, reversed(flat.split([w.numel() for w in reversed(weights)])), strict=True):
+    for weight, part in zip(
+        weights, reversed(flat.split([w.numel() for w in reversed(weights)])), strict=True
+    ):
         weight.data = part.view_as(weight)
     assert not stack_experts(model) and not layer.mlp.is_stacked
     assert torch.equal(layer.mlp(x)[0], want)
-    assert all(weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for weight in weights)
+    assert all(
+        weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        for weight in weights
+    )
     other = fresh()
     assert stack_experts(other) and other.decoder.layers[3].mlp.is_stacked
 
@@ -145,7 +184,11 @@ def test_experts_learn_stacked_or_not():
             stack_experts(model)
         x = torch.randn(6, 1, CONFIG.hidden_size, generator=torch.Generator().manual_seed(2))
         mlp = model.decoder.layers[3].mlp
-        grads.append(torch.autograd.grad(mlp(x)[0].square().sum(), mlp.experts.local_experts[1].linear_fc1.weight)[0])
+        grads.append(
+            torch.autograd.grad(
+                mlp(x)[0].square().sum(), mlp.experts.local_experts[1].linear_fc1.weight
+            )[0]
+        )
     assert grads[0].abs().max() > 0 and torch.equal(*grads)
 
 
@@ -160,10 +203,14 @@ def split_over_ranks(rank: int) -> None:
 def test_a_single_expert_that_moved_is_found(expert):
     model = fresh()
     stack_experts(model)
-    layer, x = model.decoder.layers[3], torch.randn(9, 1, CONFIG.hidden_size)
+    layer = model.decoder.layers[3]
+    x = torch.randn(9, 1, CONFIG.hidden_size)
     weight = layer.mlp.experts.local_experts[expert].linear_fc2.weight
     weight.data = torch.zeros_like(weight)
-    assert not stack_experts(model) or relative(layer.mlp(x)[0], layer.mlp.one_by_one(x).double()) < 1e-5
+    assert (
+        not stack_experts(model)
+        or relative(layer.mlp(x)[0], layer.mlp.one_by_one(x).double()) < 1e-5
+    )
 
 
 def test_a_model_made_in_inference_mode_decodes():

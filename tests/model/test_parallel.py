@@ -14,9 +14,17 @@ from tests.kernels.recurrence import relative
 from tests.model import toy
 from tests.ranks import run_ranks
 
-TENSOR_CASES = ["tp2/mamba_attention_mlp", "tp2/moe", "tp1/distinct_heads", "tp1/gated_rope", "tp1/mla", "tp1/gdn"]
+TENSOR_CASES = [
+    "tp2/mamba_attention_mlp",
+    "tp2/moe",
+    "tp1/distinct_heads",
+    "tp1/gated_rope",
+    "tp1/mla",
+    "tp1/gdn",
+]
 PIPELINE_CASE = "pp2/mamba_attention_mlp"
-LENGTH, TOLERANCE = 24, 1e-5
+LENGTH = 24
+TOLERANCE = 1e-5
 LATENT = toy.CONFIG.replace(moe_latent_size=8, activation="swiglu")
 
 
@@ -27,12 +35,17 @@ def build(case: str, **sizes: int):
 
 
 def run_depths(model, hidden, ids):
-    return list(unroll_depths(model, hidden, ids, model.mtpkit_config.mtp.num_depths, attention="per_depth"))
+    return list(
+        unroll_depths(model, hidden, ids, model.mtpkit_config.mtp.num_depths, attention="per_depth")
+    )
 
 
 def fresh_rank(rank: int, out: Path) -> None:
     model = build_model(LATENT, device="cpu", tensor_parallel=2)
-    save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, out / f"{rank}.st")
+    save_file(
+        {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        out / f"{rank}.st",
+    )
     save_model(model, out / "megatron")
 
 
@@ -69,7 +82,10 @@ def pipeline_rank(rank: int, out: Path) -> None:
         dist.send(hidden, dst=1)
     else:
         states = torch.stack([hidden, *run_depths(model, hidden, ids)])
-        save_file({"logits": compute_logits(model, hidden), "states": states}, out / "last_stage.safetensors")
+        save_file(
+            {"logits": compute_logits(model, hidden), "states": states},
+            out / "last_stage.safetensors",
+        )
     save_model(model, out / PIPELINE_CASE)
 
 
@@ -77,15 +93,18 @@ def parts_on_disk(checkpoint: Path) -> dict[str, object]:
     """Dtype, shape and stored chunks of every key."""
     items = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {
-        name: (item.properties.dtype, item.size, sorted((c.offsets, c.sizes) for c in item.chunks))
-        if hasattr(item, "chunks")
-        else None
+        name: (
+            (item.properties.dtype, item.size, sorted((c.offsets, c.sizes) for c in item.chunks))
+            if hasattr(item, "chunks")
+            else None
+        )
         for name, item in items.items()
     }
 
 
 def assert_same_parts(case: str, out: Path) -> None:
-    have, want = parts_on_disk(out / case / "release"), parts_on_disk(GOLDEN / case / "checkpoint")
+    have = parts_on_disk(out / case / "release")
+    want = parts_on_disk(GOLDEN / case / "checkpoint")
     assert have.keys() == want.keys()
     assert have == want
 
@@ -97,16 +116,20 @@ def test_tensor_parallel(tmp_path):
 
 
 def test_fresh_weights_of_two_ranks(tmp_path):
-    """Parts of one matrix differ; what every rank holds whole, such as a router, is the same. Together they are the
-    weights of one process."""
+    """Parts of one matrix differ; what every rank holds whole, such as a router, is the same.
+    Together they are the weights of one process."""
     run_ranks(fresh_rank, tmp_path)
     first, second = (load_file(tmp_path / f"{rank}.st") for rank in (0, 1))
     assert any("router" in name for name in first)
     for name, value in first.items():
-        whole = any(part in name for part in ("router", "norm", "latent")) or name.endswith(".D")  # D starts as ones
+        # D starts as ones
+        whole = any(part in name for part in ("router", "norm", "latent")) or name.endswith(".D")
         assert torch.equal(value, second[name]) == whole, name
     model = load_model(tmp_path / "megatron", device="cpu")
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in build_model(LATENT).named_parameters())
+    assert all(
+        torch.equal(model.get_parameter(name), value)
+        for name, value in build_model(LATENT).named_parameters()
+    )
 
 
 @torch.no_grad()
@@ -124,6 +147,13 @@ def test_pipeline_parallel(tmp_path):
 
 
 def test_one_process_writes_the_same_parts(tmp_path):
-    for case in ("tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp1/gated_rope", "tp1/mla", "tp1/gdn"):
+    for case in (
+        "tp1/mamba_attention_mlp",
+        "tp1/moe",
+        "tp1/distinct_heads",
+        "tp1/gated_rope",
+        "tp1/mla",
+        "tp1/gdn",
+    ):
         save_model(load_model(GOLDEN / case), tmp_path / case)
         assert_same_parts(case, tmp_path)

@@ -18,7 +18,8 @@ from tests.ranks import run_ranks
 from tests.toy_config import toy_config
 
 KINDS = {"M": 0, "*": 1, "-": 2, "E": 3}
-ROWS, WIDTH = 2, 3
+ROWS = 2
+WIDTH = 3
 
 
 def first_step(model) -> StepInput:
@@ -68,7 +69,8 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_megatrons(kind, activation):
     model = toy_model(activation=activation)
-    layer, step = model.decoder.layers[KINDS[kind]], first_step(model)
+    layer = model.decoder.layers[KINDS[kind]]
+    step = first_step(model)
     x = torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
     want = megatron(layer, x.clone(), copy.deepcopy(step)).double()
     assert relative(run(layer, x.clone(), step), want) < 1e-6
@@ -79,14 +81,16 @@ def test_a_step_is_megatrons(kind, activation):
 @pytest.mark.parametrize("kind", ["M", "*", "-"])
 def test_the_product_adds_to_the_residual(kind):
     model = toy_model()
-    layer, x = model.decoder.layers[KINDS[kind]], torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
+    layer = model.decoder.layers[KINDS[kind]]
+    x = torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
     assert run(layer, x, first_step(model)).data_ptr() == x.data_ptr()
 
 
 @torch.no_grad()
 def test_an_mlp_is_four_calls():
     model = toy_model()
-    layer, step = model.decoder.layers[KINDS["-"]], first_step(model)
+    layer = model.decoder.layers[KINDS["-"]]
+    step = first_step(model)
     x = torch.randn(ROWS * WIDTH, 1, CONFIG.hidden_size)
     with Calls() as calls:
         run(layer, x, step)
@@ -105,7 +109,11 @@ def test_gradients_pass_and_leave_the_input_alone(kind):
         weights = torch.linspace(-1, 1, x.numel()).view_as(x)
         before = x.detach().clone()
         inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
-        grads.append(torch.autograd.grad((forward(layer, x, step) * weights).sum(), inputs, allow_unused=True))
+        grads.append(
+            torch.autograd.grad(
+                (forward(layer, x, step) * weights).sum(), inputs, allow_unused=True
+            )
+        )
         assert torch.equal(x, before)
     for have, want in zip(*grads, strict=True):
         assert (have is None) == (want is None)
@@ -116,7 +124,8 @@ def test_gradients_pass_and_leave_the_input_alone(kind):
 @torch.no_grad()
 def test_a_residual_is_added_in_the_call_that_is_given_it():
     linear = toy_model().decoder.layers[KINDS["-"]].mlp.linear_fc2
-    x, residual = torch.randn(3, 1, CONFIG.mlp.ffn_hidden_size), torch.randn(3, 1, CONFIG.hidden_size)
+    x = torch.randn(3, 1, CONFIG.mlp.ffn_hidden_size)
+    residual = torch.randn(3, 1, CONFIG.hidden_size)
     plain = linear(x)[0]
     want = residual + plain
     assert relative(linear(x, residual)[0], want.double()) < 1e-6
@@ -126,7 +135,8 @@ def test_a_residual_is_added_in_the_call_that_is_given_it():
 @torch.no_grad()
 def test_a_residual_that_cannot_be_accumulated_into():
     linear = toy_model().decoder.layers[KINDS["-"]].mlp.linear_fc2
-    x, residual = torch.randn(3, 2, CONFIG.mlp.ffn_hidden_size), torch.randn(2, 3, CONFIG.hidden_size).transpose(0, 1)
+    x = torch.randn(3, 2, CONFIG.mlp.ffn_hidden_size)
+    residual = torch.randn(2, 3, CONFIG.hidden_size).transpose(0, 1)
     want = residual + linear(x)[0]
     assert relative(linear(x, residual)[0], want.double()) < 1e-6
 
@@ -138,7 +148,10 @@ def check_greedy_tokens(model) -> None:
     assert greedy_tokens(model, hidden).tolist() == logits.argmax(-1).tolist()
     token_ids = torch.tensor([3, 39, 0, 21, 20, 19])
     want = token_ids[logits[:, token_ids].argmax(-1)]
-    assert greedy_tokens(model, hidden, *draft_output_weight(model, token_ids)).tolist() == want.tolist()
+    assert (
+        greedy_tokens(model, hidden, *draft_output_weight(model, token_ids)).tolist()
+        == want.tolist()
+    )
 
 
 @torch.no_grad()
@@ -155,7 +168,8 @@ def two_ranks(rank: int) -> None:
     for activation in ("relu2", "swiglu"):
         config = toy_config(vocab_size=VOCAB, mamba_chunk_size=4, activation=activation)
         model = build_model(config, device="cpu", seed=3, tensor_parallel=2)
-        init_weights(model, config, seed=rank)  # each rank its own rows; what both hold whole is ones
+        # each rank its own rows; what both hold whole is ones
+        init_weights(model, config, seed=rank)
         assert simulate(model, "replay") < 1e-5
         check_greedy_tokens(model)
 

@@ -34,7 +34,9 @@ def test_yarn_is_that_of_megatron(width, base, factor, context, fast, slow, scal
     turns = yarn_frequencies(width, base, factor, context, fast, slow)
     want = torch.arange(9.0)[:, None] * turns
     torch.testing.assert_close(torch.cat([want, want], -1), angles[:, 0, 0], rtol=1e-6, atol=1e-6)
-    assert yarn_scale(factor, scales[0]) / yarn_scale(factor, scales[1]) == pytest.approx(concentration)
+    assert yarn_scale(factor, scales[0]) / yarn_scale(factor, scales[1]) == pytest.approx(
+        concentration
+    )
 
 
 @pytest.mark.parametrize(("width", "base", "factor", "context", "fast", "slow"), CASES[:4])
@@ -42,11 +44,15 @@ def test_yarn_is_that_of_transformers(width, base, factor, context, fast, slow):
     from transformers import DeepseekV3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    yarn = dict(rope_type="yarn", factor=factor, original_max_position_embeddings=context, rope_theta=base)
+    yarn = dict(
+        rope_type="yarn", factor=factor, original_max_position_embeddings=context, rope_theta=base
+    )
     config = DeepseekV3Config(
         qk_rope_head_dim=width,
         rope_parameters=yarn | dict(beta_fast=fast, beta_slow=slow, mscale=0.7, mscale_all_dim=0.4),
     )
     theirs, concentration = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    torch.testing.assert_close(yarn_frequencies(width, base, factor, context, fast, slow), theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        yarn_frequencies(width, base, factor, context, fast, slow), theirs, rtol=1e-6, atol=0
+    )
     assert yarn_scale(factor, 0.7) / yarn_scale(factor, 0.4) == pytest.approx(concentration)

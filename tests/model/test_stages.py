@@ -14,14 +14,18 @@ from tests.model.toy import CONFIG
 
 
 def costs(config, patterns, balance):
-    """Cost of each part, from the parameters of one model and the share of them that a token uses."""
+    """Cost of each part, from the parameters of one model and the share of them that a token
+    uses."""
     sizes = Counter()
     for name, parameter in build_model(config, device="cpu").named_parameters():
         if parameter.ndim == 2 and "conv1d" not in name:
             part, _, rest = name.partition(".layers.")
             number = int(rest.split(".")[0]) if part == "decoder" else 0
-            share = config.moe.router_topk / config.moe.num_experts if "local_experts" in name else 1
-            if isinstance(balance, Decoding) and part == "decoder":  # experts that at least one token chooses
+            share = (
+                config.moe.router_topk / config.moe.num_experts if "local_experts" in name else 1
+            )
+            # experts that at least one token chooses
+            if isinstance(balance, Decoding) and part == "decoder":
                 share = 1 - (1 - share) ** (balance.requests * (1 + balance.drafts))
             elif balance != "time":
                 share = 1
@@ -31,7 +35,8 @@ def costs(config, patterns, balance):
         sum(2 * sizes["decoder", n] for n in range(end - len(part), end))
         for end, part in zip(ends, patterns, strict=True)
     ]
-    embedding, depths = config.vocab_size * config.hidden_size, config.mtp.num_depths
+    embedding = config.vocab_size * config.hidden_size
+    depths = config.mtp.num_depths
     if balance == "time":
         found[-1] += depths * (6 * sizes["mtp", 0] + 4 * embedding) + 2 * embedding
     elif isinstance(balance, Decoding):
@@ -49,7 +54,9 @@ def all_ways(pattern, stages):
         yield [pattern[a:b] for a, b in itertools.pairwise((0, *inner, len(pattern)))]
 
 
-@pytest.mark.parametrize("balance", ["time", "memory", Decoding(0, 1), Decoding(3, 2), Decoding(1, 40)], ids=str)
+@pytest.mark.parametrize(
+    "balance", ["time", "memory", Decoding(0, 1), Decoding(3, 2), Decoding(1, 40)], ids=str
+)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_no_way_has_a_cheaper_costliest_stage(stages, balance):
     dice = random.Random(stages)
@@ -72,26 +79,33 @@ def test_the_stage_with_the_heads_has_fewer_layers():
     config = NEMOTRON_H_8B.replace(mtp_pattern="*-")
     assert [len(part) for part in stage_patterns(config, 2, "time")] == [49, 3]
     assert [len(part) for part in stage_patterns(config, 2)] == [37, 15]
-    assert [len(stage_patterns(NEMOTRON_H_8B, 2, Decoding(drafts, 32))[0]) for drafts in (0, 3)] == [28, 33]
+    assert [
+        len(stage_patterns(NEMOTRON_H_8B, 2, Decoding(drafts, 32))[0]) for drafts in (0, 3)
+    ] == [28, 33]
     plain = config.replace(pattern="M" * 8, mtp_pattern="", mtp_num_depths=0, vocab_size=1)
     assert sorted(len(part) for part in stage_patterns(plain, 3)) == [2, 3, 3]
 
 
 def test_recurrent_states_count_where_many_requests_decode():
-    """They are read like weights: layers that have them are spread more evenly, the more requests there are."""
+    """They are read like weights: layers that have them are spread more evenly, the more requests
+    there are."""
     config = CONFIG.replace(pattern="MMM******", vocab_size=1)
     first = [stage_patterns(config, 2, Decoding(0, requests))[0] for requests in (1, 100000)]
     assert first[1] in ("M", "MM") and len(first[0]) > 2
 
 
 def test_requests_are_those_of_one_batch():
-    assert Decoding.of(NEMOTRON_H_8B, 0, 64, 2) == Decoding(0, 32) and Decoding.of(CONFIG, 1, 5, 2) == Decoding(1, 3)
+    assert Decoding.of(NEMOTRON_H_8B, 0, 64, 2) == Decoding(0, 32) and Decoding.of(
+        CONFIG, 1, 5, 2
+    ) == Decoding(1, 3)
     assert Decoding.of(NEMOTRON_H_8B, "auto", 1, 1) == Decoding(3, 1)
 
 
 def test_what_cannot_be_dealt():
     with pytest.raises(UserError, match="balance is 'tiem', must be one of memory, time"):
         stage_patterns(CONFIG, 1, "tiem")
-    with pytest.raises(UserError, match="2 layers, too few for 3 pipeline stages; use fewer stages"):
+    with pytest.raises(
+        UserError, match="2 layers, too few for 3 pipeline stages; use fewer stages"
+    ):
         stage_patterns(CONFIG.replace(pattern="M*"), 3)
     assert build_model(CONFIG.replace(pattern="M*"), device="cpu").stage_patterns == ["M*"]

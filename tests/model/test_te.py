@@ -1,4 +1,5 @@
-"""The Transformer Engine backend: chosen, missing, and beside Megatron's own checkpoints and the local backend."""
+"""The Transformer Engine backend: chosen, missing, and beside Megatron's own checkpoints and the
+local backend."""
 
 import os
 
@@ -17,7 +18,8 @@ from tests.model.toy import CONFIG, packed, toy_tokens
 
 TOLERANCE = 1e-4
 """What products in fp32 by other kernels may differ by, TF32 off."""
-os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # which cuBLAS reads once: products in fp32 would take TF32
+# which cuBLAS reads once: products in fp32 would take TF32
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 
 @pytest.fixture
@@ -35,7 +37,10 @@ def test_without_a_gpu_it_is_refused_and_not_chosen_by_auto():
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(__import__("sys").modules, "transformer_engine.pytorch", None)
-    with pytest.raises(UserError, match=r"Transformer Engine, which cannot be imported .*pip install 'mtpkit\[te\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"Transformer Engine, which cannot be imported .*pip install 'mtpkit\[te\]'",
+    ):
         get_backend("te")
     assert resolve_backend("auto") == "local"
 
@@ -46,12 +51,16 @@ def test_auto_says_so_where_the_package_is_there_and_does_not_work(monkeypatch, 
     monkeypatch.setitem(__import__("sys").modules, "transformer_engine.pytorch", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
     assert resolve_backend("auto") == "local"
-    warned = "backend 'local' is used: 'te' needs Transformer Engine, which cannot be imported" in caplog.text
+    warned = (
+        "backend 'local' is used: 'te' needs Transformer Engine, which cannot be imported"
+        in caplog.text
+    )
     assert warned == installed
 
 
 @pytest.mark.parametrize(
-    "error", [AssertionError("parts of\ntwo versions"), RuntimeError("an empty package"), OSError("x")]
+    "error",
+    [AssertionError("parts of\ntwo versions"), RuntimeError("an empty package"), OSError("x")],
 )
 def test_whatever_its_import_raises_is_the_reason(monkeypatch, error):
     def fail(name):
@@ -67,12 +76,16 @@ def test_whatever_its_import_raises_is_the_reason(monkeypatch, error):
 def states_of(model, ids, documents=None, positions=None):
     """Logits and h, g^1, g^2, .."""
     hidden = base_forward(model, ids, SequenceInput(documents, positions))
-    depths = unroll_depths(model, hidden, ids, model.mtpkit_config.mtp.num_depths, "per_depth", documents, positions)
+    depths = unroll_depths(
+        model, hidden, ids, model.mtpkit_config.mtp.num_depths, "per_depth", documents, positions
+    )
     return [compute_logits(model, hidden), hidden, *depths]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["tp1/gated_rope", "tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads"])
+@pytest.mark.parametrize(
+    "case", ["tp1/gated_rope", "tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads"]
+)
 def test_golden_logits_and_depths(case, te):
     golden = load_file(GOLDEN / case / "golden.safetensors")
     model = load_model(GOLDEN / case, device="cuda", backend="te")
@@ -98,11 +111,18 @@ ATTENTION = dict(
 @pytest.mark.parametrize("changes", [{}, ATTENTION], ids=["usual", "attention"])
 def test_one_state_dict_for_both_backends(te, changes):
     config = CONFIG.replace(**changes)
-    local, other = (build_model(config, device="cuda", backend=name, seed=3) for name in ("local", "te"))
-    mine, theirs = local.state_dict(), other.state_dict()
+    local, other = (
+        build_model(config, device="cuda", backend=name, seed=3) for name in ("local", "te")
+    )
+    mine = local.state_dict()
+    theirs = other.state_dict()
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
-        assert torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name], name
+        assert (
+            torch.equal(value, theirs[name])
+            if isinstance(value, torch.Tensor)
+            else value == theirs[name]
+        ), name
     assert local.sharded_state_dict().keys() == other.sharded_state_dict().keys()
 
 
@@ -126,9 +146,13 @@ def test_what_one_backend_saves_the_other_loads(te, tmp_path, backends, changes)
 
 @pytest.mark.gpu
 def test_packed_documents_as_with_the_local_backend(te):
-    local, other = (build_model(CONFIG, device="cuda", backend=name, seed=3) for name in ("local", "te"))
+    local, other = (
+        build_model(CONFIG, device="cuda", backend=name, seed=3) for name in ("local", "te")
+    )
     ids, (documents, positions) = toy_tokens(24).cuda(), (t.cuda() for t in packed(1, 9, 6, 8))
-    for want, have in zip(*(states_of(m, ids, documents, positions) for m in (local, other)), strict=True):
+    for want, have in zip(
+        *(states_of(m, ids, documents, positions) for m in (local, other)), strict=True
+    ):
         count = len(want) - 4
         assert relative(have[:count], want[:count]) < TOLERANCE
 
@@ -151,7 +175,8 @@ def test_gradients_as_with_the_local_backend(te):
 
 @pytest.mark.gpu
 def test_fp8_stays_near_bf16_and_needs_fitting_matrices(te):
-    sizes = dict(hidden_size=64, ffn_hidden_size=128, mamba_num_heads=16)  # all matrices have multiples of 16
+    # all matrices have multiples of 16
+    sizes = dict(hidden_size=64, ffn_hidden_size=128, mamba_num_heads=16)
     config = CONFIG.replace(pattern="M*-M", **sizes)
     model = build_model(config, dtype=torch.bfloat16, device="cuda", backend="te", seed=3)
     ids = toy_tokens(32).cuda()
@@ -160,7 +185,16 @@ def test_fp8_stays_near_bf16_and_needs_fitting_matrices(te):
         use_fp8_base(model)
         have = base_forward(model, ids, SequenceInput())
     assert 1e-3 < (have - want).float().norm() / want.float().norm() < 0.15
-    with pytest.raises(UserError, match="fp8 needs a multiple of 8 tokens per product, which experts may not get"):
+    with pytest.raises(
+        UserError, match="fp8 needs a multiple of 8 tokens per product, which experts may not get"
+    ):
         use_fp8_base(build_model(CONFIG, dtype=torch.bfloat16, device="cuda", backend="te"))
-    with pytest.raises(UserError, match=r"fp8 needs matrix sizes that are multiples of 16, unlike those of layers\.0"):
-        use_fp8_base(build_model(CONFIG.replace(pattern="M*-M"), dtype=torch.bfloat16, device="cuda", backend="te"))
+    with pytest.raises(
+        UserError,
+        match=r"fp8 needs matrix sizes that are multiples of 16, unlike those of layers\.0",
+    ):
+        use_fp8_base(
+            build_model(
+                CONFIG.replace(pattern="M*-M"), dtype=torch.bfloat16, device="cuda", backend="te"
+            )
+        )

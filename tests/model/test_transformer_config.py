@@ -35,7 +35,9 @@ def test_it_is_megatrons_config_with_one_more_field():
     """Whose `__post_init__` has run."""
     made = transformer_config(CONFIG, torch.float32)
     own = {field.name for field in dataclasses.fields(made)}
-    assert own - {field.name for field in dataclasses.fields(MegatronTransformerConfig)} == {"mtpkit"}
+    assert own - {field.name for field in dataclasses.fields(MegatronTransformerConfig)} == {
+        "mtpkit"
+    }
     values = {name: getattr(made, name) for name in own - {"mtpkit"}}
     assert callable(made.init_method) and values == vars(MegatronTransformerConfig(**values))
 

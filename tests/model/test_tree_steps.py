@@ -1,4 +1,5 @@
-"""Steps that feed trees compute along every path what whole sequences do, and go on from the accepted one."""
+"""Steps that feed trees compute along every path what whole sequences do, and go on from the
+accepted one."""
 
 import pytest
 import torch
@@ -12,14 +13,19 @@ from tests.kernels.test_trees import path
 from tests.model.toy import VOCAB, toy_model
 
 TREES = [[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 0, 2, 3, 3]]
-TOKENS, DEPTH, BLOCK_SIZE, TOLERANCE = 7, 3, 4, 1e-5
+TOKENS = 7
+DEPTH = 3
+BLOCK_SIZE = 4
+TOLERANCE = 1e-5
 MASKS, DEPTHS = ancestor_masks(torch.tensor(TREES), DEPTH)
 SLOTS = torch.tensor([2, 0])
 TABLES = torch.randperm(40, generator=torch.Generator().manual_seed(3)).view(2, 20)
 PATTERNS = {
     "mamba": dict(pattern="MM*"),
     "delta": dict(pattern="G*G"),
-    "latent": dict(pattern="+M+", mtp_pattern="+", qk_layernorm=True, layernorm_zero_centered_gamma=True),
+    "latent": dict(
+        pattern="+M+", mtp_pattern="+", qk_layernorm=True, layernorm_zero_centered_gamma=True
+    ),
     "attention": dict(pattern="*-*", position_embedding_type="rope", rotary_percent=0.5),
 }
 
@@ -28,8 +34,11 @@ class Decoder:
     """Two requests: a prompt of each, then trees. `forget`: paths are not kept."""
 
     def __init__(self, model, rollback: str, forget: bool = False) -> None:
-        self.model, self.forget = model, forget
-        layout = StateLayout(state_specs(model), StateSizes(BLOCK_SIZE, TOKENS, rollback, torch.float32))
+        self.model = model
+        self.forget = forget
+        layout = StateLayout(
+            state_specs(model), StateSizes(BLOCK_SIZE, TOKENS, rollback, torch.float32)
+        )
         self.states = layout.allocate(40, 3, torch.device("cpu"))
         for state in self.states.all():
             for tensor in state.tensors.values():
@@ -37,9 +46,13 @@ class Decoder:
         self.committed = Committed.none(layout.counters, 3, torch.device("cpu"))
         self.tokens: list[list[int]] = [[], []]
 
-    def inputs(self, lens: list[int], decoding: bool, tree: TreeInput | None, depths: torch.Tensor) -> StepInput:
+    def inputs(
+        self, lens: list[int], decoding: bool, tree: TreeInput | None, depths: torch.Tensor
+    ) -> StepInput:
         contexts = torch.tensor([len(tokens) for tokens in self.tokens])
-        places = torch.cat([context + torch.arange(count) for context, count in zip(contexts, lens, strict=True)])
+        places = torch.cat(
+            [context + torch.arange(count) for context, count in zip(contexts, lens, strict=True)]
+        )
         rows = torch.arange(2).repeat_interleave(torch.tensor(lens))
         return StepInput(
             positions=contexts[rows] + depths,
@@ -59,7 +72,9 @@ class Decoder:
         lens = [len(prompt) for prompt in prompts]
         depths = torch.cat([torch.arange(count) for count in lens])
         inputs = self.inputs(lens, False, None, depths)
-        base_forward(self.model, torch.tensor([[token for prompt in prompts for token in prompt]]), inputs)
+        base_forward(
+            self.model, torch.tensor([[token for prompt in prompts for token in prompt]]), inputs
+        )
         self.committed.put(SLOTS, inputs.committed_after(torch.tensor(lens)))
         self.tokens = [list(prompt) for prompt in prompts]
 
@@ -71,7 +86,10 @@ class Decoder:
         hidden = base_forward(self.model, token_ids.flatten()[None], inputs)
         accepted = torch.tensor([len(one) - 1 for one in paths])
         if not self.forget:
-            inputs.keep_path(torch.tensor([one + [TOKENS + 9] * (1 + DEPTH - len(one)) for one in paths]), accepted)
+            inputs.keep_path(
+                torch.tensor([one + [TOKENS + 9] * (1 + DEPTH - len(one)) for one in paths]),
+                accepted,
+            )
         self.committed.put(SLOTS, inputs.committed_after(accepted + 1))
         for row, one in enumerate(paths):
             self.tokens[row] += token_ids[row, one].tolist()
@@ -80,7 +98,8 @@ class Decoder:
 
 def run(model, rollback: str, forget: bool = False, steps: int = 12) -> float:
     """The worst relative error of hidden states over all paths of all steps."""
-    generator, worst = torch.Generator().manual_seed(1), 0.0
+    generator = torch.Generator().manual_seed(1)
+    worst = 0.0
     decoder = Decoder(model, rollback, forget)
     with torch.inference_mode():
         decoder.prefill([[1, 2, 3, 4, 5], [6]])
@@ -88,7 +107,9 @@ def run(model, rollback: str, forget: bool = False, steps: int = 12) -> float:
             drawn = torch.randint(0, VOCAB, (2, TOKENS), generator=generator)
             ends = torch.randint(0, TOKENS, (2,), generator=generator).tolist()
             before = [list(tokens) for tokens in decoder.tokens]
-            hidden = decoder.step(drawn, [path(tree, end) for tree, end in zip(TREES, ends, strict=True)])
+            hidden = decoder.step(
+                drawn, [path(tree, end) for tree, end in zip(TREES, ends, strict=True)]
+            )
             for row, tree in enumerate(TREES):
                 for token in range(TOKENS) if step in (0, 1, steps - 1) else (6,):
                     whole = torch.tensor([before[row] + drawn[row, path(tree, token)].tolist()])

@@ -56,7 +56,8 @@ def packed(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def move_slot(states: States, committed: Committed, old: int, new: int) -> None:
-    """Put all that a slot of `states` and `committed` holds into another one; where it was is NaN then."""
+    """Put all that a slot of `states` and `committed` holds into another one; where it was is NaN
+    then."""
     for state in (one for one in states.all() if one.unit == "slot"):
         for tensor in state.tensors.values():
             tensor[new] = tensor[old]

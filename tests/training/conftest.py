@@ -20,7 +20,8 @@ SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left
 
 @pytest.fixture(autouse=True)
 def curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs write whole reports without their curves, which take a second; `test_report` draws them."""
+    """Runs write whole reports without their curves, which take a second; `test_report` draws
+    them."""
     if request.path.stem != "test_report":
         monkeypatch.setattr(report, "_draw", lambda title, *_: f"<svg>{title}</svg>")
 
@@ -48,9 +49,13 @@ def toy_base(tmp_path_factory, tokenizer_dir, text_files) -> Path:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(60):
             batch = data.batch([(step * 4 + row) % len(data) for row in range(4)])
-            hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
+            hidden = base_forward(
+                model, batch.token_ids, SequenceInput(batch.documents, batch.positions)
+            )
             logits = compute_logits(model, hidden).transpose(0, 1)[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.token_ids[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch.token_ids[:, 1:].flatten()
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -1,4 +1,5 @@
-"""Work of the processes of `test_parallel`: gradients, streams and whole runs at one layout after another."""
+"""Work of the processes of `test_parallel`: gradients, streams and whole runs at one layout after
+another."""
 
 import time
 from dataclasses import dataclass, field
@@ -20,9 +21,15 @@ from tests.model.toy import MLA
 from tests.toy_config import DELTA
 from tests.training.toy import CONFIG, cut, toy_batch
 
-EXPERTS = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16, ffn_hidden_size=48)
+EXPERTS = dict(
+    num_moe_experts=4,
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=16,
+    ffn_hidden_size=48,
+)
 BEFORE = "before_final_norm"
-PACKED, WHOLE = [[7, 10, 7], [4, 18, 2], [11, 2, 11], [1, 22, 1]], [[24]] * 4
+PACKED = [[7, 10, 7], [4, 18, 2], [11, 2, 11], [1, 22, 1]]
+WHOLE = [[24]] * 4
 LEARNING = ["model=base", "output=run", "data.train=[a.txt]", "loss.chunk_size=16"]
 
 
@@ -35,12 +42,16 @@ class Case:
     settings: list = field(default_factory=list)
 
     def config(self):
-        return CONFIG.replace(**{"mtp_num_depths": 2, "qk_layernorm": True, **EXPERTS, **self.model})
+        return CONFIG.replace(
+            **{"mtp_num_depths": 2, "qk_layernorm": True, **EXPERTS, **self.model}
+        )
 
 
 CASES = {
     "experts": Case(
-        dict(pattern="M*E-", mtp_pattern="*E", moe_latent_size=8), PACKED, ["heads.attention=serving", "loss.kind=kl"]
+        dict(pattern="M*E-", mtp_pattern="*E", moe_latent_size=8),
+        PACKED,
+        ["heads.attention=serving", "loss.kind=kl"],
     ),
     "experts_whole": Case(
         dict(
@@ -54,7 +65,13 @@ CASES = {
         ["heads.attention=serving", "loss.kind=tv"],
     ),
     "recurrent": Case(
-        dict(pattern="M*-G", mtp_pattern="MG-", activation="swiglu", tie_word_embeddings=True, **DELTA),
+        dict(
+            pattern="M*-G",
+            mtp_pattern="MG-",
+            activation="swiglu",
+            tie_word_embeddings=True,
+            **DELTA,
+        ),
         PACKED,
         ["heads.attention=serving", "loss.kind=ce"],
     ),
@@ -72,7 +89,11 @@ CASES = {
         WHOLE,
         ["heads.attention=per_depth", "loss.kind=kl", "loss.top_k=5"],
     ),
-    "latent": Case(dict(pattern="+E", mtp_pattern="+E", **MLA), PACKED, ["heads.attention=serving", "loss.kind=kl"]),
+    "latent": Case(
+        dict(pattern="+E", mtp_pattern="+E", **MLA),
+        PACKED,
+        ["heads.attention=serving", "loss.kind=kl"],
+    ),
     "mixed": Case(
         dict(pattern="M-", mtp_pattern="*-", mtp_reads_of_base=BEFORE),
         PACKED,
@@ -94,9 +115,12 @@ class Recorder(HeadOptimizer):
 
 
 def gradients(case, layout, distributed=True, device="cpu", batch=None):
-    """(losses, norm, {name: (shape of the whole, [(place, part)])}) of a step over the case's sequences, or `batch`."""
+    """(losses, norm, {name: (shape of the whole, [(place, part)])}) of a step over the case's
+    sequences, or `batch`."""
     tensor = layout.get("tensor_parallel", 1)
-    model = build_model(case.config(), device=device, seed=3, sequence_parallel=tensor > 1, **layout)
+    model = build_model(
+        case.config(), device=device, seed=3, sequence_parallel=tensor > 1, **layout
+    )
     optimizer = Recorder(freeze_base(model).values(), OptimizerConfig(distributed=distributed))
     group = parallel_state.get_data_parallel_group()
     if batch is None:
@@ -107,9 +131,14 @@ def gradients(case, layout, distributed=True, device="cpu", batch=None):
     share = rows // group.size()
     own = range(group.rank() * share, (group.rank() + 1) * share)
     config = load_config(None, [*LEARNING, "heads.num_depths=2", *case.settings])
-    sums, norm = train_step(model, [cut(batch, row, 0, length) for row in own], optimizer, config, 0.0)
+    sums, norm = train_step(
+        model, [cut(batch, row, 0, length) for row in own], optimizer, config, 0.0
+    )
     parts = {
-        name: (_global_shape(shards[0]), [(_local_slice(shard), shard.data.cpu().clone()) for shard in shards])
+        name: (
+            _global_shape(shards[0]),
+            [(_local_slice(shard), shard.data.cpu().clone()) for shard in shards],
+        )
         for name, shards in _targets(model).items()
         if name.startswith("mtp.") and not name.endswith("expert_bias")
     }
@@ -117,10 +146,12 @@ def gradients(case, layout, distributed=True, device="cpu", batch=None):
 
 
 def stream(out: Path, device: str) -> None:
-    """The last of two stages does not finish with the first micro-batch before the other one is at the third."""
+    """The last of two stages does not finish with the first micro-batch before the other one is at
+    the third."""
     model = build_model(CONFIG, device=device, pipeline_parallel=2)
     batches = [toy_batch([[24]], seed=seed).to(device) for seed in range(5)]
-    flag, seen = out / "third", []
+    flag = out / "third"
+    seen = []
 
     def watched():
         for number, batch in enumerate(batches):
@@ -138,11 +169,16 @@ def stream(out: Path, device: str) -> None:
 
 
 def work(rank: int, out: Path, jobs: list) -> None:
-    """Every job in turn: ("gradients", name, arguments), ("train", overrides) or ("stream", device)."""
+    """Every job in turn: ("gradients", name, arguments), ("train", overrides) or ("stream",
+    device)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    groups, start = None, time.monotonic()
+    groups = None
+    start = time.monotonic()
     for kind, *what in jobs:
-        print(f"rank {rank}, {time.monotonic() - start:.0f} s: {kind} {str(what[0])[-60:]}", flush=True)
+        print(
+            f"rank {rank}, {time.monotonic() - start:.0f} s: {kind} {str(what[0])[-60:]}",
+            flush=True,
+        )
         layout = what[1][1] if kind == "gradients" else None
         if layout is None or layout != groups:  # new process groups take NCCL seconds
             parallel_state.destroy_model_parallel()

@@ -1,4 +1,5 @@
-"""Streams of a GPU in plain Python: they do what they were asked for late, in any order that their waits allow."""
+"""Streams of a GPU in plain Python: they do what they were asked for late, in any order that their
+waits allow."""
 
 import random
 import threading
@@ -7,7 +8,8 @@ from contextlib import contextmanager
 
 class Event:
     def __init__(self, blocking=False):
-        self.stream, self.place = None, 0
+        self.stream = None
+        self.place = 0
 
     @property
     def passed(self):
@@ -19,7 +21,9 @@ class Event:
 
 class Stream:
     def __init__(self, device, priority=0):
-        self.device, self.asked, self.done = device, [], 0
+        self.device = device
+        self.asked = []
+        self.done = 0
         device.streams.append(self)
 
     def ask(self, call):
@@ -30,7 +34,8 @@ class Stream:
 
     def record_event(self, event=None):
         event = event or Event()
-        event.stream, event.place = self, len(self.asked)
+        event.stream = self
+        event.place = len(self.asked)
         return event
 
     def wait_stream(self, other):
@@ -56,7 +61,12 @@ class Device:
 
     def install(self, monkeypatch, cuda):
         """Replace what the code under test uses of the module `cuda`."""
-        names = dict(Event=Event, current_stream=self.current, stream=self.within, set_device=lambda device: None)
+        names = dict(
+            Event=Event,
+            current_stream=self.current,
+            stream=self.within,
+            set_device=lambda device: None,
+        )
         for name, value in (names | dict(Stream=lambda priority=0: Stream(self, priority))).items():
             monkeypatch.setattr(cuda, name, value)
 
@@ -65,7 +75,8 @@ class Device:
 
     @contextmanager
     def within(self, stream):
-        before, self._local.stream = self.current(), stream
+        before = self.current()
+        self._local.stream = stream
         try:
             yield
         finally:

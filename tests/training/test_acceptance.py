@@ -1,4 +1,5 @@
-"""Acceptance along a text against greedy speculative decoding written out with whole forward passes."""
+"""Acceptance along a text against greedy speculative decoding written out with whole forward
+passes."""
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def draft(model, tokens, num_depths):
 @pytest.fixture(scope="module")
 def answered():
     """A model whose heads are half trained on the text, prompt and answer, that its base wrote."""
-    model, tokens = toy_model(), list(PROMPT)
+    model = toy_model()
+    tokens = list(PROMPT)
     with torch.no_grad():
         while len(tokens) < 40:
             hidden = base_forward(model, torch.tensor([tokens]), SequenceInput())
@@ -49,7 +51,8 @@ def test_equals_decoding(answered, num_depths, length):
     """To the last step, which the end of the text cuts short."""
     model, tokens = answered
     tokens = tokens[:length]
-    reached, accepted = [0] * num_depths, [0] * num_depths
+    reached = [0] * num_depths
+    accepted = [0] * num_depths
     known = len(PROMPT) + 1
     while known < len(tokens):
         right = 0

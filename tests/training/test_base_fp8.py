@@ -14,10 +14,26 @@ def settings(toy_base, text_files, output, steps):
     return load_config(
         None,
         [
-            *(f"model={toy_base}", f"output={output}", f"data.train=[{text_files[0]}]", f"data.eval=[{text_files[1]}]"),
-            *("data.sequence_length=32", "data.global_batch_size=4", "data.eval_sequences=4", "heads.num_depths=2"),
+            *(
+                f"model={toy_base}",
+                f"output={output}",
+                f"data.train=[{text_files[0]}]",
+                f"data.eval=[{text_files[1]}]",
+            ),
+            *(
+                "data.sequence_length=32",
+                "data.global_batch_size=4",
+                "data.eval_sequences=4",
+                "heads.num_depths=2",
+            ),
             "heads.init=fresh",
-            *("optimizer.warmup_steps=2", "log_interval=1", "save_interval=3", "eval_interval=100", "keep_best=false"),
+            *(
+                "optimizer.warmup_steps=2",
+                "log_interval=1",
+                "save_interval=3",
+                "eval_interval=100",
+                "keep_best=false",
+            ),
             *("dtype=bfloat16", "base_fp8=true", f"steps={steps}"),
         ],
     )
@@ -32,18 +48,25 @@ def test_checkpoints_hold_the_base_as_it_was(toy_base, text_files, tmp_path):
     base = load_model(toy_base).state_dict()
     run = train(settings(toy_base, text_files, tmp_path / "run", 6))
     trained = load_model(run)
-    kept = {name: value for name, value in trained.state_dict().items() if name in base and value is not None}
+    kept = {
+        name: value
+        for name, value in trained.state_dict().items()
+        if name in base and value is not None
+    }
     assert len(kept) > 10 and not any(name.startswith("mtp.") for name in kept)
     for name, value in kept.items():
         # Matrices come from the base itself, the rest from the model, which is in bf16.
         exact = torch.equal(value, base[name])
         assert exact or torch.equal(value, base[name].bfloat16().float()), name
-        assert exact or not name.endswith(("linear_fc1.weight", "linear_qkv.weight", "out_proj.weight")), name
+        assert exact or not name.endswith(
+            ("linear_fc1.weight", "linear_qkv.weight", "out_proj.weight")
+        ), name
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(toy_base, text_files, tmp_path, monkeypatch):
     train(settings(toy_base, text_files, tmp_path / "whole", 6))
-    config, save = settings(toy_base, text_files, tmp_path / "parts", 6), Trainer._save
+    config = settings(toy_base, text_files, tmp_path / "parts", 6)
+    save = Trainer._save
 
     def save_and_stop(trainer, *args):
         save(trainer, *args)

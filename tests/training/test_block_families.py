@@ -20,7 +20,9 @@ LAYER = 3
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_train_and_go_back(tmp_path, tokenizer_dir, text_files, family):
     """Heads of a published directory are trained on; the export has new heads and the same base."""
-    hf, run, back = write_family(family, tmp_path / "hf", vocab_size=300), tmp_path / "run", tmp_path / "back"
+    hf = write_family(family, tmp_path / "hf", vocab_size=300)
+    run = tmp_path / "run"
+    back = tmp_path / "back"
     for file in tokenizer_dir.iterdir():
         (hf / file.name).write_bytes(file.read_bytes())
     values = {
@@ -42,7 +44,8 @@ def test_heads_train_and_go_back(tmp_path, tokenizer_dir, text_files, family):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.9 * losses[0]
     export_checkpoint(run, back)
-    before, after = read_all(hf), read_all(back)
+    before = read_all(hf)
+    after = read_all(back)
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     heads = {

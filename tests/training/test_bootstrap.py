@@ -1,4 +1,5 @@
-"""Intervals over prompts against the standard error of a ratio, and how often they hold the truth."""
+"""Intervals over prompts against the standard error of a ratio, and how often they hold the
+truth."""
 
 import numpy as np
 import pytest
@@ -7,7 +8,8 @@ from mtpkit.training.bootstrap import MOST_UNITS, acceptance_interval
 
 
 def sample(prompts, seed):
-    """Steps and accepted drafts of prompts that differ in length and in how easy they are; 1.8 drafts per step."""
+    """Steps and accepted drafts of prompts that differ in length and in how easy they are; 1.8
+    drafts per step."""
     rng = np.random.default_rng(seed)
     steps = rng.integers(5, 60, prompts)
     return steps, rng.binomial(3 * steps, rng.beta(6, 4, prompts))
@@ -41,5 +43,7 @@ def test_the_order_of_prompts_does_not_matter_and_one_is_too_few():
     assert acceptance_interval(steps[::-1], accepted[::-1]) == acceptance_interval(steps, accepted)
     assert acceptance_interval(steps[:1], accepted[:1]) is None
     assert acceptance_interval(np.array([9, 9]), np.array([9, 9])) == (2, 2)
-    assert acceptance_interval(np.array([9, 0, 9]), np.array([9, 0, 9])) == (2, 2), "no step, no weight"
+    assert acceptance_interval(np.array([9, 0, 9]), np.array([9, 0, 9])) == (2, 2), (
+        "no step, no weight"
+    )
     assert acceptance_interval(np.zeros(9, dtype=int), np.zeros(9, dtype=int)) is None

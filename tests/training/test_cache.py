@@ -1,4 +1,5 @@
-"""Heads trained on cached hidden states learn what they learn beside the base, and the cache is the base's own."""
+"""Heads trained on cached hidden states learn what they learn beside the base, and the cache is the
+base's own."""
 
 import fcntl
 import json
@@ -68,11 +69,17 @@ def run(settings, **changes):
 def numbers(output):
     """Losses and acceptance of each line of the metrics."""
     lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in ("kind", "step", "loss", "acceptance_length")} for line in lines]
+    return [
+        {key: line[key] for key in ("kind", "step", "loss", "acceptance_length")} for line in lines
+    ]
 
 
 def weights(directory, dtype=torch.float32):
-    return {name: tensor for name, tensor in load_model(directory, dtype).state_dict().items() if tensor is not None}
+    return {
+        name: tensor
+        for name, tensor in load_model(directory, dtype).state_dict().items()
+        if tensor is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,9 @@ def test_heads_learn_the_same_to_the_bit(settings, tmp_path, changes):
     alone = run(settings, **changes)
     cached = run(settings, **changes, output=tmp_path / "cached", cache=tmp_path / "cache")
     assert numbers(cached) == numbers(alone)
-    first, second = (weights(path, getattr(torch, changes.get("dtype", "float32"))) for path in (alone, cached))
+    first, second = (
+        weights(path, getattr(torch, changes.get("dtype", "float32"))) for path in (alone, cached)
+    )
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
@@ -103,17 +112,20 @@ def test_narrow_caches_give_nearly_the_same_losses(settings, tmp_path, dtype, re
 
 
 def test_fp8_comes_back_within_its_rounding():
-    hidden = torch.randn(3, 5, 257, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 15).view(
-        3, 5, 1
-    )
+    hidden = torch.randn(3, 5, 257, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -6, 6, 15
+    ).view(3, 5, 1)
     hidden[1, 2] = 0
     hidden[0, 0, 1:] *= 1e-6
     states = HiddenStates.encode(hidden, torch.float8_e4m3fn)
     assert states.values.dtype == torch.float8_e4m3fn and states.values.element_size() == 1
-    back, largest = states.decode(torch.float32), hidden.abs().amax(-1, keepdim=True)
+    back = states.decode(torch.float32)
+    largest = hidden.abs().amax(-1, keepdim=True)
     error = (back - hidden).abs()
     assert (error <= torch.maximum(hidden.abs() / 16, largest / 448 / 1024) * (1 + 1e-5)).all()
-    assert (back[1, 2] == 0).all() and torch.equal(states.values.float().abs().amax(-1)[0], torch.full((5,), 448.0))
+    assert (back[1, 2] == 0).all() and torch.equal(
+        states.values.float().abs().amax(-1)[0], torch.full((5,), 448.0)
+    )
     assert error.max() > 0.02 * hidden.abs().max(), "e4m3 has three bits after the point"
 
 
@@ -136,7 +148,8 @@ def test_a_stopped_run_goes_on_without_its_base(settings, tmp_path):
     shutil.copytree(tmp_path / "cache", tmp_path / "moved")
     run(settings, output=parts, cache=tmp_path / "moved")
     assert numbers(parts) == numbers(whole)
-    first, second = weights(whole), weights(parts)
+    first = weights(whole)
+    second = weights(parts)
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
@@ -147,7 +160,9 @@ def test_checkpoints_share_the_base_and_hold_it_whole(settings, tmp_path, toy_ba
     shutil.rmtree(older.parent)
     export_checkpoint(output, tmp_path / "hf")
     import_checkpoint(tmp_path / "hf", tmp_path / "back")
-    base, first, second = weights(toy_base), weights(output), weights(tmp_path / "back")
+    base = weights(toy_base)
+    first = weights(output)
+    second = weights(tmp_path / "back")
     assert first.keys() == second.keys() > base.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert all(torch.equal(tensor, first[name]) for name, tensor in base.items())
@@ -180,7 +195,8 @@ def cached(settings, tmp_path):
 
 def test_writing_ahead_leaves_the_matmul_precision_alone(settings, tmp_path, monkeypatch):
     """Later products in the same process are not rounded to bf16 on a CPU that supports bf16."""
-    before, inside = torch.get_float32_matmul_precision(), []
+    before = torch.get_float32_matmul_precision()
+    inside = []
     attach = cache_write.attach_cache
 
     def watch(*args):
@@ -188,7 +204,9 @@ def test_writing_ahead_leaves_the_matmul_precision_alone(settings, tmp_path, mon
         attach(*args)
 
     monkeypatch.setattr(cache_write, "attach_cache", watch)
-    write_cache(load_config(None, overrides(settings, cache=tmp_path / "cache", matmul_precision="medium")))
+    write_cache(
+        load_config(None, overrides(settings, cache=tmp_path / "cache", matmul_precision="medium"))
+    )
     assert inside == ["medium"] and torch.get_float32_matmul_precision() == before == "highest"
 
 
@@ -199,17 +217,31 @@ def files(directory):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"data.sequence_length": 16}, r"data\.sequence_length 32, not 16; data\.train of 127 sequences .*, not 2"),
-        ({"data.train": "[{text}]"}, r"data\.train of 127 sequences \(.{8}\), not 19 \(.{8}\); set cache to another"),
+        (
+            {"data.sequence_length": 16},
+            r"data\.sequence_length 32, not 16; data\.train of 127 sequences .*, not 2",
+        ),
+        (
+            {"data.train": "[{text}]"},
+            r"data\.train of 127 sequences \(.{8}\), not 19 \(.{8}\); set cache to another",
+        ),
         ({"dtype": "bfloat16"}, r"dtype float32, not bfloat16; cache_dtype float32, not bfloat16"),
-        ({"cache_dtype": "float8_e4m3fn"}, "was written for other inputs: cache_dtype float32, not float8_e4m3fn"),
+        (
+            {"cache_dtype": "float8_e4m3fn"},
+            "was written for other inputs: cache_dtype float32, not float8_e4m3fn",
+        ),
         ({"model": "{other}"}, r"other inputs: base /.*\), not /.*/other \(.{8}\); set cache"),
-        ({"model": "{turned}"}, r"other inputs: config of the base \(.{8}\), not \(.{8}\); set cache"),
+        (
+            {"model": "{turned}"},
+            r"other inputs: config of the base \(.{8}\), not \(.{8}\); set cache",
+        ),
         ({"model": "{spoken}"}, r"other inputs: tokenizer .{8}, not .{8}; data\.train"),
         ({"cache": "{full}"}, "holds other files, but no cache of hidden states"),
     ],
 )
-def test_a_cache_of_something_else_is_refused(cached, toy_base, text_files, tmp_path, changes, says):
+def test_a_cache_of_something_else_is_refused(
+    cached, toy_base, text_files, tmp_path, changes, says
+):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     for name in ("other", "spoken", "turned"):
@@ -221,8 +253,12 @@ def test_a_cache_of_something_else_is_refused(cached, toy_base, text_files, tmp_
     turned = tmp_path / "turned" / "mtpkit.json"
     turned.write_text(json.dumps(json.loads(turned.read_text()) | {"layernorm_epsilon": 1e-3}))
     tokenizer = tmp_path / "spoken" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
-    places = {name: tmp_path / name for name in ("other", "spoken", "turned", "full")} | {"text": text_files[1]}
+    tokenizer.write_text(
+        tokenizer.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true')
+    )
+    places = {name: tmp_path / name for name in ("other", "spoken", "turned", "full")} | {
+        "text": text_files[1]
+    }
     before = files(tmp_path / "cache")
     with pytest.raises(UserError, match=says) as error:
         run(cached, **{key: str(value).format(**places) for key, value in changes.items()})
@@ -244,15 +280,21 @@ def test_held_out_data_may_be_added_and_left_out(settings, tmp_path):
     run(settings)
     after = files(tmp_path / "cache")
     assert after.keys() - before.keys() == {"eval-00000-of-00001.safetensors"}
-    assert all(after[name] == time for name, time in before.items() if name.endswith(".safetensors"))
+    assert all(
+        after[name] == time for name, time in before.items() if name.endswith(".safetensors")
+    )
     run(settings, output=tmp_path / "blind", **{"data.eval": "[]"})
     assert files(tmp_path / "cache") == after
 
 
-def test_too_little_space_is_said_before_anything_is_written(settings, tmp_path, monkeypatch, capsys):
+def test_too_little_space_is_said_before_anything_is_written(
+    settings, tmp_path, monkeypatch, capsys
+):
     usage = shutil.disk_usage(tmp_path)._replace(free=500_000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"needs 0\.0006 GB, but 0\.0005 GB are free in .*cache_dtype=float8_e4m3fn"):
+    with pytest.raises(
+        UserError, match=r"needs 0\.0006 GB, but 0\.0005 GB are free in .*cache_dtype=float8_e4m3fn"
+    ):
         run(settings, cache=tmp_path / "deep" / "cache")
     assert not (tmp_path / "deep").exists() and not (tmp_path / "run").exists()
     assert "127 train and 19 eval sequences of 32 tokens" in capsys.readouterr().out
@@ -316,7 +358,9 @@ def test_killed_and_begun_again_on_two_ranks(settings, tmp_path, monkeypatch):
     assert [process.exitcode for process in ranks] == [0, 0]
     assert printed.read_text().count(f"{74 - len(shards)} of 74 shards") == 1
     assert not torn.exists() and len(contents(directory)) == 74
-    assert {name: files(directory)[name] for name in shards} == {name: kept[name] for name in shards}
+    assert {name: files(directory)[name] for name in shards} == {
+        name: kept[name] for name in shards
+    }
     monkeypatch.setattr(cache_format, "SHARD_BYTES", 2 * 32 * 32 * 4)
     write_cache(load_config(None, overrides(settings, cache=tmp_path / "alone")))
     assert contents(directory) == contents(tmp_path / "alone")
@@ -328,7 +372,10 @@ def test_ranks_that_share_experts_run_as_often(missing):
     shares = [list(_share(split, missing, rank, 2, together=True)) for rank in range(2)]
     assert all(len(first[1]) == len(second[1]) for first, second in zip(*shares, strict=True))
     own = {
-        shard: rows[: len(split.rows(shard))].tolist() for share in shares for shard, rows in share if shard is not None
+        shard: rows[: len(split.rows(shard))].tolist()
+        for share in shares
+        for shard, rows in share
+        if shard is not None
     }
     assert own == {shard: list(split.rows(shard)) for shard in missing}
 
@@ -359,27 +406,42 @@ def test_ranks_that_split_the_base_write_and_read_as_one(settings, tokenizer_dir
     shutil.copytree(tokenizer_dir, tmp_path / "base", dirs_exist_ok=True)
     alone = run(settings, cache=tmp_path / "alone", output=tmp_path / "run")
     runs = {
-        kind: {f"parallel.{kind}": 2, "cache": tmp_path / f"cache_{kind}", "output": tmp_path / kind}
+        kind: {
+            f"parallel.{kind}": 2,
+            "cache": tmp_path / f"cache_{kind}",
+            "output": tmp_path / kind,
+        }
         for kind in ("tensor", "expert")
     }
-    run_ranks(work, tmp_path, [("train", overrides(settings, **changes)) for changes in runs.values()])
+    run_ranks(
+        work, tmp_path, [("train", overrides(settings, **changes)) for changes in runs.values()]
+    )
     for kind, changes in runs.items():
         for name in contents(changes["cache"]).keys() | contents(tmp_path / "alone").keys():
-            found, wanted = (load_file(path / name)["hidden"] for path in (changes["cache"], tmp_path / "alone"))
+            found, wanted = (
+                load_file(path / name)["hidden"] for path in (changes["cache"], tmp_path / "alone")
+            )
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-        losses, expected = ([line["loss"] for line in numbers(output)] for output in (tmp_path / kind, alone))
+        losses, expected = (
+            [line["loss"] for line in numbers(output)] for output in (tmp_path / kind, alone)
+        )
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def test_reading_ahead_is_in_order_and_counts_what_was_handed_out(text_files, tokenizer_dir):
-    data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32).with_hidden(lambda rows: rows.tolist())
+    data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32).with_hidden(
+        lambda rows: rows.tolist()
+    )
     plain = PackedLoader(data, 4, 2)
     ahead = ReadAhead(PackedLoader(data, 4, 2))
     for _ in range(40):
         state = plain.state_dict()
         assert ahead.state_dict() == state
         for batch, expected in zip(next(ahead), next(plain), strict=True):
-            assert torch.equal(batch.token_ids, expected.token_ids) and batch.hidden() == expected.hidden()
+            assert (
+                torch.equal(batch.token_ids, expected.token_ids)
+                and batch.hidden() == expected.hidden()
+            )
     again = ReadAhead(PackedLoader(data, 4, 2))
     again.load_state_dict(ahead.state_dict())
     assert next(again)[0].hidden() == next(plain)[0].hidden()
@@ -420,7 +482,9 @@ def test_states_that_are_no_numbers_are_not_cached(settings, tmp_path, monkeypat
         return model
 
     monkeypatch.setattr(cache_write, "build_with_heads", broken)
-    with pytest.raises(MtpkitError, match=rf"hidden states of sequence 0, 1 hold NaN or infinity in {dtype} "):
+    with pytest.raises(
+        MtpkitError, match=rf"hidden states of sequence 0, 1 hold NaN or infinity in {dtype} "
+    ):
         run(settings, cache=tmp_path / "cache", cache_dtype=dtype)
     assert not list((tmp_path / "cache").glob("*.safetensors")) and not settings["output"].exists()
 
@@ -431,5 +495,7 @@ def test_states_in_a_cache_that_are_no_numbers_are_refused(settings, tmp_path):
     stored = load_file(shard)
     stored["hidden"][:, 5, 3] = torch.inf
     save_file(stored, shard)
-    with pytest.raises(UserError, match=f"{shard.name} holds hidden states of NaN or infinity; remove it"):
+    with pytest.raises(
+        UserError, match=f"{shard.name} holds hidden states of NaN or infinity; remove it"
+    ):
         run(settings, cache=tmp_path / "cache", output=tmp_path / "again")

@@ -36,7 +36,10 @@ def test_manifests(tmp_path):
         try:
             found = read_manifest(tmp_path)
         except UserError as error:
-            assert len(" ".join(str(error).split())) < 400 and str(path) in str(error), (what, error)
+            assert len(" ".join(str(error).split())) < 400 and str(path) in str(error), (
+                what,
+                error,
+            )
             continue
         # Of the right types, and it says in what it differs.
         assert all(len(text) < 400 for text in found.differences(MANIFEST)), what
@@ -44,7 +47,9 @@ def test_manifests(tmp_path):
 
 def test_other_counts_of_the_same_sequences_are_a_difference():
     more = replace(MANIFEST, splits=[replace(MANIFEST.splits[0], num_sequences=10**15)])
-    assert more.differences(MANIFEST) == ["data.train of 1,000,000,000,000,000 sequences (33333333), not 5 (33333333)"]
+    assert more.differences(MANIFEST) == [
+        "data.train of 1,000,000,000,000,000 sequences (33333333), not 5 (33333333)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,12 +64,16 @@ def test_other_counts_of_the_same_sequences_are_a_difference():
     ],
 )
 def test_shards_of_other_shapes_and_dtypes(tmp_path, damage):
-    tensors = {"hidden": torch.zeros(1, 6, 4, dtype=torch.float8_e4m3fn), "scale": torch.zeros(1, 6)}
+    tensors = {
+        "hidden": torch.zeros(1, 6, 4, dtype=torch.float8_e4m3fn),
+        "scale": torch.zeros(1, 6),
+    }
     split = MANIFEST.splits[1]
     save_file(tensors, tmp_path / split.files[0])
     HiddenReader(tmp_path, MANIFEST, split)
     save_file(
-        {key: tensor for key, tensor in (tensors | damage).items() if tensor is not None}, tmp_path / split.files[0]
+        {key: tensor for key, tensor in (tensors | damage).items() if tensor is not None},
+        tmp_path / split.files[0],
     )
     with pytest.raises(UserError, match=r"eval-00000-of-00001\.safetensors .*it is written again"):
         HiddenReader(tmp_path, MANIFEST, split)

@@ -17,20 +17,26 @@ from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import LossConfig, TrainConfig
 from mtpkit.training.run import save_config
 
-SECTIONS = [name for name, hint in get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)]
+SECTIONS = [
+    name for name, hint in get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)
+]
 NEEDED = ["model=base", "output=run", "data.train=[a.txt]"]
 
 
 def test_file_and_overrides(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("model: base\noutput: run\nsteps: 7\ndata: {train: [a.txt]}\noptimizer: {warmup_steps: 2}\n")
+    path.write_text(
+        "model: base\noutput: run\nsteps: 7\ndata: {train: [a.txt]}\noptimizer: {warmup_steps: 2}\n"
+    )
     config = load_config(path, ["loss.kind=tv", "data.train=[b.txt,c.txt]"])
     assert (config.steps, config.loss.kind, config.data.train) == (7, "tv", ("b.txt", "c.txt"))
 
 
 def test_an_empty_value_is_an_empty_text(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("model: base\noutput: run\ncache: hidden\ndata: {train: [a.txt]}\nlog: {wandb: project}\n")
+    path.write_text(
+        "model: base\noutput: run\ncache: hidden\ndata: {train: [a.txt]}\nlog: {wandb: project}\n"
+    )
     config = load_config(path, ["cache=", "log.wandb=", "parallel.pipeline=2"])
     assert config.cache == config.log.wandb == ""
     with pytest.raises(UserError, match=r"set parallel\.pipeline=1, or an empty cache="):
@@ -40,9 +46,14 @@ def test_an_empty_value_is_an_empty_text(tmp_path):
 def test_anchors_that_expand_to_too_much_are_refused(tmp_path):
     path = tmp_path / "config.yaml"
     lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in itertools.pairwise("abcd")]
+    lines += [
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]"
+        for before, name in itertools.pairwise("abcd")
+    ]
     path.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r"config\.yaml.* its anchors expand to more than 10,000 values; write"):
+    with pytest.raises(
+        UserError, match=r"config\.yaml.* its anchors expand to more than 10,000 values; write"
+    ):
         load_config(path)
 
 
@@ -70,8 +81,12 @@ def test_patterns_are_taken_as_they_stand(pattern):
 
 def test_the_script_needs_no_file(tmp_path):
     """All settings may be on the command line, as in the README."""
-    result = CliRunner().invoke(app, [f"model={tmp_path / 'none'}", "output=run", "data.train=[a.txt]"])
-    assert isinstance(result.exception, UserError) and str(tmp_path / "none") in str(result.exception)
+    result = CliRunner().invoke(
+        app, [f"model={tmp_path / 'none'}", "output=run", "data.train=[a.txt]"]
+    )
+    assert isinstance(result.exception, UserError) and str(tmp_path / "none") in str(
+        result.exception
+    )
 
 
 def test_saved_config_reads_back(tmp_path):
@@ -83,7 +98,11 @@ def test_saved_config_reads_back(tmp_path):
 def test_depth_weights_sum_to_one():
     weights = LossConfig().weights(3)
     assert weights == pytest.approx([1 / 1.96, 0.6 / 1.96, 0.36 / 1.96])
-    assert load_config(None, [*NEEDED, "loss.depth_weights=[2,1,1]"]).loss.weights(3) == (0.5, 0.25, 0.25)
+    assert load_config(None, [*NEEDED, "loss.depth_weights=[2,1,1]"]).loss.weights(3) == (
+        0.5,
+        0.25,
+        0.25,
+    )
     halves = load_config(None, [*NEEDED, "loss.beta=0.5", "heads.num_depths=2"])
     assert halves.loss.weights(2) == pytest.approx([2 / 3, 1 / 3])
 
@@ -102,7 +121,10 @@ def test_depth_weights_sum_to_one():
         ("data.train={a: b}", "Cannot merge incompatible"),
         ("data=[a.txt]", "data is a section of settings: set data.train=[FILE], and so on"),
         ("data.sequence_length=4", "data.sequence_length must be at least 5"),
-        ("data.micro_batch_size=3", "data.global_batch_size 8 is not a multiple of data.micro_batch_size 3"),
+        (
+            "data.micro_batch_size=3",
+            "data.global_batch_size 8 is not a multiple of data.micro_batch_size 3",
+        ),
         ("loss.temperature=0", "loss.temperature is 0, must be from 0.001 to 1000000"),
         ("loss.depth_weights=[1,2]", "loss.depth_weights has 2 entries for heads.num_depths=3"),
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 exceeds optimizer.lr"),
@@ -110,8 +132,14 @@ def test_depth_weights_sum_to_one():
         ("seed=-1", "seed is -1, must be from 0 to "),
         ("optimizer.lr=nan", "optimizer.lr is nan, must be a finite number"),
         ("optimizer.weight_decay=.inf", "optimizer.weight_decay is inf, must be a finite number"),
-        ("optimizer.betas=[1.0,0.95]", "optimizer.betas is [1.0, 0.95], must be at least 0 and below 1"),
-        ("optimizer.betas=[0.9,.nan]", "optimizer.betas is [0.9, nan], must be a list of 2 finite numbers"),
+        (
+            "optimizer.betas=[1.0,0.95]",
+            "optimizer.betas is [1.0, 0.95], must be at least 0 and below 1",
+        ),
+        (
+            "optimizer.betas=[0.9,.nan]",
+            "optimizer.betas is [0.9, nan], must be a list of 2 finite numbers",
+        ),
         ("optimizer.eps=-1", "optimizer.eps is -1, must be from 1e-30 to 1"),
         ("verbose", "overrides must be key=value, such as steps=100, not verbose"),
         ("loss.depth_weights=[1,2", "while parsing"),
@@ -132,7 +160,9 @@ def test_a_base_in_fp8_has_no_other_dtype_than_bfloat16():
 
 
 def test_every_problem_is_named_at_once():
-    with pytest.raises(UserError, match=r"steps is 0.*loss\.temperature has no effect on loss\.kind=tv"):
+    with pytest.raises(
+        UserError, match=r"steps is 0.*loss\.temperature has no effect on loss\.kind=tv"
+    ):
         load_config(None, [*NEEDED, "steps=0", "loss.kind=tv", "loss.temperature=2"])
 
 
@@ -159,7 +189,9 @@ def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
     assert "there is no setting 'date'; did you mean data or dtype?" in text
     assert text.endswith("there is no setting 'optimizer.qqqq'; mtpkit train --settings lists them")
     path.write_text("stepz: 3\n")
-    with pytest.raises(UserError, match=rf"^config {path}: there is no setting 'stepz'; did you mean steps\?"):
+    with pytest.raises(
+        UserError, match=rf"^config {path}: there is no setting 'stepz'; did you mean steps\?"
+    ):
         load_config(path, ["seed=1"])
 
 
@@ -176,14 +208,19 @@ def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
     ],
 )
 def test_globs_that_begin_with_a_star(tmp_path, value, files):
-    assert load_config(None, [*NEEDED[:2], f"data.train={value}", f"data.eval={value}"]).data.train == files
+    assert (
+        load_config(None, [*NEEDED[:2], f"data.train={value}", f"data.eval={value}"]).data.train
+        == files
+    )
     if "001" in value:
         return
     path = tmp_path / "config.yaml"
     path.write_text(f"model: base\noutput: run # [*.x]\ndata: {{train: {value}}}\n")
     assert load_config(path).data.train == files
     blocks = "".join(f"    - {name}\n" for name in ("*.jsonl", "code=*.py", "*"))
-    path.write_text(f"model: base\noutput: run\ndata:\n  train:\n{blocks}  eval: *.txt\nheads:\n  pattern: *-\n")
+    path.write_text(
+        f"model: base\noutput: run\ndata:\n  train:\n{blocks}  eval: *.txt\nheads:\n  pattern: *-\n"
+    )
     config = load_config(path)
     assert config.data.train == ("*.jsonl", "code=*.py", "*") and config.data.eval == ("*.txt",)
     assert config.heads.pattern == "*-"
@@ -208,8 +245,12 @@ def test_the_last_of_several_overrides_holds():
 def test_an_override_indexes_into_the_list_of_an_earlier_one():
     overrides = [*NEEDED, "data.train=[a,b]", "seed=2", "data.train[0]=z"]
     assert load_config(None, overrides).data.train == ("z", "b")
-    with pytest.raises(UserError, match=r"^override seed=x: [^;]*; override data\.train\[7\]=y: [^;]*$"):
-        load_config(None, [*overrides, "seed=x", "data.train[1]=y", "data.train[7]=y", "data.train[0]=x"])
+    with pytest.raises(
+        UserError, match=r"^override seed=x: [^;]*; override data\.train\[7\]=y: [^;]*$"
+    ):
+        load_config(
+            None, [*overrides, "seed=x", "data.train[1]=y", "data.train[7]=y", "data.train[0]=x"]
+        )
 
 
 @pytest.mark.parametrize("content", [None, "a: [1", "just words", "\x00", "- a\n- b\n"])
@@ -228,10 +269,14 @@ def test_numbers_and_texts_are_taken_for_each_other_where_one_is_meant(tmp_path,
     monkeypatch.setenv("RATE", "1e-4")
     path = tmp_path / "config.yaml"
     path.write_text("model: 8\noutput: run\nsteps: ${oc.env:STEPS}\ndata: {train: [2024, 1.5]}\n")
-    config = load_config(path, ["optimizer.lr=${oc.env:RATE}", "output=2024", "data.train[1]=b.txt"])
+    config = load_config(
+        path, ["optimizer.lr=${oc.env:RATE}", "output=2024", "data.train[1]=b.txt"]
+    )
     assert (config.model, config.output, config.data.train) == ("8", "2024", ("2024", "b.txt"))
     assert (config.steps, config.optimizer.lr) == (300, 1e-4)
-    with pytest.raises(UserError, match=r"^override steps=3\.5: steps is 3\.5, must be a whole number$"):
+    with pytest.raises(
+        UserError, match=r"^override steps=3\.5: steps is 3\.5, must be a whole number$"
+    ):
         load_config(path, ["steps=3.5"])
 
 
@@ -242,7 +287,9 @@ def test_the_last_override_of_a_key_is_at_fault(tmp_path):
         load_config(path, ["loss.beta=30", "loss={beta: 20}", "data.train[0]=''"])
     assert str(error.value).startswith(f"config {path}: seed is -1, must be from 0 to ")
     assert "; override loss={beta: 20}: loss.beta is 20, must be from 0 to 10; " in str(error.value)
-    assert "; override data.train[0]='': data.train is [''], must be a list of files" in str(error.value)
+    assert "; override data.train[0]='': data.train is [''], must be a list of files" in str(
+        error.value
+    )
     assert "beta=30" not in str(error.value)
 
 
@@ -255,7 +302,9 @@ def test_missing_keys_are_named():
 def test_what_is_said_of_missing_data_can_be_followed(given):
     with pytest.raises(UserError, match=r"is required, set (data.train=\[FILE\])$") as error:
         load_config(None, ["model=base", "output=run", *given])
-    assert load_config(None, ["model=base", "output=run", str(error.value).rsplit(" ", 1)[1]]).data.train == ("FILE",)
+    assert load_config(
+        None, ["model=base", "output=run", str(error.value).rsplit(" ", 1)[1]]
+    ).data.train == ("FILE",)
 
 
 def test_the_example_is_valid():
@@ -304,11 +353,15 @@ def refusal(*arguments):
         return str(error)
 
 
-NUMBERS = [key for key, hint in leaves() if hint in (int, float) or {int, float} & set(get_args(hint))]
+NUMBERS = [
+    key for key, hint in leaves() if hint in (int, float) or {int, float} & set(get_args(hint))
+]
 HUGE = ["1e30", "1e300", str(10**22), str(10**400), "9" * 5000]
 
 
-@pytest.mark.parametrize("value", ["-1", ".nan", ".inf", "-.inf", *HUGE], ids=lambda value: value[:6] + str(len(value)))
+@pytest.mark.parametrize(
+    "value", ["-1", ".nan", ".inf", "-.inf", *HUGE], ids=lambda value: value[:6] + str(len(value))
+)
 def test_every_number_has_a_range(value):
     assert len(NUMBERS) > 25
     for key in NUMBERS:
@@ -319,7 +372,19 @@ def test_every_number_has_a_range(value):
 
 
 VALUES = [
-    *("null", "[]", "{}", "[[]]", "{a: {b: c}}", "[null]", "true", "2.5", "-3", "some words", "2026-01-01"),
+    *(
+        "null",
+        "[]",
+        "{}",
+        "[[]]",
+        "{a: {b: c}}",
+        "[null]",
+        "true",
+        "2.5",
+        "-3",
+        "some words",
+        "2026-01-01",
+    ),
     *("!!python/object:os.system {}", "&a [*a]", "*b", "${no}", "a: b: c", "'" + "x" * 5000 + "'"),
 ]
 
@@ -340,10 +405,30 @@ def test_a_file_with_anything_at_any_key_is_read_or_refused_in_one_line(tmp_path
 
 
 FILES = [
-    *(b"\xff\xfe", "steps: 3".encode("utf-16"), b"a: \x00", b"", b"null", b"5", b"- 1", b"a: &a\n  b: *a"),
-    *(b"{" * 1500, b"[" * 1500, b"a: " * 3000, b"5: 3", b"null: 3", b"[1]: 3", b"{}: {}", b"model: a\nmodel: b"),
+    *(
+        b"\xff\xfe",
+        "steps: 3".encode("utf-16"),
+        b"a: \x00",
+        b"",
+        b"null",
+        b"5",
+        b"- 1",
+        b"a: &a\n  b: *a",
+    ),
+    *(
+        b"{" * 1500,
+        b"[" * 1500,
+        b"a: " * 3000,
+        b"5: 3",
+        b"null: 3",
+        b"[1]: 3",
+        b"{}: {}",
+        b"model: a\nmodel: b",
+    ),
     *(b"%YAML 9.9\n---\na: 1", b"--- 1\n--- 2", b'a: "\\ud800"', b"steps: " + b"9" * 5000, b"? a"),
-    "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]).encode(),
+    "\n".join(
+        ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]
+    ).encode(),
 ]
 
 
@@ -373,7 +458,9 @@ def test_what_is_missing_is_there_when_the_advice_is_followed():
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("brackets", ["[" * 50_000, "[" * 50_000 + "]" * 50_000, "{a: " * 50_000 + "1" + "}" * 50_000])
+@pytest.mark.parametrize(
+    "brackets", ["[" * 50_000, "[" * 50_000 + "]" * 50_000, "{a: " * 50_000 + "1" + "}" * 50_000]
+)
 def test_deep_brackets_are_refused_at_once(tmp_path, brackets):
     """YAML's scanner takes minutes for them."""
     (tmp_path / "config.yaml").write_text(f"steps: {brackets}\n")

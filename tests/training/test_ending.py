@@ -36,7 +36,11 @@ def test_the_commands_that_a_run_ends_with_work(settings, capsys, tmp_path):
     assert call("train", *settings) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"trained heads with their base: {tmp_path / 'my run'}, step 3 of 3" in lines
-    commands = [line.split(": ", 1)[1].strip() for line in lines if line.startswith(("export it: ", "evaluate it: "))]
+    commands = [
+        line.split(": ", 1)[1].strip()
+        for line in lines
+        if line.startswith(("export it: ", "evaluate it: "))
+    ]
     assert len(commands) == 2 and "--text-column=body" in commands[1]
     for command in commands:
         name, *words = shlex.split(command)
@@ -54,7 +58,10 @@ def test_the_commands_that_a_run_ends_with_work(settings, capsys, tmp_path):
         ((8, 2.0), "the best step is the last one: held-out acceptance length 2.000", "run"),
         (
             (4, 2.5),
-            "the best step is 4, in run/best: held-out acceptance length 2.500, ahead of step 8 with 2.000",
+            (
+                "the best step is 4, in run/best: held-out acceptance length 2.500, ahead of step 8"
+                " with 2.000"
+            ),
             "run/best",
         ),
         (None, None, "run"),
@@ -64,11 +71,18 @@ def test_the_best_step_is_named_beside_the_last(tmp_path, monkeypatch, best, say
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run/latest_checkpointed_iteration.txt").write_text("8")
-    evals = [{"kind": "eval", "step": step, "acceptance_length": length} for step, length in ((4, 2.5), (8, 2.0))]
+    evals = [
+        {"kind": "eval", "step": step, "acceptance_length": length}
+        for step, length in ((4, 2.5), (8, 2.0))
+    ]
     Path("run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evals))
     if best:
-        Path("run/best.json").write_text(json.dumps({"iteration": best[0], "acceptance_length": best[1]}))
-    lines = describe_end(load_config(None, ["model=base", "output=run", "data.train=[a.txt]", "steps=20"]))
+        Path("run/best.json").write_text(
+            json.dumps({"iteration": best[0], "acceptance_length": best[1]})
+        )
+    lines = describe_end(
+        load_config(None, ["model=base", "output=run", "data.train=[a.txt]", "steps=20"])
+    )
     assert lines[0].endswith("run, step 8 of 20") and lines[1:-2] == ([says] if says else [])
     assert lines[-2:] == [
         f"export it:   mtpkit convert export {where} run-hf",

@@ -40,7 +40,9 @@ def model():
 
 def run(model, dataset, **changes):
     model.requires_grad_(False)
-    return evaluate_sources(model, dataset, 3, "serving", LossConfig(depth_weights=WEIGHTS), **changes)
+    return evaluate_sources(
+        model, dataset, 3, "serving", LossConfig(depth_weights=WEIGHTS), **changes
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 1000])
@@ -51,23 +53,30 @@ def test_each_source_is_evaluated_by_itself(model, dataset, batch_size):
         batch = dataset.batch(dataset.source_rows(name))
         expected, _ = measure_depths(model, batch, 3, "serving", LossConfig())
         torch.testing.assert_close(sums.values, expected.values, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(found.overall.values, sum(sums.values for sums in found.sources.values()))
+    torch.testing.assert_close(
+        found.overall.values, sum(sums.values for sums in found.sources.values())
+    )
 
 
 def test_what_is_reported(model, dataset):
     found = run(model, dataset, batch_size=4, max_sequences=4)
-    values, overall = found.to_dict(), found.overall
+    values = found.to_dict()
+    overall = found.overall
     assert list(values["sources"]) == ["cats", "code"]
     assert values["steps"] == sum(each["steps"] for each in values["sources"].values()) > 0
     assert 0 < values["departures"] <= 1
-    assert values["loss"] == pytest.approx(sum(w * loss for w, loss in zip(WEIGHTS, overall.losses(), strict=True)))
+    assert values["loss"] == pytest.approx(
+        sum(w * loss for w, loss in zip(WEIGHTS, overall.losses(), strict=True))
+    )
     for prefix, decoding in zip(("", "sampling_", "draft_sampling_"), DECODINGS, strict=True):
         assert values[f"{prefix}acceptance_length"] == overall.acceptance_length(decoding)
         assert values[f"{prefix}conditional_acceptance"] == overall.conditional_acceptance(decoding)
         assert 1 <= values[f"{prefix}acceptance_length"] < 4
         low, high = values[f"{prefix}acceptance_length_interval"]
         assert low <= values[f"{prefix}acceptance_length"] <= high <= low + 1
-    assert f"held-out AL {overall.acceptance_length():.3f} (95%: " in str(found) and "cats" in str(found)
+    assert f"held-out AL {overall.acceptance_length():.3f} (95%: " in str(found) and "cats" in str(
+        found
+    )
     assert f"departures {overall.departures():.1%}" in str(found)
     counts = found.counts()
     for prefix in ("", "sampling_", "draft_sampling_"):
@@ -77,7 +86,8 @@ def test_what_is_reported(model, dataset):
 
 
 def test_few_sequences_are_spread_over_a_source(model, dataset, monkeypatch):
-    read, batch = [], dataset.batch
+    read = []
+    batch = dataset.batch
     monkeypatch.setattr(dataset, "batch", lambda rows: read.extend(rows) or batch(rows))
     run(model, dataset, max_sequences=4)
     for source in dataset.sources:
@@ -95,7 +105,9 @@ def test_a_directory_of_either_layout(layout, model, dataset, sources, tokenizer
     expected = run(model, dataset, batch_size=8)
     assert (found["num_depths"], found["attention"]) == (3, "serving")
     assert found["sources"]["code"]["steps"] == expected.sources["code"].steps()
-    assert found["acceptance_length"] == pytest.approx(expected.overall.acceptance_length(), abs=1e-3)
+    assert found["acceptance_length"] == pytest.approx(
+        expected.overall.acceptance_length(), abs=1e-3
+    )
     json.dumps(found)
 
 
@@ -130,7 +142,9 @@ def test_a_model_of_weights_that_are_no_numbers_is_not_measured(dataset, name, v
     for rows in (slice(None), token % 32 if name != "embedding.word_embeddings.weight" else token):
         model = toy_model(vocab_size=300)
         model.get_parameter(name).data[rows] = float(value)
-        with pytest.raises(MtpkitError, match=r"^held-out data cats: NaN or infinity in the loss of depth") as error:
+        with pytest.raises(
+            MtpkitError, match=r"^held-out data cats: NaN or infinity in the loss of depth"
+        ) as error:
             run(model, dataset, batch_size=4)
         assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
@@ -138,24 +152,45 @@ def test_a_model_of_weights_that_are_no_numbers_is_not_measured(dataset, name, v
 def test_the_source_of_what_is_not_finite_is_named(model, dataset, monkeypatch):
     found = run(model, dataset, batch_size=4, max_sequences=2)
     monkeypatch.setattr(evaluation, "measure_depths", lambda *_: (next(results), torch.zeros(0, 6)))
-    for row, says in ((0, "the loss"), (3, "the greedy acceptance"), (6, "the sampling acceptance")):
+    for row, says in (
+        (0, "the loss"),
+        (3, "the greedy acceptance"),
+        (6, "the sampling acceptance"),
+    ):
         bad = DepthSums(found.sources["code"].values.clone())
         bad.values[row, 1] = torch.nan
         results = iter([found.sources["cats"], bad])
-        with pytest.raises(MtpkitError, match=f"^held-out data code: NaN or infinity in {says} of depth 2; "):
+        with pytest.raises(
+            MtpkitError, match=f"^held-out data code: NaN or infinity in {says} of depth 2; "
+        ):
             run(model, dataset, batch_size=4, max_sequences=2)
 
 
 def test_a_run_is_evaluated_by_its_own_settings(monkeypatch):
-    overrides = ["data.micro_batch_size=2", "data.eval_sequences=5", "loss.kind=tv", "loss.depth_weights=[2,1,1]"]
+    overrides = [
+        "data.micro_batch_size=2",
+        "data.eval_sequences=5",
+        "loss.kind=tv",
+        "loss.depth_weights=[2,1,1]",
+    ]
     needed = ["model=base", "output=run", "data.train=[a.txt]", "heads.attention=serving"]
-    trainer, given = Trainer.__new__(Trainer), []
-    trainer.config, trainer.step = load_config(None, [*needed, *overrides]), 4
+    trainer = Trainer.__new__(Trainer)
+    given = []
+    trainer.config = load_config(None, [*needed, *overrides])
+    trainer.step = 4
     trainer.model, trainer.eval_data, trainer.optimizer = "model", "data", Mock()
     monkeypatch.setattr(loop, "evaluate_sources", lambda *args: given.extend(args) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer._evaluate()
-    assert given == ["model", "data", 3, "serving", LossConfig("tv", depth_weights=(2.0, 1.0, 1.0)), 2, 5]
+    assert given == [
+        "model",
+        "data",
+        3,
+        "serving",
+        LossConfig("tv", depth_weights=(2.0, 1.0, 1.0)),
+        2,
+        5,
+    ]
 
 
 def test_data_of_which_a_server_drafts_nothing_is_refused(tokenizer_dir, tmp_path):
@@ -172,5 +207,7 @@ def test_data_of_which_a_server_drafts_nothing_is_refused(tokenizer_dir, tmp_pat
         }
     ] * 8
     (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="short: nothing is drafted, since no answer has more than one token"):
+    with pytest.raises(
+        UserError, match="short: nothing is drafted, since no answer has more than one token"
+    ):
         evaluate_directory(tmp_path / "model", [str(tmp_path / "short.jsonl")], Columns(), 16)

@@ -15,7 +15,8 @@ BATCHES = [toy_batch([[25, 39], [64]], wanted=1.1, seed=seed) for seed in range(
 
 @torch.no_grad()
 def residuals(model, batch, layers):
-    """Hidden states, and the residual stream that enters the last `layers` of the base, by running the others alone."""
+    """Hidden states, and the residual stream that enters the last `layers` of the base, by running
+    the others alone."""
     hidden = base_forward(model, batch.token_ids, SequenceInput(batch.documents, batch.positions))
     stream = embed(model, batch.token_ids)
     for layer in model.decoder.layers[: len(model.decoder.layers) - layers]:
@@ -34,7 +35,8 @@ def test_the_projection_is_the_least_squares_solution(monkeypatch, pattern):
     model = toy_model(pattern=pattern, mtp_pattern="*-")
     explained = fit_input_projection(model, BATCHES)
     head = model.mtp.layers[0]
-    inputs, targets = [], []
+    inputs = []
+    targets = []
     for batch in BATCHES:
         hidden, stream = residuals(model, batch, 2)
         for row in range(batch.token_ids.shape[0]):
@@ -44,11 +46,15 @@ def test_the_projection_is_the_least_squares_solution(monkeypatch, pattern):
                     parts = head.enorm(embed(model, token))[0, 0], head.hnorm(hidden[place, row])
                     inputs.append(torch.cat(parts).detach())
                     targets.append(stream[place + 1, row])
-    x, y = torch.stack(inputs).double(), torch.stack(targets).double()
-    want = x @ torch.linalg.lstsq(x, y, driver="gelsd").solution  # the toy's few embeddings leave directions open
+    x = torch.stack(inputs).double()
+    y = torch.stack(targets).double()
+    # the toy's few embeddings leave directions open
+    want = x @ torch.linalg.lstsq(x, y, driver="gelsd").solution
     got = x @ head.eh_proj.weight.detach().double().t()
     assert (got - want).norm() < 1e-3 * want.norm()
-    assert explained == pytest.approx(float(1 - (y - want).square().sum() / y.square().sum()), abs=1e-4)
+    assert explained == pytest.approx(
+        float(1 - (y - want).square().sum() / y.square().sum()), abs=1e-4
+    )
 
 
 def test_layers_that_are_not_the_last_are_left_out_of_the_target():
@@ -83,13 +89,17 @@ def test_nothing_but_the_projection_changes():
     init_from_base(model)
     before = {name: value.clone() for name, value in model.named_parameters()}
     fit_input_projection(model, BATCHES)
-    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in model.named_parameters() if not torch.equal(value, before[name])
+    }
     assert changed == {"mtp.layers.0.eh_proj.weight"}
     assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-@pytest.mark.parametrize("name", ["decoder.layers.0.mixer.in_proj.weight", "embedding.word_embeddings.weight"])
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.mixer.in_proj.weight", "embedding.word_embeddings.weight"]
+)
 def test_states_that_are_no_numbers_are_not_fitted(name, value):
     model = toy_model(mtp_pattern="*-")
     before = model.mtp.layers[0].eh_proj.weight.detach().clone()
@@ -106,7 +116,8 @@ def test_nothing_to_fit_is_one_line():
 
 def test_the_penalty_is_relative_to_the_inputs():
     """Inputs of another size give the same map, scaled back."""
-    model, found = toy_model(), []
+    model = toy_model()
+    found = []
     width = model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 2 * width, generator=generator, dtype=torch.float64)

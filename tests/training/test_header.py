@@ -32,7 +32,9 @@ LATENT = dict(q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_di
 
 @pytest.fixture
 def settings(run_settings, tmp_path):
-    return run_settings(**{"steps": 3, "data.eval_sequences": 4, "log_interval": 1, "data.global_batch_size": 4})
+    return run_settings(
+        **{"steps": 3, "data.eval_sequences": 4, "log_interval": 1, "data.global_batch_size": 4}
+    )
 
 
 def lines_of(text):
@@ -44,7 +46,9 @@ def lines_of(text):
 
 def model_of(pattern, **changes):
     needed = (
-        (EXPERTS if "E" in pattern else {}) | (LATENT if "+" in pattern else {}) | (DELTA if "G" in pattern else {})
+        (EXPERTS if "E" in pattern else {})
+        | (LATENT if "+" in pattern else {})
+        | (DELTA if "G" in pattern else {})
     )
     return toy_model(pattern=pattern, mtp_pattern=pattern, **needed, **changes)
 
@@ -53,7 +57,9 @@ def model_of(pattern, **changes):
 @pytest.mark.parametrize("letter", sorted(SECTIONS))
 def test_the_trained_parameters_are_those_of_the_model(letter, repeated):
     model = model_of(letter, mtp_num_depths=2, mtp_use_repeated_layer=repeated)
-    assert head_parameters(model.mtpkit_config) == sum(part.numel() for part in freeze_base(model).values())
+    assert head_parameters(model.mtpkit_config) == sum(
+        part.numel() for part in freeze_base(model).values()
+    )
 
 
 def config_of(**changes):
@@ -66,11 +72,15 @@ def config_of(**changes):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_memory_is_what_the_model_and_its_optimizer_hold(kind, tied, dtype):
     """Within what Muon keeps besides a momentum for vectors, and the padding of buffers."""
-    model = toy_model(getattr(torch, dtype), pattern="M*-E", mtp_pattern="*E", tie_word_embeddings=tied, **EXPERTS)
+    model = toy_model(
+        getattr(torch, dtype), pattern="M*-E", mtp_pattern="*E", tie_word_embeddings=tied, **EXPERTS
+    )
     options = OptimizerConfig(kind=kind)
     optimizer = HeadOptimizer(freeze_base(model).values(), options)
     weights = sum(part.numel() * part.element_size() for part in model.parameters())
-    held = sum(tensor.nbytes for buffer in optimizer.buffers for tensor in (buffer.flat, *state_of(buffer)))
+    held = sum(
+        tensor.nbytes for buffer in optimizer.buffers for tensor in (buffer.flat, *state_of(buffer))
+    )
     (told,) = held_bytes(config_of(dtype=dtype, optimizer=options), model.mtpkit_config, 1)
     assert told == pytest.approx(weights + held, rel=5e-3)
 
@@ -99,7 +109,8 @@ def test_a_dry_run_prints_the_lines_with_which_the_run_begins(settings, tmp_path
     assert dry.exit_code == 0 and not (tmp_path / "run").exists()
     wet = CliRunner().invoke(app, words)
     assert wet.exit_code == 0, wet.output
-    shown, said = dry.stdout.splitlines(), wet.stdout.splitlines()
+    shown = dry.stdout.splitlines()
+    said = wet.stdout.splitlines()
     assert len(shown) > 10 and said[: len(shown)] == shown
     assert max(len(line) for line in shown if str(tmp_path.parent) not in line) <= 80
     kept = lines_of((tmp_path / "run" / LOG).read_text())
@@ -107,7 +118,10 @@ def test_a_dry_run_prints_the_lines_with_which_the_run_begins(settings, tmp_path
     assert warning in kept and [line for line in kept if line != warning] == said
     text = " ".join(" ".join(shown).split())
     for part in (
-        "pattern *, 2 depths, one block for all, attention serving; init base (auto): copies of the base's last",
+        (
+            "pattern *, 2 depths, one block for all, attention serving; init base (auto): copies of"
+            " the base's last"
+        ),
         f"{head_parameters(load_model_config(tmp_path / 'run')):,} parameters; the base is frozen",
         "1 document, ",
         " tokens in ",
@@ -126,20 +140,28 @@ def test_documents_without_anything_to_learn_are_not_counted(settings, tmp_path)
     rows = [{"text": "the cat sat on the mat"}] * 3 + [{"text": ""}] * 2
     (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = ["data.text_column=text", f"data.train=[{tmp_path / 'few.jsonl'}]", "data.eval=[]"]
-    (line,) = (line for line in describe_run(load_config(None, [*settings, *names])) if line.startswith("data "))
+    (line,) = (
+        line
+        for line in describe_run(load_config(None, [*settings, *names]))
+        if line.startswith("data ")
+    )
     assert line.startswith("data     3 documents, ")
 
 
 def test_metrics_say_when_and_how_much_was_read(settings):
     output = train(load_config(None, settings))
     lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-    sequences = int(re.search(r"in ([\d,]+) sequences", (output / LOG).read_text())[1].replace(",", ""))
+    sequences = int(
+        re.search(r"in ([\d,]+) sequences", (output / LOG).read_text())[1].replace(",", "")
+    )
     assert [line["kind"] for line in lines] == ["eval", "train", "train", "train", "eval"]
     for line in lines:
         assert line["tokens"] == line["step"] * 4 * 32
         assert line["epoch"] == pytest.approx(line["step"] * 4 / sequences)
     times = [line["time"] for line in lines]
-    assert times == sorted(times) and abs(times[-1] - (output / "metrics.jsonl").stat().st_mtime) < 60
+    assert (
+        times == sorted(times) and abs(times[-1] - (output / "metrics.jsonl").stat().st_mtime) < 60
+    )
 
 
 def test_the_log_goes_on_with_the_run_and_ends_with_its_error(settings, tmp_path, monkeypatch):
@@ -179,13 +201,17 @@ def test_auto_starts_from_the_base_where_it_has_the_layers(tmp_path):
 
 @pytest.mark.parametrize(("pattern", "init"), [("*-", "base"), ("*E", "fresh")])
 def test_the_header_says_how_heads_start(settings, tmp_path, tokenizer_dir, pattern, init):
-    save_model(toy_model(vocab_size=300, mtp_pattern="", mtp_num_depths=0, **EXPERTS), tmp_path / "base")
+    save_model(
+        toy_model(vocab_size=300, mtp_pattern="", mtp_num_depths=0, **EXPERTS), tmp_path / "base"
+    )
     for file in tokenizer_dir.iterdir():
         (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
     words = [*settings, f"model={tmp_path / 'base'}", f"heads.pattern={pattern}", "--dry-run"]
     text = " ".join(CliRunner().invoke(app, words).stdout.split())
     assert f"init {init} (auto)" in text
-    assert f"init {init}:" in " ".join(CliRunner().invoke(app, [*words, f"heads.init={init}"]).stdout.split())
+    assert f"init {init}:" in " ".join(
+        CliRunner().invoke(app, [*words, f"heads.init={init}"]).stdout.split()
+    )
 
 
 def test_the_forecast_is_told_once_and_leaves_out_the_first_step():
@@ -200,7 +226,13 @@ def test_the_forecast_is_told_once_and_leaves_out_the_first_step():
 
 @pytest.mark.parametrize(
     ("seconds", "says"),
-    [(0.2, "1 s"), (59.4, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (3 * 86400 + 7300, "3 d 2 h")],
+    [
+        (0.2, "1 s"),
+        (59.4, "59 s"),
+        (61, "1 min 1 s"),
+        (7260, "2 h 1 min"),
+        (3 * 86400 + 7300, "3 d 2 h"),
+    ],
 )
 def test_durations(seconds, says):
     assert duration(seconds) == says

@@ -13,7 +13,13 @@ from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.layers.moe import MegatronMoELayer, MoELayer
 from mtpkit.training import heads as heads_module
 from mtpkit.training.config.settings import DataConfig, HeadsConfig, ParallelConfig, TrainConfig
-from mtpkit.training.heads import build_with_heads, check_unchanged, fingerprint, freeze_base, resolve
+from mtpkit.training.heads import (
+    build_with_heads,
+    check_unchanged,
+    fingerprint,
+    freeze_base,
+    resolve,
+)
 from tests.kernels.recurrence import relative
 from tests.training.toy import toy_model
 
@@ -30,8 +36,18 @@ def make_base(tmp_path):
     """A base of a pattern, whose config has no sizes of other layers."""
 
     def make(pattern, **changes):
-        changes = {"mtp_pattern": "", "mtp_num_depths": 0, "num_moe_experts": 4, "moe_ffn_hidden_size": 16} | changes
-        absent = {field: size for letter in SIZES if letter not in pattern for field, size in SIZES[letter].items()}
+        changes = {
+            "mtp_pattern": "",
+            "mtp_num_depths": 0,
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 16,
+        } | changes
+        absent = {
+            field: size
+            for letter in SIZES
+            if letter not in pattern
+            for field, size in SIZES[letter].items()
+        }
         path = tmp_path / "base"
         if not path.exists():
             save_model(toy_model(pattern=pattern, **(changes | absent)), path)
@@ -42,7 +58,9 @@ def make_base(tmp_path):
 
 def settle(toy_base, **heads):
     data = DataConfig(train=("unused",))
-    return resolve(TrainConfig(str(toy_base), "unused", data, HeadsConfig(**heads), dtype="float32"))
+    return resolve(
+        TrainConfig(str(toy_base), "unused", data, HeadsConfig(**heads), dtype="float32")
+    )
 
 
 def test_heads_from_the_base_start_as_its_last_layers(toy_base):
@@ -76,7 +94,9 @@ def test_experts_of_a_frozen_base_run_together(device, monkeypatch):
         want = base_forward(model, ids, SequenceInput())
     freeze_base(model)
     alone = []
-    monkeypatch.setattr(MegatronMoELayer, "forward", lambda self, *args, **kwargs: alone.append(self))
+    monkeypatch.setattr(
+        MegatronMoELayer, "forward", lambda self, *args, **kwargs: alone.append(self)
+    )
     with torch.no_grad():
         assert relative(base_forward(model, ids, SequenceInput()), want) < 1e-5
     assert not alone
@@ -92,18 +112,33 @@ def test_every_split_reaches_the_model(toy_base, monkeypatch):
     monkeypatch.setattr(heads_module, "load_model_weights", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         build_with_heads(replace(config, parallel=parallel), model_config, torch.device("cpu"))
-    names = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "balance", "sequence_parallel")
+    names = (
+        "tensor_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
+        "balance",
+        "sequence_parallel",
+    )
     assert [found[name] for name in names] == [2, 3, 5, "time", True]
 
 
 @pytest.mark.parametrize(
     ("settings", "warns"),
-    [({}, True), ({"dtype": "bfloat16"}, False), ({"matmul_precision": "high"}, False), ({"backend": "local"}, False)],
+    [
+        ({}, True),
+        ({"dtype": "bfloat16"}, False),
+        ({"matmul_precision": "high"}, False),
+        ({"backend": "local"}, False),
+    ],
 )
 def test_tf32_of_transformer_engine_is_told(toy_base, monkeypatch, caplog, settings, warns):
-    monkeypatch.setattr(heads_module, "resolve_backend", lambda name: "te" if name == "auto" else name)
+    monkeypatch.setattr(
+        heads_module, "resolve_backend", lambda name: "te" if name == "auto" else name
+    )
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    config = TrainConfig(str(toy_base), "unused", DataConfig(train=("unused",)), **{"dtype": "float32"} | settings)
+    config = TrainConfig(
+        str(toy_base), "unused", DataConfig(train=("unused",)), **{"dtype": "float32"} | settings
+    )
     resolve(config)
     assert ("Transformer Engine multiplies fp32 in TF32" in caplog.text) == warns
     caplog.clear()
@@ -139,25 +174,41 @@ def test_a_base_in_fp8_takes_the_default_dtype_where_that_is_bfloat16(toy_base, 
 
 
 def test_new_heads_leave_the_base_as_it_is(toy_base):
-    models = [build_with_heads(*settle(toy_base, init=init), torch.device("cpu")) for init in ("fresh", "base")]
+    models = [
+        build_with_heads(*settle(toy_base, init=init), torch.device("cpu"))
+        for init in ("fresh", "base")
+    ]
     fresh, base = (dict(model.named_parameters()) for model in models)
     differ = {name for name in fresh if not torch.equal(fresh[name], base[name])}
     assert differ and all(name.startswith("mtp.") for name in differ)
 
 
 def test_a_kind_that_the_base_lacks_is_refused(toy_base):
-    with pytest.raises(UserError, match=r"has 'E' \(mixture of experts\), but .*; set heads\.pattern=auto$"):
+    with pytest.raises(
+        UserError, match=r"has 'E' \(mixture of experts\), but .*; set heads\.pattern=auto$"
+    ):
         settle(toy_base, init="base", pattern="*E")
 
 
 @pytest.mark.parametrize(
     ("pattern", "default"),
-    [("M*-", "*"), ("ME*EME", "*E"), ("M*-E", "*E"), ("M-", "M-"), ("M*", "*"), ("MM", "M"), ("--", "-"), ("E", "E")],
+    [
+        ("M*-", "*"),
+        ("ME*EME", "*E"),
+        ("M*-E", "*E"),
+        ("M-", "M-"),
+        ("M*", "*"),
+        ("MM", "M"),
+        ("--", "-"),
+        ("E", "E"),
+    ],
 )
 def test_new_heads_follow_the_base(make_base, pattern, default):
     """Each can be built, be copied from the base and, where the base has attention, be served."""
     for init in ("auto", "base"):
-        config, model_config = settle(make_base(pattern, moe_shared_expert_intermediate_size=16), init=init)
+        config, model_config = settle(
+            make_base(pattern, moe_shared_expert_intermediate_size=16), init=init
+        )
         assert config.heads.pattern == model_config.mtp.pattern == default
         build_with_heads(config, model_config, torch.device("cpu"))
 
@@ -173,23 +224,36 @@ def test_the_advice_about_a_pattern_leads_to_heads(make_base, init, pattern, hea
     with pytest.raises(UserError) as error:
         settle(base, init=init, pattern=heads)
     said = str(error.value)
-    assert said.startswith(("heads.pattern=", "heads.init=")) and "hidden_size" not in said and len(said) < 400
+    assert (
+        said.startswith(("heads.pattern=", "heads.init="))
+        and "hidden_size" not in said
+        and len(said) < 400
+    )
     build_with_heads(*settle(base, **{"init": init, **advised(said)}), torch.device("cpu"))
 
 
 def advised(message):
     """Settings of the heads that a message says to set, the others being as they are by default."""
     found = dict(re.findall(r"heads\.(\w+)=(\w+)", message.rpartition("set ")[2]))
-    return {key: {"true": True, "false": False, "3": 3}.get(value, value) for key, value in found.items()}
+    return {
+        key: {"true": True, "false": False, "3": 3}.get(value, value)
+        for key, value in found.items()
+    }
 
 
-@pytest.mark.parametrize("own", [{"mtp_pattern": "-*"}, {"mtp_pattern": "-", "mtp_use_repeated_layer": False}])
+@pytest.mark.parametrize(
+    "own", [{"mtp_pattern": "-*"}, {"mtp_pattern": "-", "mtp_use_repeated_layer": False}]
+)
 def test_heads_that_are_there_may_start_anew(make_base, own):
     base = make_base("M*-", mtp_num_depths=3, **own)
     assert settle(base)[0].heads.init == "checkpoint"
-    with pytest.raises(UserError, match=r"can start from new weights but not change; set heads\.pattern=auto") as error:
+    with pytest.raises(
+        UserError, match=r"can start from new weights but not change; set heads\.pattern=auto"
+    ) as error:
         settle(base, init="fresh", pattern="*", num_depths=2)
-    assert settle(base, init="fresh", **advised(str(error.value)))[1].mtp.pattern == own["mtp_pattern"]
+    assert (
+        settle(base, init="fresh", **advised(str(error.value)))[1].mtp.pattern == own["mtp_pattern"]
+    )
 
 
 def test_any_change_of_what_is_frozen_is_named():
@@ -199,7 +263,9 @@ def test_any_change_of_what_is_frozen_is_named():
     before = fingerprint(model)
     frozen = {name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     frozen -= freeze_base(model).keys()
-    assert before.keys() == frozen and any(name.startswith("mtp.") and "expert_bias" in name for name in frozen)
+    assert before.keys() == frozen and any(
+        name.startswith("mtp.") and "expert_bias" in name for name in frozen
+    )
     with torch.no_grad():
         for parameter in freeze_base(model).values():
             parameter.add_(1)
@@ -208,7 +274,9 @@ def test_any_change_of_what_is_frozen_is_named():
             tensor = model.state_dict()[name]
             was = tensor.clone()
             tensor.flatten()[-1] += 0.5
-            with pytest.raises(MtpkitError, match=f"changed tensors of the frozen base: {re.escape(name)}$"):
+            with pytest.raises(
+                MtpkitError, match=f"changed tensors of the frozen base: {re.escape(name)}$"
+            ):
                 check_unchanged(model, before)
             tensor.copy_(was)
     check_unchanged(model, before)
@@ -228,21 +296,33 @@ def test_a_frozen_tensor_that_comes_or_goes_is_named(lost):
 
 
 def test_heads_copy_the_last_layer_of_a_kind(make_base):
-    model = build_with_heads(*settle(make_base("*-M*-M"), init="base", pattern="*-"), torch.device("cpu"))
+    model = build_with_heads(
+        *settle(make_base("*-M*-M"), init="base", pattern="*-"), torch.device("cpu")
+    )
     (head,) = model.mtp.layers
     for place, number in enumerate((3, 4)):
-        copy, source = head.mtp_model_layer.layers[place], model.decoder.layers[number]
-        assert all(torch.equal(copy.get_parameter(name), value) for name, value in source.named_parameters())
+        copy = head.mtp_model_layer.layers[place]
+        source = model.decoder.layers[number]
+        assert all(
+            torch.equal(copy.get_parameter(name), value)
+            for name, value in source.named_parameters()
+        )
 
 
 def test_distinct_heads_cannot_become_one_block(make_base):
     base = make_base("M*-", mtp_pattern="*", mtp_num_depths=2, mtp_use_repeated_layer=False)
     with pytest.raises(UserError, match=r"heads\.repeated=false and heads\.num_depths=2"):
         settle(base, init="fresh", pattern="*", num_depths=2)
-    assert settle(base, init="fresh", pattern="*", num_depths=2, repeated=False)[1].mtp.num_layers == 2
+    assert (
+        settle(base, init="fresh", pattern="*", num_depths=2, repeated=False)[1].mtp.num_layers == 2
+    )
 
 
 def test_heads_that_a_checkpoint_lacks_are_not_made_up(make_base):
     config, model = settle(make_base("M*-"), init="fresh", pattern="*-")
     with pytest.raises(UserError, match="mtp"):
-        build_with_heads(replace(config, heads=replace(config.heads, init="checkpoint")), model, torch.device("cpu"))
+        build_with_heads(
+            replace(config, heads=replace(config.heads, init="checkpoint")),
+            model,
+            torch.device("cpu"),
+        )

@@ -16,7 +16,8 @@ import sys
 from mtpkit.cli.main import app
 from mtpkit.errors import UserError
 try:
-    app(["train", "model=base", "output=run", "data.train=[a.txt]", {override!r}], standalone_mode=False)
+    command = ["train", "model=base", "output=run", "data.train=[a.txt]", {override!r}]
+    app(command, standalone_mode=False)
 except UserError as error:
     print(error)
 print({{"torch", "megatron"}} & sys.modules.keys())
@@ -33,14 +34,21 @@ def test_wrong_settings_are_refused_before_torch_is_imported(override):
 
 def test_the_settings_are_listed_without_torch():
     code = "import sys; from mtpkit.training.config import describe; describe.describe_settings(); "
-    result = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False
+    )
     assert result.returncode == 0
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_the_platform_is_imported_before_megatron_core(path):
-    """A program may import any module first, and megatron-core's import is slow without what the platform prepares."""
-    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    """A program may import any module first, and megatron-core's import is slow without what the
+    platform prepares."""
+    imports = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     names = [getattr(node, "module", None) or node.names[0].name for node in imports]
     if any(name.startswith("megatron") for name in names):
         assert names[0] == "mtpkit.platform"

@@ -70,7 +70,8 @@ def in_a_save(number: int, delay: float) -> Callable[[Path], bool]:
 
 
 def kill_when(process, output: Path, due: Callable[[Path], bool]) -> bool:
-    """SIGKILL the process when it is due, or let it end before; whether it was in the middle of a save."""
+    """SIGKILL the process when it is due, or let it end before; whether it was in the middle of a
+    save."""
     while process.is_alive() and not due(output):
         time.sleep(0.001)
     process.kill()
@@ -92,15 +93,23 @@ def test_a_killed_run_goes_on_bit_for_bit(settings, killed, tmp_path):  # noqa: 
     """A run that puts its updates off into the next step is compared with one that does not."""
     base = [*settings, f"steps={STEPS}", "save_interval=3", "eval_interval=2", "keep_checkpoints=1"]
     base += ["loss.hidden_mix=0.5", "optimizer.lr=1e-2"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     uninterrupted = launch([*base, f"output={whole}", *([] if "offload" in killed else [killed])])
     uninterrupted.join()
     assert uninterrupted.exitcode == 0
 
     command = [*base, f"output={parts}", killed]
-    cut_saves, reached = 0, set()
-    moments = [in_a_save(2, 0), after(random.uniform(0, 0.5)), in_a_save(2, random.uniform(0, 0.1)), in_a_save(1, 0)]
-    more = [in_a_save(1, 0.01 * number) for number in range(6)]  # where those came too early or too late
+    cut_saves = 0
+    reached = set()
+    moments = [
+        in_a_save(2, 0),
+        after(random.uniform(0, 0.5)),
+        in_a_save(2, random.uniform(0, 0.1)),
+        in_a_save(1, 0),
+    ]
+    # where those came too early or too late
+    more = [in_a_save(1, 0.01 * number) for number in range(6)]
     for number, due in enumerate(moments + more, 1):
         cut_saves += kill_when(launch(command), parts, due)
         check_checkpoints(parts, whole)
@@ -113,7 +122,9 @@ def test_a_killed_run_goes_on_bit_for_bit(settings, killed, tmp_path):  # noqa: 
     last.join()
     assert last.exitcode == 0
     assert curve(parts) == curve(whole)
-    assert [line["step"] for line in curve(parts) if line["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in curve(parts) if line["kind"] == "train"] == list(
+        range(1, STEPS + 1)
+    )
     assert (parts / "best.json").read_text() == (whole / "best.json").read_text()
     names = [sorted(path.name for path in output.iterdir()) for output in (parts, whole)]
     assert names[0] == names[1] and not any(name.startswith(".") for name in names[0])

@@ -29,7 +29,9 @@ def dense_losses(students, teacher, weight, targets, mask, options):
     temperature = options.temperature
     base = teacher @ weight.t()
     if options.top_k:
-        base = base.where(base >= base.topk(options.top_k).values[:, -1:], torch.finfo(base.dtype).min)
+        base = base.where(
+            base >= base.topk(options.top_k).values[:, -1:], torch.finfo(base.dtype).min
+        )
     base = (base / temperature).log_softmax(-1)
     losses = []
     for student in students:
@@ -50,14 +52,18 @@ def weighted_grads(losses, students):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_tokens", "vocab", "chunk_size"), [(63, 500, 16), (500, 63, 499), (1, 7, 1024)])
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab", "chunk_size"), [(63, 500, 16), (500, 63, 499), (1, 7, 1024)]
+)
 def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
     students, teacher, weight, targets, mask = make_inputs(num_tokens, vocab)
     options = LossConfig(kind, temperature=TEMPERATURES[kind], chunk_size=chunk_size)
     losses, matches, follows = head_losses(students, teacher, weight, targets, mask, options)
     expected = dense_losses(students, teacher, weight, targets, mask, options)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
-    for got, want in zip(weighted_grads(losses, students), weighted_grads(expected, students), strict=True):
+    for got, want in zip(
+        weighted_grads(losses, students), weighted_grads(expected, students), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     choice = (teacher @ weight.t()).argmax(-1)
     same = torch.stack([(student @ weight.t()).argmax(-1) == choice for student in students])
@@ -69,9 +75,12 @@ def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
 def test_top_k_equals_dense_autograd(top_k):
     inputs = make_inputs(63, 500)
     options = LossConfig("kl", temperature=2.0, chunk_size=16, top_k=top_k)
-    losses, expected = head_losses(*inputs, options)[0], dense_losses(*inputs, options)
+    losses = head_losses(*inputs, options)[0]
+    expected = dense_losses(*inputs, options)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
-    for got, want in zip(weighted_grads(losses, inputs[0]), weighted_grads(expected, inputs[0]), strict=True):
+    for got, want in zip(
+        weighted_grads(losses, inputs[0]), weighted_grads(expected, inputs[0]), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
@@ -98,7 +107,8 @@ def test_logits_are_those_of_selected_rows(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_masked_out_are_not_read(kind):
-    """Neither their hidden states, nor the base's where no depth is selected; and their gradient is 0."""
+    """Neither their hidden states, nor the base's where no depth is selected; and their gradient is
+    0."""
     students, teacher, weight, targets, mask = make_inputs(63, 500)
     mask[:, 16:40] = False  # a chunk of nothing, and one with some
     options = LossConfig(kind, chunk_size=16)
@@ -120,18 +130,23 @@ def test_gradcheck(kind):
     students, teacher, weight, targets, mask = make_inputs(5, 11, num_depths=2)
     options = LossConfig(kind, temperature=TEMPERATURES[kind], chunk_size=2)
     assert torch.autograd.gradcheck(
-        lambda *students: head_losses(students, teacher, weight, targets, mask, options)[0], students
+        lambda *students: head_losses(students, teacher, weight, targets, mask, options)[0],
+        students,
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_selected_tokens_loss_and_gradient_are_zero(kind):
     students, teacher, weight, targets, mask = make_inputs(9, 13)
-    losses, *_ = head_losses(students, teacher, weight, targets, torch.zeros_like(mask), LossConfig(kind))
+    losses, *_ = head_losses(
+        students, teacher, weight, targets, torch.zeros_like(mask), LossConfig(kind)
+    )
     assert not losses.any()
     assert not any(grad.any() for grad in weighted_grads(losses, students))
     empty = [student[:0] for student in students]
-    losses, matches, follows = head_losses(empty, teacher[:0], weight, targets[:0], mask[:, :0], LossConfig(kind))
+    losses, matches, follows = head_losses(
+        empty, teacher[:0], weight, targets[:0], mask[:, :0], LossConfig(kind)
+    )
     assert not losses.any() and matches.shape == follows.shape == (3, 0)
 
 
@@ -140,7 +155,9 @@ def test_kl_and_tv_of_the_teacher_itself_are_zero():
     mask = torch.ones(1, 63, dtype=torch.bool)
     for kind in ("kl", "tv"):
         student = teacher.clone().requires_grad_()
-        losses, matches, _ = head_losses([student], teacher, weight, targets, mask, LossConfig(kind))
+        losses, matches, _ = head_losses(
+            [student], teacher, weight, targets, mask, LossConfig(kind)
+        )
         assert losses.abs().item() < 63 * 1e-6
         assert matches.all()
 
@@ -149,17 +166,29 @@ def test_kl_and_tv_of_the_teacher_itself_are_zero():
 def test_bfloat16_error_is_near_that_of_dense_bfloat16(kind):
     students, teacher, weight, targets, mask = make_inputs(63, 500, hidden=32)
     options = LossConfig(kind, chunk_size=16)
-    exact = weighted_grads(dense_losses(students, teacher, weight, targets, mask, options), students)
+    exact = weighted_grads(
+        dense_losses(students, teacher, weight, targets, mask, options), students
+    )
     low = [tensor.detach().bfloat16() for tensor in (*students, teacher, weight)]
     low_students = [tensor.requires_grad_() for tensor in low[:3]]
-    dense = weighted_grads(dense_losses(low_students, low[3], low[4], targets, mask, options), low_students)
-    ours = weighted_grads(head_losses(low_students, low[3], low[4], targets, mask, options)[0], low_students)
+    dense = weighted_grads(
+        dense_losses(low_students, low[3], low[4], targets, mask, options), low_students
+    )
+    ours = weighted_grads(
+        head_losses(low_students, low[3], low[4], targets, mask, options)[0], low_students
+    )
     for want, plain, got in zip(exact, dense, ours, strict=True):
         assert (got - want).norm() <= 2 * (plain - want).norm()
 
 
 @pytest.mark.parametrize(
-    "options", [LossConfig(), LossConfig(temperature=2.0, chunk_size=32, top_k=9), LossConfig("tv"), LossConfig("ce")]
+    "options",
+    [
+        LossConfig(),
+        LossConfig(temperature=2.0, chunk_size=32, top_k=9),
+        LossConfig("tv"),
+        LossConfig("ce"),
+    ],
 )
 def test_in_fp32_on_each_device(options, device):
     """With rows that are not in whole blocks, nor whole vectors."""
@@ -168,7 +197,9 @@ def test_in_fp32_on_each_device(options, device):
     want = weighted_grads(want_losses, inputs[0])
     students = [student.detach().float().to(device).requires_grad_() for student in inputs[0]]
     teacher, weight = (tensor.float().to(device) for tensor in inputs[1:3])
-    losses, *_ = head_losses(students, teacher, weight, *(tensor.to(device) for tensor in inputs[3:]), options)
+    losses, *_ = head_losses(
+        students, teacher, weight, *(tensor.to(device) for tensor in inputs[3:]), options
+    )
     scale = torch.arange(1, 4, device=device) / 7
     grads = torch.autograd.grad((losses * scale).sum(), students)
     torch.testing.assert_close(losses.cpu().double(), want_losses, rtol=1e-5, atol=1e-5)
@@ -207,7 +238,10 @@ def test_logits_of_all_tokens_are_never_held(kind):
 def test_chunks_are_chosen_by_their_bytes(monkeypatch):
     """However many tokens or words there are, as long as 64 tokens fit."""
     monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", 1 << 20)
-    sizes = [largest_tensor("kl", tokens, vocab) * 8 for tokens, vocab in ((1500, 64), (300, 256), (600, 256))]
+    sizes = [
+        largest_tensor("kl", tokens, vocab) * 8
+        for tokens, vocab in ((1500, 64), (300, 256), (600, 256))
+    ]
     assert sizes == [512 * 64 * 4 * 8, 128 * 256 * 4 * 8, 128 * 256 * 4 * 8]
     assert largest_tensor("kl", 200, 1000) == 64 * 1024 * 4
 
@@ -218,7 +252,10 @@ def test_without_a_gradient_none_is_made(monkeypatch):
     monkeypatch.setattr(reference.HeadLoss, "gradient_", None)
     with torch.no_grad():
         have = head_losses(students, *rest, LossConfig())
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True)) and not have[0].requires_grad
+    assert (
+        all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+        and not have[0].requires_grad
+    )
 
 
 CASES = [
@@ -228,11 +265,13 @@ CASES = [
 
 
 def split_losses(options, rank=None):
-    """Losses, matches, followed tokens and gradients; with this rank's half of the vocabulary, or with all of it."""
+    """Losses, matches, followed tokens and gradients; with this rank's half of the vocabulary, or
+    with all of it."""
     students, teacher, weight, targets, mask = make_inputs(63, 500)
     group = None
     if rank is not None:
-        weight, group = weight.chunk(2)[rank], dist.group.WORLD
+        weight = weight.chunk(2)[rank]
+        group = dist.group.WORLD
     losses, matches, follows = head_losses(students, teacher, weight, targets, mask, options, group)
     return [losses.detach(), matches, follows, *weighted_grads(losses, students)]
 

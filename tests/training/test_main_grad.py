@@ -45,7 +45,8 @@ def test_nothing_is_lost_between_uses(recompute):
 @pytest.mark.parametrize("tokens", [7, 0])
 @pytest.mark.parametrize("which", ["eh_proj", "linear_fc1", "linear_fc2"])
 def test_a_linear_adds_up_its_gradient_in_fp32(device, which, tokens):
-    """Contributions of single uses are not rounded to bf16 either, even for experts, which may have no token."""
+    """Contributions of single uses are not rounded to bf16 either, even for experts, which may have
+    no token."""
     config = CONFIG.replace(mtp_pattern="*E", **EXPERTS)
     head = build_model(config, dtype=torch.bfloat16, device=device).mtp.layers[0]
     product = next(module for name, module in head.named_modules() if name.endswith(which))
@@ -81,7 +82,8 @@ HEADS = {
 
 
 def check_all_arrive(model, attention, recompute, tolerance):
-    """Check the gradients that autograd sums, and those that two backwards add to an optimizer's."""
+    """Check the gradients that autograd sums, and those that two backwards add to an
+    optimizer's."""
 
     def backward():
         batch = toy_batch([[20]]).to(next(model.parameters()).device)
@@ -97,7 +99,9 @@ def check_all_arrive(model, attention, recompute, tolerance):
         backward()
         for name, parameter in heads.items():
             assert parameter.grad is None and parameter.main_grad.dtype == torch.float32
-            assert (parameter.main_grad - times * want[name]).norm() <= tolerance * times * want[name].norm(), name
+            assert (parameter.main_grad - times * want[name]).norm() <= tolerance * times * want[
+                name
+            ].norm(), name
     assert optimizer.reduce() > 0
 
 

@@ -1,4 +1,5 @@
-"""Destinations of metrics: lines that a killed run left, scalars of boards, and W&B by a stub of its package."""
+"""Destinations of metrics: lines that a killed run left, scalars of boards, and W&B by a stub of
+its package."""
 
 import json
 import logging
@@ -30,7 +31,8 @@ def test_a_run_goes_on_after_the_lines_of_its_checkpoint(tmp_path):
     MetricsLog(tmp_path, 2, 9, enabled=True).close()
     assert lines(tmp_path) == [("eval", 0), ("train", 1), ("train", 2)]
     assert read_metrics(tmp_path / "metrics.jsonl")[2]["loss"] == 1 / 2
-    MetricsLog(tmp_path, 0, 9, enabled=True).close()  # there was no checkpoint: everything is done again
+    # there was no checkpoint: everything is done again
+    MetricsLog(tmp_path, 0, 9, enabled=True).close()
     assert lines(tmp_path) == []
 
 
@@ -44,7 +46,10 @@ def test_a_rank_without_results_writes_nothing(tmp_path):
 
 class StubRun:
     def __init__(self, settings):
-        self.settings, self.logged, self.finished, self.metrics = settings, [], False, []
+        self.settings = settings
+        self.logged = []
+        self.finished = False
+        self.metrics = []
 
     def define_metric(self, name, step_metric):
         self.metrics.append((name, step_metric))
@@ -71,13 +76,21 @@ def test_wandb_gets_scalars_and_goes_on_with_the_same_run(wandb, tmp_path):
     check_wandb("heads")
     for first in (0, 1):
         log = MetricsLog(tmp_path, first, 9, enabled=True, wandb="heads", settings={"steps": 9})
-        log.write("eval", first, {"loss": 2.0, "rates": [0.5, 0.25], "sources": {"code": {"loss": 1.0}}})
+        log.write(
+            "eval", first, {"loss": 2.0, "rates": [0.5, 0.25], "sources": {"code": {"loss": 1.0}}}
+        )
         log.close()
     first, second = wandb.runs
     assert first.settings["project"] == "heads" and first.settings["config"] == {"steps": 9}
     assert first.settings["id"] == second.settings["id"] and second.settings["resume"] == "allow"
     assert second.logged == [
-        {"eval/loss": 2.0, "eval/rates_1": 0.5, "eval/rates_2": 0.25, "eval/sources/code/loss": 1.0, "step": 1}
+        {
+            "eval/loss": 2.0,
+            "eval/rates_1": 0.5,
+            "eval/rates_2": 0.25,
+            "eval/sources/code/loss": 1.0,
+            "step": 1,
+        }
     ]
     assert first.metrics == [("*", "step")] and first.finished
 
@@ -102,11 +115,16 @@ def test_tensorboard_has_every_scalar(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog(tmp_path, 0, 9, enabled=True)
-    log.write("eval", 4, {"loss": 2.0, "sources": {"code": {"conditional_acceptance": [0.5, 0.25]}}})
+    log.write(
+        "eval", 4, {"loss": 2.0, "sources": {"code": {"conditional_acceptance": [0.5, 0.25]}}}
+    )
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    found = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
     code = "eval/sources/code/conditional_acceptance"
     assert found == {"eval/loss": [(4, 2.0)], f"{code}_1": [(4, 0.5)], f"{code}_2": [(4, 0.25)]}
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 4
@@ -127,17 +145,23 @@ def test_the_rate_is_that_of_the_steps_since_the_last_line(monkeypatch):
 
 
 def test_curves_go_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda directory, purge_step: purge_step)
+    monkeypatch.setattr(
+        "torch.utils.tensorboard.SummaryWriter", lambda directory, purge_step: purge_step
+    )
     assert [metrics._tensorboard(tmp_path, step) for step in (0, 4)] == [0, 5]
 
 
 def test_the_log_has_the_lines_that_a_bar_replaces(tmp_path):
     log = MetricsLog(tmp_path, 0, 10, enabled=True)
-    log._bar = SimpleNamespace(disable=False, update=int, close=int, set_postfix_str=lambda text, refresh: None)
+    log._bar = SimpleNamespace(
+        disable=False, update=int, close=int, set_postfix_str=lambda text, refresh: None
+    )
     for step, due in ((1, False), (2, True)):
         log.progress(step, "loss 1", due)
     log.close()
-    assert [line[21:] for line in (tmp_path / LOG).read_text().splitlines()] == ["step 2 of 10: loss 1"]
+    assert [line[21:] for line in (tmp_path / LOG).read_text().splitlines()] == [
+        "step 2 of 10: loss 1"
+    ]
 
 
 def test_ranks_without_results_keep_nothing(tmp_path):
@@ -150,7 +174,8 @@ def test_ranks_without_results_keep_nothing(tmp_path):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_warnings_are_shown_once_and_kept(tmp_path, monkeypatch, alone):
-    shown, warned = [], []
+    shown = []
+    warned = []
     other = logging.Handler()
     other.emit = shown.append
     monkeypatch.setattr(logging, "lastResort", other)
@@ -167,4 +192,6 @@ def test_warnings_are_shown_once_and_kept(tmp_path, monkeypatch, alone):
         "warning: first of 2",
         "warning: second",
     ]
-    assert [record.getMessage() for record in shown] == ["first of 2", "after"] and warned == ["second"]
+    assert [record.getMessage() for record in shown] == ["first of 2", "after"] and warned == [
+        "second"
+    ]

@@ -27,7 +27,8 @@ def generators(rows):
 
 
 def test_sample_takes_whole_states_at_the_share():
-    own, base = torch.randn(50, 40, 3), torch.randn(50, 40, 3)
+    own = torch.randn(50, 40, 3)
+    base = torch.randn(50, 40, 3)
     mixed = HiddenMix(0.25, "sample", generators(40))(own, base)
     from_base = (mixed == base).all(-1)
     assert torch.equal(from_base, ~(mixed == own).any(-1))
@@ -36,25 +37,34 @@ def test_sample_takes_whole_states_at_the_share():
 
 
 def test_parts_of_a_sequence_read_their_part_of_the_draws():
-    own, base = torch.randn(50, 4, 3), torch.randn(50, 4, 3)
+    own = torch.randn(50, 4, 3)
+    base = torch.randn(50, 4, 3)
 
     def mixed(own, base, part):
         return HiddenMix(0.5, "sample", generators(4), part)(own, base)
 
     whole = mixed(own, base, (0, 1))
-    parts = [mixed(*parts, (number, 2)) for number, parts in enumerate(zip(own.chunk(2), base.chunk(2), strict=True))]
+    parts = [
+        mixed(*parts, (number, 2))
+        for number, parts in enumerate(zip(own.chunk(2), base.chunk(2), strict=True))
+    ]
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_draws_follow_from_seed_step_and_sequence():
-    """A run thus resumes exactly, however its sequences are spread, and no two sequences draw alike."""
-    model, own, base = toy_model(), torch.randn(50, 1, 3), torch.randn(50, 1, 3)
+    """A run thus resumes exactly, however its sequences are spread, and no two sequences draw
+    alike."""
+    model = toy_model()
+    own = torch.randn(50, 1, 3)
+    base = torch.randn(50, 1, 3)
 
     def mixed(seed, number, *sequences):
         settings = load_config(None, [*NEEDED, "loss.hidden_mix=0.5", f"seed={seed}"])
         torch.rand(3)  # whatever else was drawn
         states = (part.expand(-1, len(sequences), -1) for part in (own, base))
-        return step._hidden_mix(model, settings, number, range(sequences[0], sequences[-1] + 1))(*states)
+        return step._hidden_mix(model, settings, number, range(sequences[0], sequences[-1] + 1))(
+            *states
+        )
 
     draws = [mixed(*place) for place in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
     assert torch.equal(mixed(0, 1, 0), draws[2])
@@ -63,15 +73,20 @@ def test_draws_follow_from_seed_step_and_sequence():
 
 
 def test_ends_of_the_share():
-    own, base = torch.randn(5, 4, 3).bfloat16(), torch.randn(5, 4, 3).bfloat16()
+    own = torch.randn(5, 4, 3).bfloat16()
+    base = torch.randn(5, 4, 3).bfloat16()
     for kind in ("sample", "blend"):
         assert torch.equal(HiddenMix(1.0, kind, generators(4))(own, base), base)
-    torch.testing.assert_close(HiddenMix(0.25, "blend")(own, base), 0.75 * own + 0.25 * base, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        HiddenMix(0.25, "blend")(own, base), 0.75 * own + 0.25 * base, rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("attention", ["serving", "per_depth"])
 def test_each_depth_gets_the_state_that_its_own_stands_for(attention):
-    model, batch, calls = toy_model(), toy_batch([[9], [9]]), []
+    model = toy_model()
+    batch = toy_batch([[9], [9]])
+    calls = []
 
     def mix(own, base):
         calls.append((own, base))
@@ -88,10 +103,15 @@ def test_each_depth_gets_the_state_that_its_own_stands_for(attention):
 
 def test_a_depth_that_reads_the_base_alone_does_what_the_first_does_one_token_later():
     """A repeated head of one MLP layer: nothing of it depends on the depth."""
-    model, batch = toy_model(mtp_pattern="-"), toy_batch([[12]])
+    model = toy_model(mtp_pattern="-")
+    batch = toy_batch([[12]])
     with torch.no_grad():
         hidden = base_forward(model, batch.token_ids, SequenceInput())
-        states = list(unroll_depths(model, hidden, batch.token_ids, 3, "per_depth", mix=HiddenMix(1.0, "blend")))
+        states = list(
+            unroll_depths(
+                model, hidden, batch.token_ids, 3, "per_depth", mix=HiddenMix(1.0, "blend")
+            )
+        )
     for depth in (1, 2):
         torch.testing.assert_close(states[depth][: -depth - 1], states[0][depth:-1])
 
@@ -112,7 +132,8 @@ def test_states_move_across_the_ranks_of_a_sequence():
 
 @pytest.mark.parametrize("attention", ["serving", "per_depth"])
 def test_a_document_among_others_is_trained_as_alone(attention):
-    model, batch = toy_model(), toy_batch([[7, 10, 3]])
+    model = toy_model()
+    batch = toy_batch([[7, 10, 3]])
     mix = HiddenMix(0.5, "blend")
     packed = run_depths(model, batch, 3, attention, LossConfig(), mix)[0]
     alone = sum(
@@ -126,7 +147,9 @@ def gradients(*overrides, batches=(BATCH,)):
     model = toy_model()
     optimizer = HeadOptimizer(freeze_base(model).values(), OptimizerConfig())
     found = []
-    optimizer.step = lambda lr: found.extend(grad.clone() for grad in optimizer.buffers[0].grads) or 0.0
+    optimizer.step = lambda lr: (
+        found.extend(grad.clone() for grad in optimizer.buffers[0].grads) or 0.0
+    )
     step.train_step(model, batches, optimizer, load_config(None, [*NEEDED, *overrides]), 0.0)
     return torch.cat([grad.flatten() for grad in found])
 
@@ -147,11 +170,17 @@ def test_the_settings_reach_the_depths():
 
 def test_micro_batches_draw_what_their_sequences_draw_together():
     batch = toy_batch([[20], [7, 13], [20], [20]])
-    halves = [PackedBatch(*(part[rows] for part in fields(batch))) for rows in (slice(0, 2), slice(2, 4))]
+    halves = [
+        PackedBatch(*(part[rows] for part in fields(batch))) for rows in (slice(0, 2), slice(2, 4))
+    ]
     for overrides in (["loss.hidden_mix=0.5"], ["loss.hidden_mix=0.5", "heads.recompute=true"]):
         whole = gradients(*overrides, batches=[batch])
-        torch.testing.assert_close(gradients(*overrides, batches=halves), whole, rtol=1e-4, atol=1e-6)
-    assert not torch.allclose(gradients("loss.hidden_mix=0.5", batches=halves[::-1]), whole, rtol=1e-2)
+        torch.testing.assert_close(
+            gradients(*overrides, batches=halves), whole, rtol=1e-4, atol=1e-6
+        )
+    assert not torch.allclose(
+        gradients("loss.hidden_mix=0.5", batches=halves[::-1]), whole, rtol=1e-2
+    )
 
 
 def fields(batch):
@@ -159,7 +188,8 @@ def fields(batch):
 
 
 def test_evaluation_reads_what_decoding_does():
-    model, batch = toy_model(), toy_batch([[20]])
+    model = toy_model()
+    batch = toy_batch([[20]])
     sums = [
         measure_depths(model, batch, 3, "serving", config.loss)[0].values
         for config in (load_config(None, [*NEEDED, f"loss.hidden_mix={share}"]) for share in (0, 1))
@@ -171,7 +201,10 @@ def test_evaluation_reads_what_decoding_does():
     ("overrides", "message"),
     [
         (["loss.hidden_mix=1.5"], r"loss\.hidden_mix is 1\.5, must be from 0 to 1"),
-        (["loss.hidden_mix=0.5", "heads.num_depths=1"], r"loss\.hidden_mix has no effect on one depth"),
+        (
+            ["loss.hidden_mix=0.5", "heads.num_depths=1"],
+            r"loss\.hidden_mix has no effect on one depth",
+        ),
         (["loss.top_k=5", "loss.kind=ce"], r"loss\.top_k has no effect on loss\.kind=ce"),
         (["loss.top_k=-1"], r"loss\.top_k is -1, must be from 0 to"),
         (["loss.hidden_mix_kind=often"], r"hidden_mix_kind"),

@@ -14,7 +14,11 @@ from tests.training.toy import toy_model
 def test_singular_values_become_about_one(shape, dtype, device):
     torch.manual_seed(0)
     left, values, right = torch.linalg.svd(torch.randn(*shape, device=device), full_matrices=False)
-    matrix = left @ torch.diag(torch.linspace(0.05, 1, len(values), device=device) * values.max()) @ right
+    matrix = (
+        left
+        @ torch.diag(torch.linspace(0.05, 1, len(values), device=device) * values.max())
+        @ right
+    )
     result = orthogonalize(matrix, dtype)
     assert result.dtype == torch.float32 and result.shape == matrix.shape
     rotated = left.t() @ result @ right.t()
@@ -23,12 +27,16 @@ def test_singular_values_become_about_one(shape, dtype, device):
 
 
 def test_fp32_weights_take_fp32_steps(device):
-    """With bf16 inside, ranks whose gradients differ in the last bits would take steps that differ visibly."""
+    """With bf16 inside, ranks whose gradients differ in the last bits would take steps that differ
+    visibly."""
     toy_model()  # process groups
     torch.manual_seed(0)
     layer = torch.nn.Linear(24, 12, bias=False, device=device)
-    optimizer = HeadOptimizer(layer.parameters(), OptimizerConfig(kind="muon", weight_decay=0.0, clip_grad=0.0))
-    before, gradient = layer.weight.detach().clone(), torch.randn(12, 24, device=device)
+    optimizer = HeadOptimizer(
+        layer.parameters(), OptimizerConfig(kind="muon", weight_decay=0.0, clip_grad=0.0)
+    )
+    before = layer.weight.detach().clone()
+    gradient = torch.randn(12, 24, device=device)
     layer.weight.main_grad.copy_(gradient)
     optimizer.step(1.0)
     expected = orthogonalize(gradient.double(), torch.float64) * (0.2 * 24**0.5)
@@ -46,12 +54,18 @@ def test_steps_equal_torch():
     theirs = torch.nn.Sequential(torch.nn.Linear(24, 12), torch.nn.Linear(12, 16))
     theirs.load_state_dict(ours.state_dict())
     optimizer = HeadOptimizer(
-        ours.parameters(), OptimizerConfig(kind="muon", weight_decay=0.1, clip_grad=0.0, momentum=0.6)
+        ours.parameters(),
+        OptimizerConfig(kind="muon", weight_decay=0.1, clip_grad=0.0, momentum=0.6),
     )
     matrices = torch.optim.Muon(
-        [p for p in theirs.parameters() if p.ndim == 2], weight_decay=0.1, momentum=0.6, adjust_lr_fn="match_rms_adamw"
+        [p for p in theirs.parameters() if p.ndim == 2],
+        weight_decay=0.1,
+        momentum=0.6,
+        adjust_lr_fn="match_rms_adamw",
     )
-    rest = torch.optim.AdamW([p for p in theirs.parameters() if p.ndim < 2], betas=(0.9, 0.95), weight_decay=0.0)
+    rest = torch.optim.AdamW(
+        [p for p in theirs.parameters() if p.ndim < 2], betas=(0.9, 0.95), weight_decay=0.0
+    )
     before = [parameter.detach().clone() for parameter in ours.parameters()]
     for _ in range(4):
         x = torch.randn(32, 24)

@@ -28,7 +28,8 @@ assert SHAPES[0][0] * SHAPES[0][1] > 2 * offloading.PIECES * PIECE
 
 @pytest.fixture
 def late(monkeypatch):
-    """Whatever an update does begins long after it could; of the larger tensors there are many pieces."""
+    """Whatever an update does begins long after it could; of the larger tensors there are many
+    pieces."""
 
     def slowly(function):
         def slow(*args, **kwargs):
@@ -60,7 +61,9 @@ def test_updates_are_those_of_state_on_the_device(late):
             torch.full((2**26,), torch.nan, device="cuda")  # in whatever memory is free meanwhile
             optimizer.finish()
         torch.cuda.synchronize()
-        tensors = [tensor for region in optimizer.buffers[0].regions for tensor in region.tensors.values()]
+        tensors = [
+            tensor for region in optimizer.buffers[0].regions for tensor in region.tensors.values()
+        ]
         assert len(tensors) == 6 and all(tensor.is_cuda != offload for tensor in tensors)
         assert all(tensor.is_pinned() == offload for tensor in tensors)
         found.append([*parameters, *(tensor.cpu() for tensor in tensors)])
@@ -75,7 +78,9 @@ def test_heads_wait_for_the_update(late):
         heads = freeze_base(model)
         optimizer = HeadOptimizer(heads.values(), OptimizerConfig(offload=offload))
         for seed in range(3):
-            train_step(model, [toy_batch([[9, 11]], seed=seed).to("cuda")], optimizer, toy_config(), 1e-2)
+            train_step(
+                model, [toy_batch([[9, 11]], seed=seed).to("cuda")], optimizer, toy_config(), 1e-2
+            )
         optimizer.finish()
         found.append([parameter.detach().clone() for parameter in heads.values()])
     for a, b in zip(*found, strict=True):
@@ -84,11 +89,15 @@ def test_heads_wait_for_the_update(late):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_any_order_of_the_streams_gives_the_same(monkeypatch, seed):
-    """What is asked of streams is done late and in any order that they allow, in memory that had another use before and
-    has another one after."""
-    device, copy, empty = Device(seed), offloading._copy, torch.empty
+    """What is asked of streams is done late and in any order that they allow, in memory that had
+    another use before and has another one after."""
+    device = Device(seed)
+    copy = offloading._copy
+    empty = torch.empty
     device.install(monkeypatch, torch.cuda)
-    monkeypatch.setattr(offloading, "_copy", lambda *tensors: device.current().ask(lambda: copy(*tensors)))
+    monkeypatch.setattr(
+        offloading, "_copy", lambda *tensors: device.current().ask(lambda: copy(*tensors))
+    )
     monkeypatch.setattr(offloading, "PIECE", 4)
     room = torch.empty(offloading.PIECES, 2, 4)
     monkeypatch.setattr(torch, "empty", lambda *sizes, **where: room[tuple(map(slice, sizes))])
@@ -101,7 +110,9 @@ def test_any_order_of_the_streams_gives_the_same(monkeypatch, seed):
 
         device.current().ask(update)
 
-    host, grads, seen = HostState(), [torch.zeros(50), torch.zeros(3), torch.zeros(0)], []
+    host = HostState()
+    grads = [torch.zeros(50), torch.zeros(3), torch.zeros(0)]
+    seen = []
     parts = [offloading.Part(ask, grad, torch.zeros(2, len(grad))) for grad in grads]
     values = [[torch.randn(len(grad)) for grad in grads] for _ in range(3)]
     for step in values:
@@ -110,7 +121,9 @@ def test_any_order_of_the_streams_gives_the_same(monkeypatch, seed):
             device.main.ask(partial(grad.copy_, value))
         host.start(parts)
         host.finish()
-        device.main.ask(lambda: (room.fill_(torch.nan), seen.append([grad.clone() for grad in grads])))
+        device.main.ask(
+            lambda: (room.fill_(torch.nan), seen.append([grad.clone() for grad in grads]))
+        )
     host.synchronize()
     for part, *step in zip(parts, *values, strict=True):
         torch.testing.assert_close(part.state, torch.stack([sum(step), step[-1]]))
@@ -147,14 +160,20 @@ def test_a_run_may_go_on_with_the_other(settings, device, tmp_path):  # noqa: F8
         run(settings, f"output={output}", f"optimizer.offload={other}", *often)
         for kind in ("train", "eval"):
             found, wanted = (
-                {step: line["loss"] for step, line in metrics(path, kind).items()} for path in (output, whole)
+                {step: line["loss"] for step, line in metrics(path, kind).items()}
+                for path in (output, whole)
             )
-            assert found == pytest.approx(wanted, rel=0 if device == "cpu" else 1e-4) and len(found) >= 4
+            assert (
+                found == pytest.approx(wanted, rel=0 if device == "cpu" else 1e-4)
+                and len(found) >= 4
+            )
     for name, value in saved[0].items():
         if value is not None:
             torch.testing.assert_close(value, saved[1][name], rtol=1e-4, atol=1e-6)
 
 
 def test_muon_has_no_state_on_the_host():
-    with pytest.raises(UserError, match=r"optimizer\.offload is for AdamW, not optimizer\.kind=muon"):
+    with pytest.raises(
+        UserError, match=r"optimizer\.offload is for AdamW, not optimizer\.kind=muon"
+    ):
         toy_config("optimizer.offload=true", "optimizer.kind=muon")

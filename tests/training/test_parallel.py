@@ -1,4 +1,5 @@
-"""Tensor, sequence, pipeline, expert and data parallelism and their products against one process."""
+"""Tensor, sequence, pipeline, expert and data parallelism and their products against one
+process."""
 
 import json
 import os
@@ -35,7 +36,9 @@ FOUR = {
     "pipeline_expert": {"pipeline_parallel": 2, "expert_parallel": 2},
     "tensor_data": {"tensor_parallel": 2},
 }
-TWO_PAIRS = [(n, c) for n in TWO for c in CASES if n != "expert" or "E" in CASES[c].model["pattern"]]
+TWO_PAIRS = [
+    (n, c) for n in TWO for c in CASES if n != "expert" or "E" in CASES[c].model["pattern"]
+]
 FOUR_PAIRS = [
     ("stages", "experts"),
     ("tensor_pipeline", "experts"),
@@ -55,10 +58,16 @@ def where(request):
 
 
 def gradient_jobs(layouts, pairs, where):
-    return [("gradients", f"{name}-{case}", (case, layouts[name], True, where)) for name, case in pairs]
+    return [
+        ("gradients", f"{name}-{case}", (case, layouts[name], True, where)) for name, case in pairs
+    ]
 
 
-MOVES = (("pipeline", "parallel.balance=time"), ("tensor",), ("expert", "optimizer.distributed=false"))
+MOVES = (
+    ("pipeline", "parallel.balance=time"),
+    ("tensor",),
+    ("expert", "optimizer.distributed=false"),
+)
 """What is split in each of a run's first steps, and other settings of it."""
 
 
@@ -66,7 +75,8 @@ def run_settings(base, text_files):
     """Settings of short runs at a constant learning rate, so that more steps can continue them."""
     values = {
         "model": base,
-        "dtype": "float32",  # on a GPU the default is bf16, in which sums of another order differ by more
+        # on a GPU the default is bf16, in which sums of another order differ by more
+        "dtype": "float32",
         "data.train": f"[{text_files[0]}]",
         "data.eval": f"[{text_files[1]}]",
         "data.sequence_length": 32,
@@ -93,7 +103,14 @@ def base(tmp_path_factory, tokenizer_dir):
     """A base with experts, and a tokenizer."""
 
     def make(directory):
-        sizes = dict(pattern="*EM-M", mtp_pattern="", mtp_num_depths=0, vocab_size=300, init_std=0.3, qk_layernorm=True)
+        sizes = dict(
+            pattern="*EM-M",
+            mtp_pattern="",
+            mtp_num_depths=0,
+            vocab_size=300,
+            init_std=0.3,
+            qk_layernorm=True,
+        )
         save_model(build_model(CONFIG.replace(**{**EXPERTS, **sizes}), device="cpu"), directory)
         shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
 
@@ -121,7 +138,12 @@ def two(tmp_path_factory, settings, where):
         ]
         undistributed = ("gradients", "undistributed", ("experts", TWO["expert"], False, where))
         jobs = [*gradient_jobs(TWO, TWO_PAIRS, where), undistributed, ("stream", where)]
-        run_ranks(work, out, [*jobs, *(("train", [*settings, *changes]) for changes in runs)], device=where)
+        run_ranks(
+            work,
+            out,
+            [*jobs, *(("train", [*settings, *changes]) for changes in runs)],
+            device=where,
+        )
 
     return made_once(tmp_path_factory, f"two-{where}", make)
 
@@ -131,7 +153,11 @@ def four(tmp_path_factory, where):
     """Output of four processes: gradients of some cases."""
     need_gpus(4, where)
     jobs = gradient_jobs(FOUR, FOUR_PAIRS, where)
-    return made_once(tmp_path_factory, f"four-{where}", lambda out: run_ranks(work, out, jobs, ranks=4, device=where))
+    return made_once(
+        tmp_path_factory,
+        f"four-{where}",
+        lambda out: run_ranks(work, out, jobs, ranks=4, device=where),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +167,8 @@ def alone(where):
 
 
 def assembled(out: Path, name: str):
-    """Losses, norm, and every whole gradient, put together from all ranks; parts that several have must be equal."""
+    """Losses, norm, and every whole gradient, put together from all ranks; parts that several have
+    must be equal."""
     wholes: dict[str, torch.Tensor] = {}
     results = [torch.load(path, weights_only=False) for path in sorted(out.glob(f"{name}.*.pt"))]
     for _, _, parts in results:
@@ -149,9 +176,12 @@ def assembled(out: Path, name: str):
             whole = wholes.setdefault(key, torch.full(shape, torch.nan))
             for place, part in pieces:
                 held = whole[place]
-                assert held.isnan().all() or torch.allclose(held, part, rtol=1e-5, atol=1e-8), f"ranks differ in {key}"
+                assert held.isnan().all() or torch.allclose(held, part, rtol=1e-5, atol=1e-8), (
+                    f"ranks differ in {key}"
+                )
                 whole[place] = part
-    losses, norm, _ = next(result for result in results if result[2])  # pipeline stages without heads have none
+    # pipeline stages without heads have none
+    losses, norm, _ = next(result for result in results if result[2])
     return losses, norm, wholes
 
 
@@ -190,12 +220,15 @@ def test_an_optimizer_that_is_not_distributed_has_the_same_gradients(two, alone,
     assert_equal_gradients(assembled(two, "undistributed"), alone["experts"], TOLERANCE[where])
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "mixed"])  # draws are by place in the sequence
+# draws are by place in the sequence
+@pytest.mark.parametrize("case", [name for name in CASES if name != "mixed"])
 def test_a_document_between_others_has_the_gradients_it_has_alone(case, where):
     """Not of processes, but of the same sums: what packing adds is nothing."""
     batch = toy_batch([[7, 10, 7]], wanted=1.0)
     batch.loss_mask[:, :7] = batch.loss_mask[:, 17:] = False
-    packed, alone = (gradients(CASES[case], {}, device=where, batch=one) for one in (batch, cut(batch, 0, 7, 17)))
+    packed, alone = (
+        gradients(CASES[case], {}, device=where, batch=one) for one in (batch, cut(batch, 0, 7, 17))
+    )
     packed = (*packed[:2], {key: whole(*entry) for key, entry in packed[2].items()})
     assert_equal_gradients(packed, alone, TOLERANCE[where])
 
@@ -210,18 +243,23 @@ def runs_alone(tmp_path_factory, settings, where):
     """Runs of one process, by optimizer."""
     out = tmp_path_factory.mktemp("alone")
     return {
-        kind: train(load_config(None, [*settings, f"output={out / kind}", f"optimizer.kind={kind}"]))
+        kind: train(
+            load_config(None, [*settings, f"output={out / kind}", f"optimizer.kind={kind}"])
+        )
         for kind in ("adamw", "muon")
     }
 
 
 def assert_equal_runs(have, want, tolerance):
     for kind in ("train", "eval"):
-        lines, expected = metrics(have, kind), metrics(want, kind)
+        lines = metrics(have, kind)
+        expected = metrics(want, kind)
         assert lines.keys() == expected.keys()
         for step, line in expected.items():
             assert lines[step]["loss"] == pytest.approx(line["loss"], rel=tolerance)
-            assert lines[step]["acceptance_length"] == pytest.approx(line["acceptance_length"], rel=1e-2)
+            assert lines[step]["acceptance_length"] == pytest.approx(
+                line["acceptance_length"], rel=1e-2
+            )
             if kind == "train":
                 assert lines[step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
     trained, expected = (load_model(path).state_dict() for path in (have, want))
@@ -235,9 +273,11 @@ def test_muon_steps_whole_matrices_that_ranks_split(two, runs_alone, where):
 
 
 def test_updates_end_in_the_next_step(two, runs_alone, where):
-    """Two data-parallel ranks update in the next step, and then gather the new weights from each other."""
+    """Two data-parallel ranks update in the next step, and then gather the new weights from each
+    other."""
     for kind, steps in (("train", 4), ("eval", 2)):  # before the first step and after the last
-        lines, expected = metrics(two / "offload", kind), metrics(runs_alone["adamw"], kind)
+        lines = metrics(two / "offload", kind)
+        expected = metrics(runs_alone["adamw"], kind)
         assert len(lines) == steps
         for step, line in lines.items():
             assert line["loss"] == pytest.approx(expected[step]["loss"], rel=TOLERANCE[where])
@@ -255,7 +295,8 @@ TE_LAYOUTS = ("data", "tensor", "pipeline", "expert")
 
 @pytest.fixture(scope="module")
 def te_runs(tmp_path_factory, settings):
-    """Directory of runs with Transformer Engine, by layout, and of one run of one process with the local backend."""
+    """Directory of runs with Transformer Engine, by layout, and of one run of one process with the
+    local backend."""
     pytest.importorskip("transformer_engine.pytorch")
     need_gpus(2)
     # Products of Transformer Engine take TF32, unless cuBLAS reads this when it is loaded.
@@ -282,9 +323,15 @@ def test_two_ranks_with_transformer_engine_train_as_one_without(te_runs, layout)
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"tensor": 3}, r"hidden_size 32 cannot be split over tensor=3 .* set parallel\.tensor to a divisor"),
+        (
+            {"tensor": 3},
+            r"hidden_size 32 cannot be split over tensor=3 .* set parallel\.tensor to a divisor",
+        ),
         ({"tensor": 4}, r"mamba_num_groups 2 cannot"),
-        ({"pipeline": 4}, r"3 layers, too few for pipeline=4 stages; set parallel\.pipeline to at most 3"),
+        (
+            {"pipeline": 4},
+            r"3 layers, too few for pipeline=4 stages; set parallel\.pipeline to at most 3",
+        ),
         ({"expert": 2}, r"no experts .* set parallel\.expert=1"),
     ],
 )
@@ -294,7 +341,11 @@ def test_layouts_that_do_not_fit_are_refused(sizes, says):
 
 
 def test_a_short_share_is_filled_with_sequences_that_do_not_count():
-    batches = [toy_batch([[5, 3], [8]]), replace(toy_batch([[2, 6]]), document_lens=(2, 6)), toy_batch([[8], [8]])]
+    batches = [
+        toy_batch([[5, 3], [8]]),
+        replace(toy_batch([[2, 6]]), document_lens=(2, 6)),
+        toy_batch([[8], [8]]),
+    ]
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     filled, spare = even_share(batches, group)
     assert filled.token_ids[0].equal(filled.token_ids[1]) and not filled.loss_mask[1].any()
@@ -306,4 +357,13 @@ def test_a_short_share_is_filled_with_sequences_that_do_not_count():
 
 def test_settings_that_cannot_be_split_are_refused():
     with pytest.raises(UserError, match=r"data\.sequence_length 31 .* make it a multiple"):
-        load_config(None, ["model=a", "output=b", "data.train=[c]", "data.sequence_length=31", "parallel.tensor=2"])
+        load_config(
+            None,
+            [
+                "model=a",
+                "output=b",
+                "data.train=[c]",
+                "data.sequence_length=31",
+                "parallel.tensor=2",
+            ],
+        )

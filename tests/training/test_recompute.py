@@ -32,7 +32,8 @@ CASES = {
 
 def run(model, kind, recompute, weights=(1.0, 0.6, 0.3), mix=None):
     """Losses, gradients, and the bytes that autograd keeps outside of what it makes again."""
-    heads, kept = freeze_base(model), {}
+    heads = freeze_base(model)
+    kept = {}
     model.zero_grad()
 
     def keep(tensor):
@@ -40,7 +41,9 @@ def run(model, kind, recompute, weights=(1.0, 0.6, 0.3), mix=None):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses, _ = run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossConfig(), mix, recompute=recompute)
+        losses, _ = run_depths(
+            model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossConfig(), mix, recompute=recompute
+        )
     (losses * torch.tensor(weights)).sum().backward()
     return losses.detach(), [parameter.grad for parameter in heads.values()], sum(kept.values())
 
@@ -50,7 +53,9 @@ def test_losses_and_gradients_are_the_same_to_the_bit(kind, changes):
     model = toy_model(**changes)
     losses, grads, kept = run(model, kind, recompute=False)
     again, grads_again, kept_again = run(model, kind, recompute=True)
-    assert torch.equal(losses, again) and all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    assert torch.equal(losses, again) and all(
+        torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True)
+    )
     assert kept_again < kept / 3
 
 
@@ -64,9 +69,13 @@ def test_whichever_depths_are_differentiated():
 
 def test_mixed_states_are_drawn_once():
     model = toy_model()
-    mixes = (HiddenMix(0.5, "sample", [torch.Generator().manual_seed(row) for row in range(2)]) for _ in range(2))
+    mixes = (
+        HiddenMix(0.5, "sample", [torch.Generator().manual_seed(row) for row in range(2)])
+        for _ in range(2)
+    )
     plain, again = (
-        run(model, "serving", recompute, mix=mix) for recompute, mix in zip((False, True), mixes, strict=True)
+        run(model, "serving", recompute, mix=mix)
+        for recompute, mix in zip((False, True), mixes, strict=True)
     )
     assert torch.equal(plain[0], again[0])
     assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
@@ -74,10 +83,17 @@ def test_mixed_states_are_drawn_once():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_setting_reaches_the_depths(recompute):
-    model, calls = toy_model(), []
+    model = toy_model()
+    calls = []
     optimizer = HeadOptimizer(freeze_base(model).values(), OptimizerConfig())
     model.mtp.layers[0].mtp_model_layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    train_step(model, [toy_batch([[20]])], optimizer, toy_config(f"heads.recompute={str(recompute).lower()}"), 1e-3)
+    train_step(
+        model,
+        [toy_batch([[20]])],
+        optimizer,
+        toy_config(f"heads.recompute={str(recompute).lower()}"),
+        1e-3,
+    )
     assert len(calls) == (6 if recompute else 3)
 
 
@@ -100,8 +116,10 @@ def made(monkeypatch):
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_inputs_of_linears_are_made_again(made, activation):
-    """Recomputed are eh_proj, the attention's first product and both of the feed-forward network, at three depths."""
-    model, grads = toy_model(mtp_pattern="*-", activation=activation), []
+    """Recomputed are eh_proj, the attention's first product and both of the feed-forward network,
+    at three depths."""
+    model = toy_model(mtp_pattern="*-", activation=activation)
+    grads = []
     heads = freeze_base(model)
     for context, alive, calls in ((keeping_inputs(), 12, 12), (nullcontext(), 0, 24)):
         model.zero_grad()
@@ -120,7 +138,8 @@ def test_inputs_of_linears_are_made_again(made, activation):
 @pytest.mark.parametrize("kind", ["serving", "per_depth"])
 def test_attention_keeps_no_more_than_its_inputs(kind, monkeypatch):
     """Keys that are a view of the projection would keep all of it."""
-    model, seen = toy_model(mtp_pattern="*-"), []
+    model = toy_model(mtp_pattern="*-")
+    seen = []
     freeze_base(model)
     for name in ("sequence_attention", "depth_attention"):
         original = getattr(attention, name)
@@ -133,4 +152,7 @@ def test_attention_keeps_no_more_than_its_inputs(kind, monkeypatch):
         monkeypatch.setattr(attention, name, watched)
     run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossConfig())
     assert len(seen) == 9
-    assert all(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() for tensor in seen)
+    assert all(
+        tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        for tensor in seen
+    )

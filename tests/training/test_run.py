@@ -86,15 +86,25 @@ def test_the_checkpoint_is_the_base_with_trained_heads(settings, toy_base):
     config = load_model_config(output)
     assert (config.mtp.pattern, config.mtp.num_depths, config.mtp.repeated) == ("*", 2, True)
     trained, base = (load_model(path).state_dict() for path in (output, toy_base))
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in base.items() if tensor is not None)
+    assert all(
+        torch.equal(tensor, trained[name]) for name, tensor in base.items() if tensor is not None
+    )
     assert any(name.startswith("mtp.") for name in trained)
-    assert (output / "tokenizer.json").exists() and load_config(output / "config.yaml").heads.attention == "serving"
+    assert (output / "tokenizer.json").exists() and load_config(
+        output / "config.yaml"
+    ).heads.attention == "serving"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, optimizer):
-    settings = [*settings, f"dtype={dtype}", f"optimizer.kind={optimizer}", "heads.init=base", "loss.hidden_mix=0.5"]
+    settings = [
+        *settings,
+        f"dtype={dtype}",
+        f"optimizer.kind={optimizer}",
+        "heads.init=base",
+        "loss.hidden_mix=0.5",
+    ]
     whole = run(settings)
     run(settings, f"output={tmp_path / 'parts'}", "save_interval=2")
     parts = tmp_path / "parts"
@@ -108,7 +118,9 @@ def test_resuming_gives_the_same_losses_to_the_bit(settings, tmp_path, dtype, op
     run(settings, f"output={parts}", "save_interval=2")
     assert losses(whole) == losses(parts) == expected and len(expected) == 6
     first, second = (load_model(path).state_dict() for path in (whole, parts))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items() if tensor is not None)
+    assert all(
+        torch.equal(tensor, second[name]) for name, tensor in first.items() if tensor is not None
+    )
 
 
 def test_each_step_has_its_learning_rate_and_counts_the_tokens_of_all_ranks(settings, monkeypatch):
@@ -129,10 +141,14 @@ def test_each_step_has_its_learning_rate_and_counts_the_tokens_of_all_ranks(sett
 
 
 @pytest.mark.parametrize(("tokens", "batches"), [(64, 1), (65, 2), (128, 2), (10**6, None)])
-def test_new_heads_are_fitted_to_as_many_tokens_as_asked_for(settings, monkeypatch, tokens, batches):
+def test_new_heads_are_fitted_to_as_many_tokens_as_asked_for(
+    settings, monkeypatch, tokens, batches
+):
     """Use batches of two sequences of 32 tokens, at most all the data."""
     given = []
-    monkeypatch.setattr(loop, "fit_input_projection", lambda model, found: given.extend(found) or 0.5)
+    monkeypatch.setattr(
+        loop, "fit_input_projection", lambda model, found: given.extend(found) or 0.5
+    )
     config = load_config(None, [*settings, "heads.init=base", f"heads.fit_tokens={tokens}"])
     ensure_distributed()
     trainer = Trainer(Plan(config))
@@ -145,8 +161,13 @@ def test_only_the_newest_checkpoints_are_kept(settings, capsys):
     """Also when the finished run is asked for once more, which says that it is finished."""
     for again in (False, True):
         output = run(settings, "save_interval=1", "keep_checkpoints=2", "keep_best=false")
-        assert sorted(path.name for path in output.glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
-        assert ("all 6 steps are done already; set steps higher to go on" in capsys.readouterr().out) == again
+        assert sorted(path.name for path in output.glob("*iter_*")) == [
+            "iter_0000005",
+            "iter_0000006",
+        ]
+        assert (
+            "all 6 steps are done already; set steps higher to go on" in capsys.readouterr().out
+        ) == again
 
 
 def test_checkpoints_share_the_files_of_the_base(settings, toy_base, tmp_path):
@@ -157,9 +178,15 @@ def test_checkpoints_share_the_files_of_the_base(settings, toy_base, tmp_path):
     assert names and all((first / name).samefile(second / name) for name in names)
     save_model(load_model(output), tmp_path / "whole")
     readers = [MegatronReader(path) for path in (tmp_path / "whole" / "release", second)]
-    shapes = [{key: key in found.on_disk and found.on_disk[key].shape for key in found.keys} for found in readers]
-    assert shapes[0] == {key: shape for key, shape in shapes[1].items() if not key.startswith("optimizer.")}
-    stored, base = open_weights(output).tensors, open_weights(toy_base).tensors
+    shapes = [
+        {key: key in found.on_disk and found.on_disk[key].shape for key in found.keys}
+        for found in readers
+    ]
+    assert shapes[0] == {
+        key: shape for key, shape in shapes[1].items() if not key.startswith("optimizer.")
+    }
+    stored = open_weights(output).tensors
+    base = open_weights(toy_base).tensors
     assert all(stored[name].dtype == info.dtype == torch.float32 for name, info in base.items())
 
 
@@ -184,21 +211,31 @@ def iterations(output):
 
 
 def weights(path):
-    return {name: tensor for name, tensor in load_model(path).state_dict().items() if tensor is not None}
+    return {
+        name: tensor for name, tensor in load_model(path).state_dict().items() if tensor is not None
+    }
 
 
 def test_the_best_checkpoint_is_kept(settings, monkeypatch):
     settings = [*settings, "eval_interval=1", "keep_checkpoints=1"]
-    plan_lengths(monkeypatch, {0: 1.2, 1: 1.5, 2: 2.5, 3: 2.0, 4: 2.5, 5: 2.4, 6: 2.3, 7: 2.6, 8: 2.0})
+    plan_lengths(
+        monkeypatch, {0: 1.2, 1: 1.5, 2: 2.5, 3: 2.0, 4: 2.5, 5: 2.4, 6: 2.3, 7: 2.6, 8: 2.0}
+    )
     output = run(settings)
     assert iterations(output) == [2, 6]
-    assert json.loads((output / "best.json").read_text()) == {"iteration": 2, "acceptance_length": 2.5}
-    best, own, newest = (weights(path) for path in (output / "best", output / "iter_0000002", output))
+    assert json.loads((output / "best.json").read_text()) == {
+        "iteration": 2,
+        "acceptance_length": 2.5,
+    }
+    best, own, newest = (
+        weights(path) for path in (output / "best", output / "iter_0000002", output)
+    )
     assert all(torch.equal(best[name], own[name]) for name in own)
     assert not all(torch.equal(best[name], newest[name]) for name in own)
     assert (find_companions(output / "best") / "tokenizer.json").exists()
 
-    # As if the run was killed before it had marked its best checkpoint, and in the middle of another.
+    # As if the run was killed before it had marked its best checkpoint, and in the middle of
+    # another.
     (output / "best").unlink()
     (output / "best.json").write_text("{")
     (output / ".iter_0000004.writing").mkdir()
@@ -206,10 +243,16 @@ def test_the_best_checkpoint_is_kept(settings, monkeypatch):
     (output / ".best.writing").symlink_to("iter_0000002")
     (output / ".best.json.writing-123").write_text("{")
     run(settings, "steps=6")
-    assert json.loads((output / "best.json").read_text())["iteration"] == 2 and (output / "best" / ".metadata").exists()
+    assert (
+        json.loads((output / "best.json").read_text())["iteration"] == 2
+        and (output / "best" / ".metadata").exists()
+    )
     assert not list(output.glob(".*"))
     run(settings, "steps=8")
-    assert iterations(output) == [7, 8] and (output / "best").resolve() == (output / "iter_0000007").resolve()
+    assert (
+        iterations(output) == [7, 8]
+        and (output / "best").resolve() == (output / "iter_0000007").resolve()
+    )
 
 
 def test_the_best_step_may_be_the_one_before_the_first(settings, tmp_path, monkeypatch):
@@ -218,12 +261,17 @@ def test_the_best_step_may_be_the_one_before_the_first(settings, tmp_path, monke
     settings = [*settings, "eval_interval=1", "save_interval=2", "keep_checkpoints=1"]
     train_step = loop.train_step
     with monkeypatch.context() as killed, pytest.raises(ZeroDivisionError):
-        killed.setattr(loop, "train_step", lambda *args: train_step(*args) if args[-1] == 0 else 1 / 0)
+        killed.setattr(
+            loop, "train_step", lambda *args: train_step(*args) if args[-1] == 0 else 1 / 0
+        )
         run(settings, "steps=2")
     assert iterations(tmp_path / "run") == [0]
     output = run(settings, "steps=2")
     assert iterations(output) == [0, 2]
-    assert json.loads((output / "best.json").read_text()) == {"iteration": 0, "acceptance_length": 2.5}
+    assert json.loads((output / "best.json").read_text()) == {
+        "iteration": 0,
+        "acceptance_length": 2.5,
+    }
     best, newest = (weights(path) for path in (output / "best", output))
     assert not all(torch.equal(best[name], newest[name]) for name in newest)
 
@@ -239,12 +287,19 @@ def test_evaluations_are_by_source_and_the_report_has_them(settings, text_files)
     line = metrics(output, "eval")[2]
     assert list(line["sources"]) == ["first", "second"] and line["sampling_acceptance_length"] >= 1
     assert "second" in (output / "report.html").read_text()
-    assert json.loads((output / "best.json").read_text())["acceptance_length"] == line["acceptance_length"]
+    assert (
+        json.loads((output / "best.json").read_text())["acceptance_length"]
+        == line["acceptance_length"]
+    )
 
 
 def test_an_output_that_cannot_be_written_is_one_line(settings, monkeypatch):
-    monkeypatch.setattr(loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late"))
-    with pytest.raises(StorageError, match="/proc/run: cannot write: No such file or directory") as error:
+    monkeypatch.setattr(
+        loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late")
+    )
+    with pytest.raises(
+        StorageError, match="/proc/run: cannot write: No such file or directory"
+    ) as error:
         run(settings, "output=/proc/run")
     assert "\n" not in str(error.value)
 
@@ -278,7 +333,8 @@ def test_a_failed_save_leaves_the_previous_checkpoint(settings, monkeypatch):
     ],
 )
 def test_what_is_not_finite_ends_the_run_as_it_was_saved_last(settings, monkeypatch, where, says):
-    """After the third step a weight is NaN, or a sum alone, as a loss may be whose gradient is finite."""
+    """After the third step a weight is NaN, or a sum alone, as a loss may be whose gradient is
+    finite."""
 
     step = loop.train_step
 
@@ -295,11 +351,19 @@ def test_what_is_not_finite_ends_the_run_as_it_was_saved_last(settings, monkeypa
     monkeypatch.setattr(loop, "train_step", spoiled)
     with pytest.raises(MtpkitError, match=f"^{says}"):
         run(settings, "save_interval=1", "eval_interval=1", "keep_checkpoints=1")
-    output = Path(next(text for text in settings if text.startswith("output=")).removeprefix("output="))
+    output = Path(
+        next(text for text in settings if text.startswith("output=")).removeprefix("output=")
+    )
     best = json.loads((output / "best.json").read_text())
-    assert (output / "latest_checkpointed_iteration.txt").read_text() == "3" and best["iteration"] <= 3
+    assert (output / "latest_checkpointed_iteration.txt").read_text() == "3" and best[
+        "iteration"
+    ] <= 3
     assert iterations(output) == sorted({best["iteration"], 3})
-    assert all(math.isfinite(line["loss"]) for kind in ("train", "eval") for line in metrics(output, kind).values())
+    assert all(
+        math.isfinite(line["loss"])
+        for kind in ("train", "eval")
+        for line in metrics(output, kind).values()
+    )
     monkeypatch.undo()
     run(settings)
     assert max(losses(output)) == 6
@@ -307,7 +371,13 @@ def test_what_is_not_finite_ends_the_run_as_it_was_saved_last(settings, monkeypa
 
 def test_training_goes_on_from_the_checkpoints_own_heads(settings, tmp_path):
     first = run(settings, "heads.init=fresh")
-    second = run(settings, f"model={first}", f"output={tmp_path / 'more'}", "eval_interval=1", "heads.num_depths=3")
+    second = run(
+        settings,
+        f"model={first}",
+        f"output={tmp_path / 'more'}",
+        "eval_interval=1",
+        "heads.num_depths=3",
+    )
     assert metrics(second, "eval")[0]["loss"] < 2 * metrics(first, "eval")[6]["loss"]
     fresh = run(settings, f"model={first}", f"output={tmp_path / 'fresh'}", "heads.init=fresh")
     assert losses(fresh) == losses(first)
@@ -316,12 +386,20 @@ def test_training_goes_on_from_the_checkpoints_own_heads(settings, tmp_path):
 @pytest.mark.parametrize("init", ["auto", "base"])
 def test_a_mixture_without_mlps_is_trained_by_default(settings, tmp_path, tokenizer_dir, init):
     """The pattern of the shape nemotron-3-nano in small, whose config gives no size of an MLP."""
-    experts = dict(num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16)
-    sizes = dict(pattern="ME*EME", ffn_hidden_size=0, mtp_pattern="", mtp_num_depths=0, vocab_size=300)
+    experts = dict(
+        num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16
+    )
+    sizes = dict(
+        pattern="ME*EME", ffn_hidden_size=0, mtp_pattern="", mtp_num_depths=0, vocab_size=300
+    )
     save_model(toy_model(**sizes, **experts), tmp_path / "base")
     shutil.copytree(tokenizer_dir, tmp_path / "base", dirs_exist_ok=True)
     output = run(settings, f"model={tmp_path / 'base'}", f"heads.init={init}", "save_interval=3")
-    assert load_model_config(output).mtp.pattern == load_config(output / "config.yaml").heads.pattern == "*E"
+    assert (
+        load_model_config(output).mtp.pattern
+        == load_config(output / "config.yaml").heads.pattern
+        == "*E"
+    )
     assert losses(output)[6] < losses(output)[1]
     run(settings, f"model={tmp_path / 'base'}", f"heads.init={init}", "steps=7")
     assert max(losses(output)) == 7
@@ -356,10 +434,17 @@ def test_less_data_than_a_sequence_is_padded(settings, tmp_path):
 @pytest.mark.parametrize("place", ["train", "eval"])
 def test_data_of_which_a_server_drafts_nothing_is_refused(settings, toy_base, tmp_path, place):
     """Answers of one token: the loss of such a run would be 0, and its acceptance length 1."""
-    row = {"prompt": "the", "response": "a", "prompt_token_ids": [5, 6], "completion_token_ids": [9]}
+    row = {
+        "prompt": "the",
+        "response": "a",
+        "prompt_token_ids": [5, 6],
+        "completion_token_ids": [9],
+    }
     own = fingerprint(load_tokenizer(toy_base))
     (tmp_path / "short.jsonl").write_text((json.dumps({**row, "tokenizer": own}) + "\n") * 50)
-    with pytest.raises(UserError, match="short: nothing is drafted, since no answer has more than one token"):
+    with pytest.raises(
+        UserError, match="short: nothing is drafted, since no answer has more than one token"
+    ):
         run(settings, f"data.{place}=[{tmp_path / 'short.jsonl'}]")
     assert not (tmp_path / "run").exists()
 
@@ -371,7 +456,8 @@ def test_acceptance_is_measured_at_the_length_of_the_run(settings, text_files, t
     command = ["--model", output / "best", "--data", text_files[1], "--output", measured]
     assert CliRunner().invoke(acceptance_app, list(map(str, command))).exit_code == 0
     best = json.loads((output / "best.json").read_text())["iteration"]
-    found, last = json.loads(measured.read_text()), metrics(output, "eval")[best]
+    found = json.loads(measured.read_text())
+    last = metrics(output, "eval")[best]
     assert found["acceptance_length"] == pytest.approx(last["acceptance_length"], rel=1e-4)
     assert found["loss"] == pytest.approx(last["loss"], rel=1e-4)
 
@@ -384,13 +470,20 @@ def test_columns_of_any_name_are_read(settings, monkeypatch):
 
 
 def test_options_of_the_data_are_read(settings, monkeypatch):
-    values = ["loss=last_turn", "sample_per_turn=true", "long_conversations=drop", "on_bad_row=skip"]
+    values = [
+        "loss=last_turn",
+        "sample_per_turn=true",
+        "long_conversations=drop",
+        "on_bad_row=skip",
+    ]
     values += ["bad_rows_allowed=0.5", "chat_template_kwargs={enable_thinking: false}"]
     config = load_config(None, [*settings, *(f"data.{value}" for value in values)])
     monkeypatch.setattr(batches, "build_dataset", lambda *arguments: arguments)
     options = DataOptions("last_turn", True, "drop", "skip", 0.5, {"enable_thinking": False})
     assert batches.open_dataset(config, config.data.train)[-1] == options
-    with pytest.raises(UserError, match="chat_template_kwargs has 'tokenize', no variable of chat templates"):
+    with pytest.raises(
+        UserError, match="chat_template_kwargs has 'tokenize', no variable of chat templates"
+    ):
         load_config(None, [*settings, "data.chat_template_kwargs={tokenize: false}"])
 
 
@@ -412,9 +505,14 @@ def test_another_models_directory_is_left_alone(settings, tmp_path, file):
     place.mkdir()
     (place / "notes.txt").write_text("of the user's")
     (place / file).write_text("{}")
-    with pytest.raises(UserError, match=rf"mine holds a model \({file}\) and no run; set output to another one"):
+    with pytest.raises(
+        UserError, match=rf"mine holds a model \({file}\) and no run; set output to another one"
+    ):
         run(settings, f"output={place}")
-    assert {path.name: path.read_text() for path in place.iterdir()} == {"notes.txt": "of the user's", file: "{}"}
+    assert {path.name: path.read_text() for path in place.iterdir()} == {
+        "notes.txt": "of the user's",
+        file: "{}",
+    }
     (place / file).unlink()
     run(settings, f"output={place}")
     assert (place / "notes.txt").read_text() == "of the user's"
@@ -428,7 +526,9 @@ def start(settings, *overrides, ranks=1, **pipes):
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.Popen([*launcher, *script], env=environment, text=True, preexec_fn=heed_ctrl_c, **pipes)
+    return subprocess.Popen(
+        [*launcher, *script], env=environment, text=True, preexec_fn=heed_ctrl_c, **pipes
+    )
 
 
 def heed_ctrl_c():
@@ -437,7 +537,8 @@ def heed_ctrl_c():
 
 
 def command(overrides, deaf=False, printed=None):
-    """`mtpkit train` in a fork, which may print into a file; a deaf one trains on after a signal."""
+    """`mtpkit train` in a fork, which may print into a file; a deaf one trains on after a
+    signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if printed:
         file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -450,22 +551,31 @@ def command(overrides, deaf=False, printed=None):
 
 def listing(path):
     """Everything below a directory, and what is in the files."""
-    return {str(file.relative_to(path)): file.is_file() and file.read_bytes() for file in path.rglob("*")}
+    return {
+        str(file.relative_to(path)): file.is_file() and file.read_bytes()
+        for file in path.rglob("*")
+    }
 
 
 REFUSED = {
     "a base of NaN": "step 0: held-out data",
     "wandb": "log.wandb=heads",
     "no fit": "cannot be fitted",
-    "loss.top_k=301": r"loss\.top_k 301 exceeds the vocabulary of .*, 300 tokens; set loss\.top_k=0",
-    "seed=10000000000000000000000": "seed is 10000000000000000000000, must be from 0 to 9223372036854775807",
+    "loss.top_k=301": (
+        r"loss\.top_k 301 exceeds the vocabulary of .*, 300 tokens; set loss\.top_k=0"
+    ),
+    "seed=10000000000000000000000": (
+        "seed is 10000000000000000000000, must be from 0 to 9223372036854775807"
+    ),
     "heads.init=checkpoint": "heads.init=auto",
 }
 
 
 @pytest.mark.parametrize("before", ["nothing", "notes", "an earlier try"])
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_run_that_is_refused_leaves_what_was_there_before(settings, tmp_path, monkeypatch, fault, before):
+def test_a_run_that_is_refused_leaves_what_was_there_before(
+    settings, tmp_path, monkeypatch, fault, before
+):
     output = tmp_path / "deep" / "down" / "run"
     if before != "nothing":
         output.mkdir(parents=True)
@@ -474,7 +584,8 @@ def test_a_run_that_is_refused_leaves_what_was_there_before(settings, tmp_path, 
         (output / "config.yaml").write_text("steps: 3\n")
         (output / "train.log").write_text("2026-01-01 00:00:00  an earlier try\n")
         (output / "metrics.jsonl").write_text('{"kind": "eval", "step": 0}\n')
-    there, overrides = listing(tmp_path), [fault] if "=" in fault else []
+    there = listing(tmp_path)
+    overrides = [fault] if "=" in fault else []
     build = loop.build_with_heads
 
     def broken(*args, **named):
@@ -522,11 +633,17 @@ def test_a_directory_that_cannot_be_read_keeps_all_that_is_in_it(settings, tmp_p
 
 
 @pytest.mark.parametrize("link", ["loop", "loop/run", "dangling"])
-def test_an_output_behind_a_link_that_leads_nowhere_is_refused_at_once(settings, tmp_path, monkeypatch, link):
-    monkeypatch.setattr(loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late"))
+def test_an_output_behind_a_link_that_leads_nowhere_is_refused_at_once(
+    settings, tmp_path, monkeypatch, link
+):
+    monkeypatch.setattr(
+        loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late")
+    )
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "none")
-    with pytest.raises(UserError, match="is a symbolic link that leads nowhere; name another output"):
+    with pytest.raises(
+        UserError, match="is a symbolic link that leads nowhere; name another output"
+    ):
         run(settings, f"output={tmp_path / link}")
 
 
@@ -543,13 +660,18 @@ def test_an_output_behind_a_link_that_leads_nowhere_is_refused_at_once(settings,
         (b'{"kind": "tr\n', "line 2 cannot be read as JSON"),
     ],
 )
-def test_metrics_that_no_run_wrote_are_refused_before_the_model_is_read(settings, monkeypatch, content, says):
-    """A last line that was cut off is what a killed run leaves: `test_resuming_gives_the_same_losses_to_the_bit`."""
+def test_metrics_that_no_run_wrote_are_refused_before_the_model_is_read(
+    settings, monkeypatch, content, says
+):
+    """A last line that was cut off is what a killed run leaves:
+    `test_resuming_gives_the_same_losses_to_the_bit`."""
     output = run(settings, "steps=2", "data.eval=[]")
     first = (output / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0]
     (output / "metrics.jsonl").write_bytes(first + content + first)
     before = listing(output)
-    monkeypatch.setattr(loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late"))
+    monkeypatch.setattr(
+        loop, "build_with_heads", lambda *_, **__: pytest.fail("it is found out too late")
+    )
     with pytest.raises(UserError, match=f"metrics.jsonl.*{says}") as error:
         run(settings, "data.eval=[]")
     assert "\n" not in str(error.value) and listing(output) == before
@@ -573,7 +695,10 @@ def test_metrics_behind_a_link_that_leads_nowhere_are_refused(settings, link):
         (lambda state: state.update(iteration="2"), "iteration is '2', must be a whole number"),
         (lambda state: state.update(iteration=1), "is damaged: step 1 after 8 sequences"),
         (lambda state: state.update(loader=[]), "loader is [], must be a group of values"),
-        (lambda state: state["loader"].update(consumed=8.0), "consumed is 8.0, must be a whole number"),
+        (
+            lambda state: state["loader"].update(consumed=8.0),
+            "consumed is 8.0, must be a whole number",
+        ),
         (lambda state: state["loader"].update(consumed=10**30), "is damaged: step 2 after 1000"),
         (lambda state: state["loader"].update(order=None), "order is None, must be an object"),
         (lambda state: state.update(best=True), "best is True, must be a group of values"),
@@ -594,7 +719,9 @@ def test_a_checkpoint_whose_state_is_not_a_runs_is_refused(settings, change, say
 def test_metrics_that_cannot_be_drawn_do_not_end_a_run(settings, capsys):
     output = run(settings, "steps=2", "data.eval=[]")
     lines = (output / "metrics.jsonl").read_text().splitlines()
-    (output / "metrics.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"lr": {}}) + "\n" + lines[1] + "\n")
+    (output / "metrics.jsonl").write_text(
+        json.dumps(json.loads(lines[0]) | {"lr": {}}) + "\n" + lines[1] + "\n"
+    )
     run(settings, "data.eval=[]", "steps=3")
     assert iterations(output)[-1] == 3 and "there is no report.html: " in capsys.readouterr().out
 
@@ -606,9 +733,16 @@ def train_rank(rank, overrides):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_ranks_train_to_the_losses_of_one(settings, tmp_path, device, optimizer):
     need_gpus(2, device)
-    settings = [*settings, f"optimizer.kind={optimizer}", "heads.init=base", "loss.hidden_mix=0.5", "save_interval=3"]
+    settings = [
+        *settings,
+        f"optimizer.kind={optimizer}",
+        "heads.init=base",
+        "loss.hidden_mix=0.5",
+        "save_interval=3",
+    ]
     alone = run(settings, "eval_interval=3")
-    together, resumed = tmp_path / "together", tmp_path / "resumed"
+    together = tmp_path / "together"
+    resumed = tmp_path / "resumed"
     run_ranks(train_rank, [*settings, f"output={together}", "eval_interval=3"], device=device)
     assert list(losses(together).values()) == pytest.approx(list(losses(alone).values()), rel=1e-5)
     shutil.copytree(together, resumed, symlinks=True)
@@ -647,14 +781,17 @@ def test_sigterm_saves_and_the_run_goes_on(settings, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_saves_and_the_run_goes_on(settings, tmp_path, ranks):
     """A fork for one rank, since starting a process takes seconds; under torchrun for two."""
-    output, printed = tmp_path / "stopped", tmp_path / "printed"
+    output = tmp_path / "stopped"
+    printed = tmp_path / "printed"
     settings = [*settings, f"output={output}"]
     if ranks == 1:
         process = fork(command, [*settings, "steps=200"], False, printed)
         ended = lambda: process.exitcode  # noqa: E731
     else:
         with printed.open("w") as file:
-            process = start(settings, "steps=200", ranks=ranks, stdout=file, stderr=subprocess.STDOUT)
+            process = start(
+                settings, "steps=200", ranks=ranks, stdout=file, stderr=subprocess.STDOUT
+            )
         ended = process.poll
     wait_for_a_step(ended, output)
     os.kill(process.pid, signal.SIGINT)
@@ -669,7 +806,8 @@ def test_ctrl_c_saves_and_the_run_goes_on(settings, tmp_path, ranks):
 
 def test_a_second_ctrl_c_ends_the_run_at_once(settings, tmp_path):
     """Where the first one alone would let it train on."""
-    output, printed = tmp_path / "stopped", tmp_path / "printed"
+    output = tmp_path / "stopped"
+    printed = tmp_path / "printed"
     process = fork(command, [*settings, "steps=100000", f"output={output}"], True, printed)
     try:
         wait_for_a_step(lambda: process.exitcode, output)
@@ -710,11 +848,14 @@ def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):
 
 
 def test_matmul_precision_and_wandb_reach_the_run(settings, monkeypatch):
-    asked, made = [], []
+    asked = []
+    made = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     monkeypatch.setattr(plan, "check_wandb", lambda project: made.append(project))
     log = loop.MetricsLog
-    monkeypatch.setattr(loop, "MetricsLog", lambda *args, wandb, **named: made.append(wandb) or log(*args, **named))
+    monkeypatch.setattr(
+        loop, "MetricsLog", lambda *args, wandb, **named: made.append(wandb) or log(*args, **named)
+    )
     run(settings, "steps=2", "matmul_precision=medium", "log.wandb=heads")
     assert asked == ["medium", torch.get_float32_matmul_precision()] and made == ["heads", "heads"]
 
@@ -799,14 +940,18 @@ def test_a_resumed_run_tells_settings_that_changed(settings, capsys):
     assert "settings changed" not in capsys.readouterr().out
     output = run(settings, "steps=4", "eval_interval=2")
     lines = capsys.readouterr().out.splitlines()
-    assert "settings changed since the last part of the run: steps was 3, is 4; eval_interval was 100, is 2" in lines
+    assert (
+        "settings changed since the last part of the run: steps was 3, is 4; eval_interval was 100,"
+        " is 2" in lines
+    )
     assert sorted(metrics(output)) == [1, 2, 3, 4]
     run(settings, "steps=4", "eval_interval=2")
     assert "settings changed" not in capsys.readouterr().out
 
 
 def test_a_best_checkpoint_that_was_removed_is_forgotten(settings, monkeypatch):
-    """Otherwise a resumed run would name a directory that is gone, and keep no better one than that."""
+    """Otherwise a resumed run would name a directory that is gone, and keep no better one than
+    that."""
     lengths = {2: 3.0}
     monkeypatch.setattr(Trainer, "_evaluate", lambda self: lengths.get(self.step, 1.5))
     output = run(settings, "eval_interval=2", "keep_checkpoints=1")

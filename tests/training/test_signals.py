@@ -36,7 +36,10 @@ def test_ctrl_c_while_its_handler_is_restored_is_the_first(handlers, monkeypatch
     with StopSignal() as stop:
         interrupt_before(monkeypatch, signal.SIGINT)
     assert stop.interrupted
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is term
+    assert (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and signal.getsignal(signal.SIGTERM) is term
+    )
 
 
 def test_ctrl_c_while_another_handler_is_restored_is_pythons_own(handlers, monkeypatch):

@@ -19,7 +19,9 @@ def toy_batch(lengths, wanted=0.8, seed=0):
     """One sequence a list of document lengths; tokens are wanted at random."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), sum(lengths[0]))
-    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    documents = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    )
     return PackedBatch(
         token_ids=torch.randint(VOCAB, shape, generator=generator),
         loss_mask=torch.rand(shape, generator=generator) < wanted,
@@ -31,7 +33,12 @@ def toy_batch(lengths, wanted=0.8, seed=0):
 def cut(batch, row, start, end):
     """Tokens start .. end - 1 of one row, as a batch."""
     place = (slice(row, row + 1), slice(start, end))
-    return PackedBatch(batch.token_ids[place], batch.loss_mask[place], batch.documents[place], batch.positions[place])
+    return PackedBatch(
+        batch.token_ids[place],
+        batch.loss_mask[place],
+        batch.documents[place],
+        batch.positions[place],
+    )
 
 
 def answer_batch(prompts, answers):

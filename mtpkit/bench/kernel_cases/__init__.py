@@ -1,9 +1,11 @@
 """The ops of a decode, a prefill or a training step, with inputs as a model's layers give them.
 
-A step feeds T tokens of each row to the base, and again to the first depth of the heads, whose layers have the base's
-sizes, so one case stands for both. The deeper depths take one token per row, as a step with K = 0 does.
+A step feeds T tokens of each row to the base, and again to the first depth of the heads, whose
+layers have the base's sizes, so one case stands for both. The deeper depths take one token per row,
+as a step with K = 0 does.
 
-Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, h hidden size, V vocabulary.
+Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens, h hidden size, V
+vocabulary.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,10 +38,18 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
     for cases in _of(kind for kind in kinds if not kind.keeps_past):
         yield from cases.decode(shapes)
     if shapes.config.mtp.num_depths:
-        yield from (tokens.mtp_input(shapes), tokens.linear_argmax(shapes), tokens.linear_best(shapes))
+        yield from (
+            tokens.mtp_input(shapes),
+            tokens.linear_argmax(shapes),
+            tokens.linear_best(shapes),
+        )
     yield from tokens.sampling_cases(shapes)
     if shapes.k:
-        yield from (tokens.accept_matching(shapes), tokens.accept_tree(shapes), tokens.accept_rejection(shapes))
+        yield from (
+            tokens.accept_matching(shapes),
+            tokens.accept_tree(shapes),
+            tokens.accept_rejection(shapes),
+        )
     yield from (linears.linear_case(shapes, call) for call in linears.calls(shapes))
     yield from (ranks.embedding(shapes), *ranks.exchanges(shapes))
 
@@ -52,7 +62,8 @@ def prefill_cases(shapes: Shapes) -> Iterator[Case]:
 
 
 def training_cases(shapes: Shapes) -> Iterator[Case]:
-    """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens, whatever `rows` is."""
+    """The ops of training heads of K depths on one sequence of 8 x `context_len` tokens, whatever
+    `rows` is."""
     length = _TRAINING_LENGTH * shapes.context_len
     for cases in _of(shapes.kinds):
         yield from cases.base(shapes, length)

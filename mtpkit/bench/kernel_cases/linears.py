@@ -1,7 +1,8 @@
 """Linears as the layers call them, and the norm that may run before them.
 
-A layer's single call also includes the norm of its input, the activation and the residual. The note says which of them
-are fused and which run as separate kernels within the same call; this depends on the number of rows.
+A layer's single call also includes the norm of its input, the activation and the residual. The note
+says which of them are fused and which run as separate kernels within the same call; this depends on
+the number of rows.
 
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
@@ -34,18 +35,22 @@ def fused(shapes: Shapes, one: Linear) -> list[str]:
 
 
 def note(shapes: Shapes, one: Linear) -> str:
-    """Parts of the call that are fused into the kernel of the product, and parts that run as separate kernels."""
+    """Parts of the call that are fused into the kernel of the product, and parts that run as
+    separate kernels."""
     around = [("norm", one.norm), (one.activation, one.activation), ("residual", one.residual)]
     within = fused(shapes, one)
     apart = [name for name, there in around if there and name not in within]
     apart += ["gated norm"] * (one.gated_norm is not None)
     return ", ".join(
-        f"{' + '.join(map(str, part))} {how}" for part, how in ((within, "fused"), (apart, "apart")) if part
+        f"{' + '.join(map(str, part))} {how}"
+        for part, how in ((within, "fused"), (apart, "apart"))
+        if part
     )
 
 
 def calls(shapes: Shapes) -> Iterator[Linear]:
-    """Yield the linears of each layer kind of the model, then the heads' own linear and the vocabulary's."""
+    """Yield the linears of each layer kind of the model, then the heads' own linear and the
+    vocabulary's."""
     config = shapes.config
     for kind in shapes.step_kinds:
         yield from kind.linears(config)
@@ -56,7 +61,9 @@ def calls(shapes: Shapes) -> Iterator[Linear]:
 
 def linear_case(shapes: Shapes, of: Linear) -> Case:
     """The matrix product of a linear, with the operations around it."""
-    config, count, gated = shapes.config, shapes.count, of.gated_norm
+    config = shapes.config
+    count = shapes.count
+    gated = of.gated_norm
     group_size = gated.group_size if gated else None
 
     def make() -> Args:
@@ -73,10 +80,14 @@ def linear_case(shapes: Shapes, of: Linear) -> Case:
         x, weight, norm_weight, gate, residual, bias = args
         around = dict(eps=config.layernorm_epsilon, group_size=group_size, activation=of.activation)
         around["zero_centered"] = of.norm and config.layernorm_zero_centered_gamma
-        return op(x, weight, norm_weight=norm_weight, gate=gate, bias=bias, residual=residual, **around)
+        return op(
+            x, weight, norm_weight=norm_weight, gate=gate, bias=bias, residual=residual, **around
+        )
 
     def in_float(*args: Tensor | None) -> Tensor:
-        return run(reference.linear, *(None if arg is None else arg.float() for arg in args)).to(shapes.dtype)
+        return run(reference.linear, *(None if arg is None else arg.float() for arg in args)).to(
+            shapes.dtype
+        )
 
     return Case(
         partial(run, linear),
@@ -97,8 +108,11 @@ def matrix(shapes: Shapes, *sizes: int) -> Tensor:
 
 
 def rms_norm(shapes: Shapes) -> Case:
-    """The norm as a separate kernel: always after the last layer, and before linears that do not fuse it."""
-    config, count, hidden = shapes.config, shapes.count, shapes.config.hidden_size
+    """The norm as a separate kernel: always after the last layer, and before linears that do not
+    fuse it."""
+    config = shapes.config
+    count = shapes.count
+    hidden = shapes.config.hidden_size
     rest = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
     fusing = ["norm" in fused(shapes, one) for one in calls(shapes) if one.norm]
     return Case(

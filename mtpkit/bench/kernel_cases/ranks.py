@@ -1,4 +1,5 @@
-"""Exchanges of tensor-parallel ranks, here of one rank with itself: the kernel's time without waits for others."""
+"""Exchanges of tensor-parallel ranks, here of one rank with itself: the kernel's time without waits
+for others."""
 
 from collections.abc import Iterator
 
@@ -14,11 +15,17 @@ _LIMIT = 8 << 20
 
 
 def exchanges(shapes: Shapes) -> Iterator[Case]:
-    """Sums and gathers of a step's hidden states, as far as they fit, and the best tokens of its logits."""
+    """Sums and gathers of a step's hidden states, as far as they fit, and the best tokens of its
+    logits."""
     count = min(shapes.count, _LIMIT // (shapes.config.hidden_size * shapes.dtype.itemsize))
     hidden = [count, shapes.config.hidden_size]
     for call in (exchange.sum_over_ranks, exchange.gather_ranks):
-        yield Case(call, str(hidden), lambda: (shapes.normal(*hidden), windows(shapes)), lambda args: 4 * size(args[0]))
+        yield Case(
+            call,
+            str(hidden),
+            lambda: (shapes.normal(*hidden), windows(shapes)),
+            lambda args: 4 * size(args[0]),
+        )
     yield Case(
         exchange.best_of_ranks,
         f"[{shapes.count}]",
@@ -35,12 +42,15 @@ def exchanges(shapes: Shapes) -> Iterator[Case]:
 def windows(shapes: Shapes) -> Windows:
     """Windows of a group of one rank."""
     window = torch.zeros(Windows.nbytes(_LIMIT), dtype=torch.uint8, device=shapes.device)
-    return Windows(0, (window,), torch.zeros(CHANNELS, dtype=torch.int64, device=shapes.device), _LIMIT)
+    return Windows(
+        0, (window,), torch.zeros(CHANNELS, dtype=torch.int64, device=shapes.device), _LIMIT
+    )
 
 
 def embedding(shapes: Shapes) -> Case:
     """The embeddings of a step's tokens; this rank holds half of the vocabulary."""
-    half, hidden = shapes.config.vocab_size // 2, shapes.config.hidden_size
+    half = shapes.config.vocab_size // 2
+    hidden = shapes.config.hidden_size
 
     def more(args: Args) -> Args:
         return shapes.ints(2 * half, shapes.count), args[1], half

@@ -23,9 +23,12 @@ def starts_of(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
 
 
 def ring_lens(shapes: Shapes, length: int) -> Tensor:
-    """Numbers of entries, [R] int64, in replay rings of `length` places after many steps, drawn for each row by itself.
-    Rows began at different times: otherwise, without drafts, all would fold their rings in the same step."""
-    rates = torch.tensor(depth_rates(_ACCEPTANCE, shapes.k), dtype=torch.float64, device=shapes.device)
+    """Numbers of entries, [R] int64, in replay rings of `length` places after many steps, drawn for
+    each row by itself. Rows began at different times: otherwise, without drafts, all would fold
+    their rings in the same step."""
+    rates = torch.tensor(
+        depth_rates(_ACCEPTANCE, shapes.k), dtype=torch.float64, device=shapes.device
+    )
     lens = 1 + shapes.ints(ring.ring_capacity(length), shapes.rows)
     for _ in range(4 * length):
         accepted = (shapes.uniform(shapes.rows, shapes.k) < rates).long().cumprod(-1).sum(-1)
@@ -34,17 +37,23 @@ def ring_lens(shapes: Shapes, length: int) -> Tensor:
 
 
 def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> Case:
-    """Folding the entries of all rows' rings into their states, as for a checkpoint of the prefix cache.
+    """Folding the entries of all rows' rings into their states, as for a checkpoint of the prefix
+    cache.
 
     Args:
-        contents: given L, makes state [R, h, p, n], values [R, L, h, p], keys [R, L, g, n], rates [R, L, h] and, for
-            some layers, A_log.
+        contents: given L, makes state [R, h, p, n], values [R, L, h, p], keys [R, L, g, n], rates
+            [R, L, h] and, for some layers, A_log.
     """
-    rows, length = shapes.rows, ring.ring_length(shapes.tokens)
+    rows = shapes.rows
+    length = ring.ring_length(shapes.tokens)
 
     def make() -> Args:
         state, values, keys, rates, *A_log = contents(length)
-        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
+        places = (
+            shapes.permutation(rows),
+            shapes.full(shapes.context_len, rows),
+            ring_lens(shapes, length),
+        )
         return state, values, keys, rates, *places, *A_log
 
     def count(args: Args) -> float:
@@ -64,13 +73,16 @@ class Convolution(NamedTuple):
 
 def conv_update(shapes: Shapes, sizes: Convolution) -> Case:
     """The convolution of a step."""
-    rows, tokens = shapes.rows, shapes.tokens
+    rows = shapes.rows
+    tokens = shapes.tokens
     width, channels, biased = sizes
 
     def make() -> Args:
-        x = shapes.normal(rows, tokens, channels + 64)[..., 32 : 32 + channels]  # between z and dt of the projection
+        # between z and dt of the projection
+        x = shapes.normal(rows, tokens, channels + 64)[..., 32 : 32 + channels]
         state = shapes.normal(rows, width - 2 + tokens, channels)
-        weight, bias = shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels) if biased else None
+        weight = shapes.normal(channels, 1, width, std=0.3)
+        bias = shapes.normal(channels) if biased else None
         return x, state, weight, bias, shapes.permutation(rows), shapes.ints(tokens, rows)
 
     def count(args: Args) -> float:
@@ -86,7 +98,10 @@ def conv_varlen(shapes: Shapes, lens: tuple[int, ...], sizes: Convolution) -> Ca
 
     def make() -> Args:
         x = shapes.normal(sum(lens), channels + 64)[:, 32 : 32 + channels]
-        weights = (shapes.normal(channels, 1, width, std=0.3), shapes.normal(channels) if biased else None)
+        weights = (
+            shapes.normal(channels, 1, width, std=0.3),
+            shapes.normal(channels) if biased else None,
+        )
         windows = shapes.normal(rows, width - 1, channels)
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows))
         return x, *weights, starts_of(shapes, lens), windows, *places

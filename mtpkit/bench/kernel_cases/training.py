@@ -1,6 +1,7 @@
 """The ops that training has and decoding lacks: backward passes, the losses, and the update.
 
-Inputs are one sequence of one document. They are copied before differentiation, and times include the copies.
+Inputs are one sequence of one document. They are copied before differentiation, and times include
+the copies.
 
 Shape legend: s sequence, K depths, V vocabulary, h hidden size.
 """
@@ -39,14 +40,18 @@ def _attention_flops(sizes: Heads, length: int, products: int) -> float:
 
 
 def _projections(shapes: Shapes, length: int, sizes: Heads, depths: int = 1) -> Args:
-    """q [1, s, heads, d], and keys [1, s, kv_heads, d] and values [1, s, kv_heads, e] of each depth in turn."""
+    """q [1, s, heads, d], and keys [1, s, kv_heads, d] and values [1, s, kv_heads, e] of each depth
+    in turn."""
     heads, groups, keys, values = sizes
     widths = (keys, values) * depths
-    return shapes.normal(1, length, heads, keys), *(shapes.normal(1, length, groups, width) for width in widths)
+    return shapes.normal(1, length, heads, keys), *(
+        shapes.normal(1, length, groups, width) for width in widths
+    )
 
 
 def differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Wrap `function` to return its output and its inputs' gradients; the output's is 1 / sqrt(output size)."""
+    """Wrap `function` to return its output and its inputs' gradients; the output's is 1 /
+    sqrt(output size)."""
 
     def both(*tensors: Tensor) -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.enable_grad():
@@ -111,7 +116,9 @@ def fp8_linear(shapes: Shapes, length: int) -> Case:
     hidden = shapes.config.hidden_size
 
     def make() -> Args:
-        return shapes.normal(length, hidden), *linears.quantize_rows(shapes.normal(hidden, hidden, std=hidden**-0.5))
+        return shapes.normal(length, hidden), *linears.quantize_rows(
+            shapes.normal(hidden, hidden, std=hidden**-0.5)
+        )
 
     return Case(
         linears.fp8_linear,
@@ -135,19 +142,26 @@ def update(shapes: Shapes) -> Case:
 
 
 def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
-    """The loss of all depths through the frozen lm_head, and the gradient with respect to the heads' outputs."""
-    config, depths = shapes.config, shapes.k
+    """The loss of all depths through the frozen lm_head, and the gradient with respect to the
+    heads' outputs."""
+    config = shapes.config
+    depths = shapes.k
 
     def make() -> Args:
         states = [shapes.normal(length, config.hidden_size) for _ in range(1 + depths)]
-        return shapes.normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5), *states
+        return (
+            shapes.normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5),
+            *states,
+        )
 
     targets = shapes.ints(config.vocab_size, length)
     mask = torch.ones(depths, length, dtype=torch.bool, device=shapes.device)
 
     def ours(weight: Tensor, teacher: Tensor, *students: Tensor) -> tuple[Tensor, ...]:
         def total(*leaves: Tensor) -> Tensor:
-            return head_losses(leaves, teacher.clone(), weight, targets.clone(), mask.clone(), LossConfig(kind))[0]
+            return head_losses(
+                leaves, teacher.clone(), weight, targets.clone(), mask.clone(), LossConfig(kind)
+            )[0]
 
         return differentiated(total)(*students)
 
@@ -176,5 +190,6 @@ def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
         flops=2.0 * length * config.vocab_size * config.hidden_size * (1 + 2 * depths),
         name=f"head_losses {kind}",
         reference=plain,
-        tolerance=0.1 if kind == "tv" else None,  # rounding flips the sign of p - q where they are close
+        # rounding flips the sign of p - q where they are close
+        tolerance=0.1 if kind == "tv" else None,
     )

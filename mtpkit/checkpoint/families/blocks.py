@@ -1,7 +1,9 @@
-"""Parts shared by families whose layers are two letters each: a mixer, then an MLP or a mixture of experts.
+"""Parts shared by families whose layers are two letters each: a mixer, then an MLP or a mixture of
+experts.
 
-Layer n in Hugging Face is letters 2n and 2n + 1 of a pattern, both under the prefix `model.layers.n.`. Names are those
-of Qwen2, except for experts and heads after the last layer, which have the names of DeepSeek-V3.
+Layer n in Hugging Face is letters 2n and 2n + 1 of a pattern, both under the prefix
+`model.layers.n.`. Names are those of Qwen2, except for experts and heads after the last layer,
+which have the names of DeepSeek-V3.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -29,28 +31,41 @@ def base_layer(number: int) -> str:
 
 
 def after_base(config: ModelConfig, depth: int, number: int = 0) -> str:
-    """Prefix of all tensors of a physical MTP depth, which is numbered as a layer after the base's last."""
+    """Prefix of all tensors of a physical MTP depth, which is numbered as a layer after the base's
+    last."""
     return f"model.layers.{len(config.pattern) // 2 + depth}."
 
 
 def heads_after_base(config: ModelConfig, depth: int) -> Iterator[Entry]:
     """The tensors of an MTP depth of DeepSeek-V3 outside its layers."""
-    hf, own = after_base(config, depth), megatron.mtp_depth(depth)
-    yield from (one(f"{hf}{name}.weight", f"{own}{name}.weight") for name in ("enorm", "hnorm", "eh_proj"))
+    hf = after_base(config, depth)
+    own = megatron.mtp_depth(depth)
+    yield from (
+        one(f"{hf}{name}.weight", f"{own}{name}.weight") for name in ("enorm", "hnorm", "eh_proj")
+    )
     yield one(f"{hf}shared_head.norm.weight", f"{own}final_layernorm.weight")
 
 
 def shared_with_base(config: ModelConfig) -> dict[str, str]:
-    """The copies of embedding and output layer that DeepSeek-V3 stores with every MTP depth, see `Family.copies`."""
+    """The copies of embedding and output layer that DeepSeek-V3 stores with every MTP depth, see
+    `Family.copies`."""
     pairs = {"embed_tokens.weight": OUTSIDE[0], "shared_head.head.weight": OUTSIDE[2]}
     depths = range(config.mtp.num_layers)
-    return {after_base(config, depth) + name: entry.hf[0] for depth in depths for name, entry in pairs.items()}
+    return {
+        after_base(config, depth) + name: entry.hf[0]
+        for depth in depths
+        for name, entry in pairs.items()
+    }
 
 
 def attention(config: ModelConfig) -> Iterator[Entry]:
     """Grouped-query attention, with or without biases and norms of queries and keys."""
     sizes = config.attention
-    parts = FuseQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels)
+    parts = FuseQKV(
+        sizes.num_query_groups,
+        sizes.num_attention_heads // sizes.num_query_groups,
+        sizes.kv_channels,
+    )
     yield one("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
     for name in ("weight", "bias"):
         theirs = tuple(f"self_attn.{part}_proj.{name}" for part in "qkv")
@@ -62,7 +77,11 @@ def attention(config: ModelConfig) -> Iterator[Entry]:
 
 def network(hf: str, own: str, expert: str = "") -> Iterator[Entry]:
     """Both matrices of a gated feed-forward network; `expert` is `[3]` for expert 3 of a stack."""
-    yield Entry((f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), (f"{own}linear_fc1.weight{expert}",), Join())
+    yield Entry(
+        (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"),
+        (f"{own}linear_fc1.weight{expert}",),
+        Join(),
+    )
     yield one(f"{hf}down_proj.weight", f"{own}linear_fc2.weight{expert}")
 
 
@@ -77,7 +96,8 @@ def experts(config: ModelConfig) -> Iterator[Entry | Ways]:
     yield one("post_attention_layernorm.weight", "pre_mlp_layernorm.weight")
     yield one("mlp.gate.weight", "mlp.router.weight")
     yield one("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias")
-    own, count = "mlp.experts.experts.", config.moe.num_experts
+    own = "mlp.experts.experts."
+    count = config.moe.num_experts
     both = [list(network(f"mlp.experts.{e}.", own, f"[{e}]")) for e in range(count)]
     for packed, fc, place in (("gate_up_proj", "linear_fc1", 0), ("down_proj", "linear_fc2", 1)):
         one_by_one = [entries[place] for entries in both]
@@ -123,7 +143,9 @@ class Layers(Line):
         """Layer patterns of the base and of one MTP depth, for `Family.read_patterns`."""
         count = file.typed("num_hidden_layers", 0)
         if not 0 < count <= megatron.MOST_LAYERS:
-            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}")
+            file.problems.append(
+                f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}"
+            )
             count = 1
         dense = min(count, file.typed(self.dense_key, 0)) if self.dense_key else count
         return self._pattern(dense, count), self._head if file.get(self.count_key) else ""
@@ -144,7 +166,8 @@ class Layers(Line):
 
 @dataclass(frozen=True)
 class HeadDim(Line):
-    """The width of an attention head; without the key, the hidden size divided by the number of heads."""
+    """The width of an attention head; without the key, the hidden size divided by the number of
+    heads."""
 
     kind: str = "attention"
 
@@ -160,10 +183,12 @@ class HeadDim(Line):
 
 
 def read_rope(file: Values) -> dict[str, object]:
-    """The settings of rotary embedding: those of `rope_parameters` or the older `rope_scaling`, else the top level's.
+    """The settings of rotary embedding: those of `rope_parameters` or the older `rope_scaling`,
+    else the top level's.
 
-    Their kind is under `rope_type`, `default` if none is given. A file may have both objects, such as one written for
-    older and newer readers; these must then say the same, since readers differ in which one they take.
+    Their kind is under `rope_type`, `default` if none is given. A file may have both objects, such
+    as one written for older and newer readers; these must then say the same, since readers differ
+    in which one they take.
     """
     found: dict[str, dict[str, object]] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -174,19 +199,27 @@ def read_rope(file: Values) -> dict[str, object]:
             given = {key: value for key, value in own.items() if value is not None}
             found[name] = {"rope_type": given.pop("type", "default")} | given
     if len(found) == 2 and (clauses := list(_contradictions(*found.values()))):
-        file.problems.append(f"rope_scaling and rope_parameters contradict each other: {', '.join(clauses)}")
-    top = {"rope_theta": file.get("rope_theta", 10000.0), "partial_rotary_factor": file.get("partial_rotary_factor")}
+        file.problems.append(
+            f"rope_scaling and rope_parameters contradict each other: {', '.join(clauses)}"
+        )
+    top = {
+        "rope_theta": file.get("rope_theta", 10000.0),
+        "partial_rotary_factor": file.get("partial_rotary_factor"),
+    }
     merged = {key: value for own in found.values() for key, value in own.items()}
     return {"rope_type": "default"} | top | merged
 
 
 def _contradictions(older: Settings, newer: Settings) -> Iterator[str]:
-    """Yield a clause for each key with two values; a reader of YaRN in one object takes defaults for keys it lacks."""
+    """Yield a clause for each key with two values; a reader of YaRN in one object takes defaults
+    for keys it lacks."""
     both_yarn = older["rope_type"] == newer["rope_type"] == "yarn"
     for key in {**older, **newer}:
         usual = _USUAL.get(key)
         values = older.get(key, usual), newer.get(key, usual)
-        compared = (key in older and key in newer) or (both_yarn and key in (*_YARN, *_USUAL, *_SCALES))
+        compared = (key in older and key in newer) or (
+            both_yarn and key in (*_YARN, *_USUAL, *_SCALES)
+        )
         if compared and values[0] != values[1]:
             yield f"{key} {shown(values[0])} and {shown(values[1])}"
 
@@ -206,12 +239,15 @@ _USUAL = {"beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 0, "tr
 
 def _attention_factor(rope: Settings) -> object:
     """The factor of rotated channels, as transformers derives it."""
-    given, factor = rope.get("attention_factor"), rope.get("factor")
+    given = rope.get("attention_factor")
+    factor = rope.get("factor")
     scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
     if given is not None or not isinstance(factor, int | float):
         return 1.0 if given is None else given
     if all(isinstance(scale, int | float) and scale for scale in scales):
-        above, below = (yarn_scale(factor, scale) for scale in scales if isinstance(scale, int | float))
+        above, below = (
+            yarn_scale(factor, scale) for scale in scales if isinstance(scale, int | float)
+        )
         return above / below
     return yarn_scale(factor, 1.0)
 
@@ -229,41 +265,58 @@ class Rotary(Line):
 
     def names(self) -> Mapping[str, str]:
         own = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
-        return own | {field: key for key, field in _YARN.items()} | {"yarn_attention_factor": "attention_factor"}
+        return (
+            own
+            | {field: key for key, field in _YARN.items()}
+            | {"yarn_attention_factor": "attention_factor"}
+        )
 
     def fields(self) -> Collection[str]:
         return (*self.names(), "position_embedding_type")
 
     def read(self, file: Values) -> Settings:
         rope = read_rope(file)
-        fields: dict[str, object] = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+        fields: dict[str, object] = {
+            "position_embedding_type": "rope",
+            "rotary_base": rope["rope_theta"],
+        }
         if self.percent is not None:
             given = rope["partial_rotary_factor"]
             fields["rotary_percent"] = self.percent if given is None else given
         if rope["rope_type"] == "default":
             return fields
-        problems, place = [], "rope_parameters" if file.get("rope_parameters") else "rope_scaling"
+        problems = []
+        place = "rope_parameters" if file.get("rope_parameters") else "rope_scaling"
         if rope["rope_type"] != "yarn":
             kind = shown(rope["rope_type"])
-            problems.append(f"{place} of rope_type {kind} is not supported, only 'default' and 'yarn'")
+            problems.append(
+                f"{place} of rope_type {kind} is not supported, only 'default' and 'yarn'"
+            )
         else:
             required = ("factor", "original_max_position_embeddings")
-            problems += [f"{place} of rope_type 'yarn' lacks {key}" for key in required if key not in rope]
+            problems += [
+                f"{place} of rope_type 'yarn' lacks {key}" for key in required if key not in rope
+            ]
         if rope.get("truncate", True) is not True:
-            problems.append(f"{place}.truncate {shown(rope['truncate'])} is not supported, only true")
+            problems.append(
+                f"{place}.truncate {shown(rope['truncate'])} is not supported, only true"
+            )
         file.problems.extend(problems)
         if problems:
             return fields
-        fields |= {field: rope[key] for key, field in _YARN.items() if rope.get(key)}  # zero counts as absent
+        # zero counts as absent
+        fields |= {field: rope[key] for key, field in _YARN.items() if rope.get(key)}
         return fields | {"yarn_attention_factor": _attention_factor(rope)}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """Write under the keys that the original has; without an original, under both, for older and newer readers."""
+        """Write under the keys that the original has; without an original, under both, for older
+        and newer readers."""
         found: dict[str, object] = {"rope_theta": config.attention.rotary_base}
         if self.percent is not None:
             found["partial_rotary_factor"] = config.attention.rotary_percent
         before = original or {}
-        nested, older = before.get("rope_parameters"), before.get("rope_scaling")
+        nested = before.get("rope_parameters")
+        older = before.get("rope_scaling")
         written: dict[str, object] = {}
         if original is None or isinstance(nested, Mapping):
             written["rope_parameters"] = _scaled(config, nested) | found
@@ -286,15 +339,27 @@ def _is_scaled(config: ModelConfig) -> bool:
 
 
 def _scaled(config: ModelConfig, original: object) -> dict[str, object]:
-    """The kind of rotary embedding and YaRN's settings, with the other keys of an object of the original."""
+    """The kind of rotary embedding and YaRN's settings, with the other keys of an object of the
+    original."""
     kept = dict(original) if isinstance(original, Mapping) else {}
     kind = "type" if "type" in kept and "rope_type" not in kept else "rope_type"
     if not _is_scaled(config):
-        return {key: value for key, value in kept.items() if key not in (*_YARN, *_SCALES)} | {kind: "default"}
+        return {key: value for key, value in kept.items() if key not in (*_YARN, *_SCALES)} | {
+            kind: "default"
+        }
     usual = AttentionConfig.default()
     yarn = {key: getattr(config.attention, field) for key, field in _YARN.items()}
-    odd = {key: value for key, value in yarn.items() if key in kept or value != getattr(usual, _YARN[key])}
-    scaled = kept | odd | {key: yarn[key] for key in ("factor", "original_max_position_embeddings")} | {kind: "yarn"}
+    odd = {
+        key: value
+        for key, value in yarn.items()
+        if key in kept or value != getattr(usual, _YARN[key])
+    }
+    scaled = (
+        kept
+        | odd
+        | {key: yarn[key] for key in ("factor", "original_max_position_embeddings")}
+        | {kind: "yarn"}
+    )
     if _attention_factor(scaled) != config.attention.yarn_attention_factor:
         scaled["attention_factor"] = config.attention.yarn_attention_factor
     return scaled
@@ -302,7 +367,8 @@ def _scaled(config: ModelConfig, original: object) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class SharedExperts(Line):
-    """`n_shared_experts`: the number of shared experts, each as wide as a routed one, stored as one network."""
+    """`n_shared_experts`: the number of shared experts, each as wide as a routed one, stored as one
+    network."""
 
     kind: str = "moe"
 
@@ -313,12 +379,22 @@ class SharedExperts(Line):
         count = file.typed("n_shared_experts", 1)
         if count < 1:
             file.problems.append("n_shared_experts must be at least 1")
-        return {"moe_shared_expert_intermediate_size": count * file.typed("moe_intermediate_size", 0)}
+        return {
+            "moe_shared_expert_intermediate_size": count * file.typed("moe_intermediate_size", 0)
+        }
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        return {"n_shared_experts": config.moe.shared_expert_intermediate_size // config.moe.ffn_hidden_size}
+        return {
+            "n_shared_experts": (
+                config.moe.shared_expert_intermediate_size // config.moe.ffn_hidden_size
+            )
+        }
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        width, shared = config.moe.ffn_hidden_size, config.moe.shared_expert_intermediate_size
+        width = config.moe.ffn_hidden_size
+        shared = config.moe.shared_expert_intermediate_size
         if not shared or shared % max(1, width):
-            yield f"shared experts of width {shared}, which must be a multiple of the experts' {width} and not 0"
+            yield (
+                f"shared experts of width {shared}, which must be a multiple of the experts'"
+                f" {width} and not 0"
+            )

@@ -1,7 +1,9 @@
-"""DeepSeek-V3, R1 and V3.1 (arXiv:2412.19437): config keys and weight names. Heads lie after the base's last layer.
+"""DeepSeek-V3, R1 and V3.1 (arXiv:2412.19437): config keys and weight names. Heads lie after the
+base's last layer.
 
-transformers normalises low-rank queries and keys/values with an epsilon of 1e-6, whatever `rms_norm_eps` says;
-Megatron, vLLM and mtpkit use `rms_norm_eps`. In published models both are 1e-6.
+transformers normalises low-rank queries and keys/values with an epsilon of 1e-6, whatever
+`rms_norm_eps` says; Megatron, vLLM and mtpkit use `rms_norm_eps`. In published models both are
+1e-6.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -9,7 +11,15 @@ from dataclasses import dataclass
 
 from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
-from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
+from mtpkit.checkpoint.families.keys import (
+    EndTokens,
+    Fixed,
+    Heads,
+    Key,
+    Line,
+    Quantization,
+    Settings,
+)
 from mtpkit.checkpoint.families.routers import SigmoidRouter
 from mtpkit.checkpoint.families.serving import (
     OUTPUT_COPY,
@@ -39,13 +49,16 @@ _YARN = {
 }
 """Key of `rope_scaling` -> (field, value if the key is absent). None: the key is required."""
 
-_PLAIN = {field: getattr(MlaConfig(), field) for field, _ in _YARN.values()} | {"rotary_scaling_factor": 1}
+_PLAIN = {field: getattr(MlaConfig(), field) for field, _ in _YARN.values()} | {
+    "rotary_scaling_factor": 1
+}
 """Values of YaRN's fields for plain rotary embedding, which ignores them."""
 
 
 @dataclass(frozen=True)
 class _Rotary(Line):
-    """Rotary base and YaRN: `rope_theta` and `rope_scaling` as published, or `rope_parameters` of transformers 5."""
+    """Rotary base and YaRN: `rope_theta` and `rope_scaling` as published, or `rope_parameters` of
+    transformers 5."""
 
     kind: str = "mla"
 
@@ -57,16 +70,26 @@ class _Rotary(Line):
 
     def read(self, file: Values) -> Settings:
         found = blocks.read_rope(file)
-        base, kind = {"rotary_base": found["rope_theta"]}, found["rope_type"]
+        base = {"rotary_base": found["rope_theta"]}
+        kind = found["rope_type"]
         if kind == "default":
             return base | {"rope_type": "rope"} | _PLAIN
-        problems = [f"rope_scaling {shown(kind)} is not supported, only 'yarn'"] if kind != "yarn" else []
+        problems = (
+            [f"rope_scaling {shown(kind)} is not supported, only 'yarn'"] if kind != "yarn" else []
+        )
         problems += [
-            f"rope_scaling lacks {key}" for key, (_, usual) in _YARN.items() if usual is None and key not in found
+            f"rope_scaling lacks {key}"
+            for key, (_, usual) in _YARN.items()
+            if usual is None and key not in found
         ]
-        odd = [key for key, usual in (("attention_factor", None), ("truncate", True)) if found.get(key, usual) != usual]
+        odd = [
+            key
+            for key, usual in (("attention_factor", None), ("truncate", True))
+            if found.get(key, usual) != usual
+        ]
         problems += [f"rope_scaling.{key} {shown(found[key])} is not supported" for key in odd]
-        # If only one of mscale and mscale_all_dim is set, transformers ignores it, but Megatron does not.
+        # If only one of mscale and mscale_all_dim is set, transformers ignores it, but Megatron
+        # does not.
         if found.get("mscale", 1) != 1 and not found.get("mscale_all_dim"):
             problems.append("rope_scaling.mscale other than 1 needs mscale_all_dim")
         if found.get("mscale_all_dim") and "mscale" not in found:
@@ -74,11 +97,17 @@ class _Rotary(Line):
         file.problems.extend(problems)
         if problems:
             return base
-        return base | {"rope_type": "yarn"} | {field: found.get(key, usual) for key, (field, usual) in _YARN.items()}
+        return (
+            base
+            | {"rope_type": "yarn"}
+            | {field: found.get(key, usual) for key, (field, usual) in _YARN.items()}
+        )
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """Write under the keys that the original has; without an original, under both, for older and newer readers."""
-        base, nested = config.attention.rotary_base, (original or {}).get("rope_parameters")
+        """Write under the keys that the original has; without an original, under both, for older
+        and newer readers."""
+        base = config.attention.rotary_base
+        nested = (original or {}).get("rope_parameters")
         yarn: dict[str, object] = {}
         if config.mla.rope_type == "yarn":
             yarn = {key: getattr(config.mla, field) for key, (field, _) in _YARN.items()}
@@ -87,7 +116,9 @@ class _Rotary(Line):
             kept = dict(nested) if isinstance(nested, Mapping) else {}
             if yarn and not yarn["mscale_all_dim"]:  # transformers treats zero as absent
                 kept.pop("mscale_all_dim", None)
-            written["rope_parameters"] = kept | {"rope_theta": base, "rope_type": "yarn" if yarn else "default"} | yarn
+            written["rope_parameters"] = (
+                kept | {"rope_theta": base, "rope_type": "yarn" if yarn else "default"} | yarn
+            )
         if not isinstance(nested, Mapping) or "rope_theta" in (original or {}):
             written["rope_theta"] = base
         if not isinstance(nested, Mapping) or (original or {}).get("rope_scaling") is not None:
@@ -125,7 +156,9 @@ def _mla(_: ModelConfig) -> Iterator[Entry]:
     yield one("self_attn.q_proj.weight", f"{own}linear_q_proj.weight")
     for part, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
         yield one(f"self_attn.{down}.weight", f"{own}linear_{part}_down_proj.weight")
-        yield one(f"self_attn.{part}_a_layernorm.weight", f"{own}linear_{part}_up_proj.layer_norm_weight")
+        yield one(
+            f"self_attn.{part}_a_layernorm.weight", f"{own}linear_{part}_up_proj.layer_norm_weight"
+        )
         yield one(f"self_attn.{part}_b_proj.weight", f"{own}linear_{part}_up_proj.weight")
     yield one("self_attn.o_proj.weight", f"{own}linear_proj.weight")
 
@@ -148,7 +181,8 @@ SERVING = Serving(
         "vllm": renaming(OUTPUT_COPY, ".head"),
         "sglang": renaming(r"^model\.layers\.\d+\.", "model.decoder."),
     },
-    renamed={"sglang": ("model.layers.61", "model.decoder")},  # the published depth, whatever the model's
+    # the published depth, whatever the model's
+    renamed={"sglang": ("model.layers.61", "model.decoder")},
     no_table={"sglang": ("gate_up_proj",)},
     depths=("vllm",),
     needs=(

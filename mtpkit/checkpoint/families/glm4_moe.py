@@ -1,10 +1,17 @@
-"""GLM-4-MoE (GLM-4.5 to 4.7, arXiv:2508.06471): config keys and weight names. Heads lie after the base's last layer."""
+"""GLM-4-MoE (GLM-4.5 to 4.7, arXiv:2508.06471): config keys and weight names. Heads lie after the
+base's last layer."""
 
 from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
 from mtpkit.checkpoint.families.routers import SigmoidRouter
-from mtpkit.checkpoint.families.serving import OUTPUT_COPY, WITH_NVFP4, Serving, Unquantized, renaming
+from mtpkit.checkpoint.families.serving import (
+    OUTPUT_COPY,
+    WITH_NVFP4,
+    Serving,
+    Unquantized,
+    renaming,
+)
 
 LAYERS = blocks.Layers(dense_key="first_k_dense_replace")
 
@@ -57,7 +64,9 @@ GLM4_MOE = Family(
         },
         no_table={"sglang": ("qkv_proj", "gate_up_proj")},
         depths=("vllm",),
-        feeds={"vllm": {"mtp_reads_of_depth": "before_final_norm", "mtp_zero_first_embedding": True}},
+        feeds={
+            "vllm": {"mtp_reads_of_depth": "before_final_norm", "mtp_zero_first_embedding": True}
+        },
     ),
 )
 """Defaults are those of transformers, which never ties the embeddings."""

@@ -1,4 +1,5 @@
-"""Lines of a family's `config.json`; each translates between keys of the file and fields of `ModelConfig`."""
+"""Lines of a family's `config.json`; each translates between keys of the file and fields of
+`ModelConfig`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ RULE_KEYS: Final = tuple(MtpConfig().rules)
 
 @dataclass(frozen=True)
 class Nested:
-    """Settings of the text model that lie under a key of `config.json`, beside those of a vision tower."""
+    """Settings of the text model that lie under a key of `config.json`, beside those of a vision
+    tower."""
 
     key: str
     model_type: str
@@ -38,16 +40,30 @@ class Nested:
         """
         inner = hf.get(self.key)
         if not isinstance(inner, Mapping):
-            raise UserError(f"{where}: {self.key} {shown(inner)} is not an object with the text model's settings")
+            raise UserError(
+                f"{where}: {self.key} {shown(inner)} is not an object with the text model's"
+                " settings"
+            )
         for key in self.at_both_levels:
-            top, own = hf.get(key), inner.get(key)
+            top = hf.get(key)
+            own = inner.get(key)
             if top is not None and own is not None and top != own:
-                raise UserError(f"{where}: {key} is {shown(top)} but {self.key}.{key} is {shown(own)}; make them agree")
-        outer = {key: hf[key] for key in (*self.at_both_levels, "mtpkit") if hf.get(key) is not None}
-        return {**outer, **inner, **{key: value for key, value in outer.items() if inner.get(key) is None}}
+                raise UserError(
+                    f"{where}: {key} is {shown(top)} but {self.key}.{key} is {shown(own)}; make"
+                    " them agree"
+                )
+        outer = {
+            key: hf[key] for key in (*self.at_both_levels, "mtpkit") if hf.get(key) is not None
+        }
+        return {
+            **outer,
+            **inner,
+            **{key: value for key, value in outer.items() if inner.get(key) is None},
+        }
 
     def around(self, inner: Settings, outer: Settings) -> dict[str, object]:
-        """A `config.json` with the text model's settings `inner` under `key`, beside the settings `outer`."""
+        """A `config.json` with the text model's settings `inner` under `key`, beside the settings
+        `outer`."""
         whole = {**outer, self.key: {key: value for key, value in inner.items() if key != "mtpkit"}}
         whole |= {key: inner[key] for key in self.at_both_levels if key in inner}
         return whole | ({"mtpkit": inner["mtpkit"]} if "mtpkit" in inner else {})
@@ -57,8 +73,10 @@ class Line:
     """One line of a family's config, which may stand for several keys.
 
     Attributes:
-        kind: name of a layer kind; the line applies to models that have such layers. Empty: to all models.
-        counts_heads: whether the line is about the heads alone, and so is rewritten when a file gets other heads.
+        kind: name of a layer kind; the line applies to models that have such layers. Empty: to all
+            models.
+        counts_heads: whether the line is about the heads alone, and so is rewritten when a file
+            gets other heads.
     """
 
     kind: str = ""
@@ -73,11 +91,13 @@ class Line:
         return self.names().keys()
 
     def read(self, file: Values) -> Settings:
-        """Fields of `ModelConfig` read from a file. Wrong values are added to the file's list of problems."""
+        """Fields of `ModelConfig` read from a file. Wrong values are added to the file's list of
+        problems."""
         return {}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """Keys of the file with their values. `original` is the config that the model came with, if any."""
+        """Keys of the file with their values. `original` is the config that the model came with, if
+        any."""
         return {}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
@@ -147,7 +167,8 @@ class Fixed(Line):
 
 @dataclass(frozen=True)
 class Quantization(Line):
-    """`quantization_config`: absent or block fp8. It is never written, because an import widens fp8 weights."""
+    """`quantization_config`: absent or block fp8. It is never written, because an import widens fp8
+    weights."""
 
     def read(self, file: Values) -> Settings:
         read_block_fp8(file)
@@ -172,17 +193,20 @@ class EndTokens(Line):
 
 
 def as_token_ids(value: object) -> tuple[object, ...]:
-    """Token ids under a key of a Hugging Face config, whose value may be one id, a list of ids or null."""
+    """Token ids under a key of a Hugging Face config, whose value may be one id, a list of ids or
+    null."""
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 @dataclass(frozen=True)
 class Heads(Line):
-    """The number of MTP layers, the number of depths that they were trained for, and the rules for their inputs.
+    """The number of MTP layers, the number of depths that they were trained for, and the rules for
+    their inputs.
 
-    `key` counts physical layers. The key `mtpkit` holds the number of depths that a repeated head was trained for;
-    without it, one physical layer counts as a repeated head with an unknown number of depths, and several count as
-    distinct heads. `mtpkit` also holds rules for head inputs that differ from the family's (`Family.head_rules`).
+    `key` counts physical layers. The key `mtpkit` holds the number of depths that a repeated head
+    was trained for; without it, one physical layer counts as a repeated head with an unknown number
+    of depths, and several count as distinct heads. `mtpkit` also holds rules for head inputs that
+    differ from the family's (`Family.head_rules`).
     """
 
     counts_heads = True
@@ -197,7 +221,8 @@ class Heads(Line):
         return {name: f"mtpkit.{name}" for name in ("mtp_num_depths", *RULE_KEYS)}
 
     def read(self, file: Values) -> Settings:
-        physical, own = file.typed(self.key, self.default), file.get("mtpkit", {})
+        physical = file.typed(self.key, self.default)
+        own = file.get("mtpkit", {})
         if not isinstance(own, dict):
             file.problems.append(f"mtpkit {shown(own)} is not an object")
             own = {}
@@ -226,6 +251,7 @@ class Heads(Line):
         if config.mtp.num_depths and self.pattern_key:
             hf[self.pattern_key] = config.mtp.pattern
         if config.mtp.num_depths and config.mtp.depths_known:
-            depths, repeated = config.mtp.num_depths, config.mtp.repeated
+            depths = config.mtp.num_depths
+            repeated = config.mtp.repeated
             hf["mtpkit"] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": repeated}
         return hf

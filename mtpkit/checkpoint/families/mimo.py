@@ -1,4 +1,5 @@
-"""MiMo-7B (arXiv:2505.07608): config keys and weight names. The base has Qwen2's names; the heads have their own."""
+"""MiMo-7B (arXiv:2505.07608): config keys and weight names. The base has Qwen2's names; the heads
+have their own."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,8 @@ LAYERS = blocks.Layers()
 
 @dataclass(frozen=True)
 class SwapHalves:
-    """Swaps the halves of a matrix: Hugging Face has the columns for the hidden state first, Megatron has them last."""
+    """Swaps the halves of a matrix: Hugging Face has the columns for the hidden state first,
+    Megatron has them last."""
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1) for tensor in tensors]
@@ -33,7 +35,8 @@ def _prefix(config: ModelConfig, depth: int, number: int = 0) -> str:
 
 
 def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
-    hf, own = _prefix(config, depth), megatron.mtp_depth(depth)
+    hf = _prefix(config, depth)
+    own = megatron.mtp_depth(depth)
     yield one(f"{hf}token_layernorm.weight", f"{own}enorm.weight")
     yield one(f"{hf}hidden_layernorm.weight", f"{own}hnorm.weight")
     yield one(f"{hf}input_proj.weight", f"{own}eh_proj.weight", SwapHalves())
@@ -43,7 +46,11 @@ def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
 def _after_base(name: str, letters: int) -> str:
     """vLLM numbers the heads as layers after the base's last."""
     layers = letters // 2
-    return re.sub(r"^model\.mtp_layers\.(\d+)\.", lambda found: f"model.layers.{layers + int(found[1])}.", name)
+    return re.sub(
+        r"^model\.mtp_layers\.(\d+)\.",
+        lambda found: f"model.layers.{layers + int(found[1])}.",
+        name,
+    )
 
 
 # Read in mimo_mtp.py of both servers.
@@ -59,7 +66,8 @@ SERVING = Serving(
     },
     needs=(
         Need(
-            "auto_map.AutoConfig", "neither transformers nor a server has this class: its code lies beside the weights"
+            "auto_map.AutoConfig",
+            "neither transformers nor a server has this class: its code lies beside the weights",
         ),
     ),
 )
@@ -100,5 +108,5 @@ MIMO = Family(
     head_rules={"mtp_reads_of_base": "before_final_norm"},
     serving=SERVING,
 )
-"""Defaults are those of transformers' Qwen2. The heads read the base's state before the final norm, as in vLLM, whose
-code came from MiMo's makers; SGLang feeds them the state after the final norm."""
+"""Defaults are those of transformers' Qwen2. The heads read the base's state before the final norm,
+as in vLLM, whose code came from MiMo's makers; SGLang feeds them the state after the final norm."""

@@ -1,4 +1,5 @@
-"""Nemotron-H and Nemotron 3: config keys, as published and as transformers 5 saves them, and weight names."""
+"""Nemotron-H and Nemotron 3: config keys, as published and as transformers 5 saves them, and weight
+names."""
 
 import math
 import re
@@ -6,7 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.family import Family
-from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
+from mtpkit.checkpoint.families.keys import (
+    EndTokens,
+    Fixed,
+    Heads,
+    Key,
+    Line,
+    Quantization,
+    Settings,
+)
 from mtpkit.checkpoint.families.routers import SigmoidRouter
 from mtpkit.checkpoint.families.serving import SERVERS, USUAL, Finding, Need, Serving, Subject
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Split, one
@@ -18,7 +27,14 @@ from mtpkit.errors import UserError, listed, shown
 from mtpkit.model.kinds import mamba2
 
 LETTERS = "M*-E"
-BLOCK_TYPES = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-", "mamba": "M", "attention": "*"}
+BLOCK_TYPES = {
+    "linear_attention": "M",
+    "full_attention": "*",
+    "moe": "E",
+    "mlp": "-",
+    "mamba": "M",
+    "attention": "*",
+}
 """Names in `layers_block_type`: those of transformers 5, followed by the older ones."""
 
 DT_LIMIT = (0.0, math.inf)
@@ -43,7 +59,8 @@ def _read_pattern(file: Values, letters_key: str, blocks_key: str) -> str:
     key = file.first(letters_key, blocks_key)
     if key is None:
         raise UserError(f"{file.where}: missing key {letters_key} (or {blocks_key})")
-    as_letters, layers = key == letters_key, file.get(key)
+    as_letters = key == letters_key
+    layers = file.get(key)
     if not isinstance(layers, str if as_letters else list):
         kind = "text of layer letters" if as_letters else "list of layers"
         raise UserError(f"{file.where}: {key} {shown(layers)} is not a {kind}")
@@ -71,9 +88,10 @@ class _Pattern(Line):
 class _StepSize(Line):
     """The range that clamps Mamba2's step size dt after its softplus.
 
-    Megatron-LM, vLLM and the published code use `time_step_limit`, by default (0, inf): no clamp. The weights were
-    trained that way. Transformers instead clamps at `time_step_min` (seen up to 5.23), a bound that is meant only for
-    the initial values of dt's bias; on Nemotron 3 Nano this changes the output by a mean KL divergence of 0.03.
+    Megatron-LM, vLLM and the published code use `time_step_limit`, by default (0, inf): no clamp.
+    The weights were trained that way. Transformers instead clamps at `time_step_min` (seen up to
+    5.23), a bound that is meant only for the initial values of dt's bias; on Nemotron 3 Nano this
+    changes the output by a mean KL divergence of 0.03.
     """
 
     kind: str = "mamba2"
@@ -82,22 +100,32 @@ class _StepSize(Line):
         limit = _dt_limit(file.get("time_step_limit"))
         if limit is None:
             odd = shown(file.get("time_step_limit"))
-            file.problems.append(f"time_step_limit {odd} is not a list of two numbers, 0 <= low < high")
+            file.problems.append(
+                f"time_step_limit {odd} is not a list of two numbers, 0 <= low < high"
+            )
         return {"mamba_dt_limit": limit}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
         """Write no keys if `original` has the same range, so that its own keys stay.
 
-        Otherwise `time_step_min` is set to the low end of the range, since Transformers clamps there.
+        Otherwise `time_step_min` is set to the low end of the range, since Transformers clamps
+        there.
         """
-        if original is not None and _dt_limit(original.get("time_step_limit")) == config.mamba2.dt_limit:
+        if (
+            original is not None
+            and _dt_limit(original.get("time_step_limit")) == config.mamba2.dt_limit
+        ):
             return {}
         low, high = config.mamba2.dt_limit
-        return {"time_step_limit": [low, INFINITY if high == math.inf else high], "time_step_min": low}
+        return {
+            "time_step_limit": [low, INFINITY if high == math.inf else high],
+            "time_step_min": low,
+        }
 
 
 def _dt_limit(limit: object) -> tuple[float, float] | None:
-    """(low, high) from a `time_step_limit`, by default `DT_LIMIT`; None if the value is not such a pair."""
+    """(low, high) from a `time_step_limit`, by default `DT_LIMIT`; None if the value is not such a
+    pair."""
     if limit is None:
         return DT_LIMIT
     if not isinstance(limit, list) or len(limit) != 2:
@@ -115,7 +143,8 @@ def _dt_limit(limit: object) -> tuple[float, float] | None:
 class _SharedExperts(Line):
     """The width of each of the `n_shared_experts` shared experts, which together are one network.
 
-    vLLM and SGLang multiply width and number; transformers builds one expert of that width, whatever the number is.
+    vLLM and SGLang multiply width and number; transformers builds one expert of that width,
+    whatever the number is.
     """
 
     kind: str = "moe"
@@ -125,16 +154,21 @@ class _SharedExperts(Line):
         return {self.key: self.key}
 
     def read(self, file: Values) -> Settings:
-        count, width = file.typed("n_shared_experts", 1), file.typed(self.key, 0)
+        count = file.typed("n_shared_experts", 1)
+        width = file.typed(self.key, 0)
         if file.get(self.key) is None:
             file.problems.append(f"missing key {self.key}")
         elif not count or not width:
-            file.problems.append(f"n_shared_experts {count} of width {width}: both must be positive")
+            file.problems.append(
+                f"n_shared_experts {count} of width {width}: both must be positive"
+            )
         return {self.key: count * width}
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        """Keep the original's number of shared experts if it divides the total width; otherwise write 1."""
-        width, count = config.moe.shared_expert_intermediate_size, (original or {}).get("n_shared_experts", 1)
+        """Keep the original's number of shared experts if it divides the total width; otherwise
+        write 1."""
+        width = config.moe.shared_expert_intermediate_size
+        count = (original or {}).get("n_shared_experts", 1)
         count = count if isinstance(count, int) and count > 0 and width % count == 0 else 1
         return {self.key: width // count, "n_shared_experts": count}
 
@@ -188,24 +222,34 @@ LINES = (
 
 
 def _heads_without_attention(subject: Subject) -> Iterator[Finding]:
-    """vLLM's older model runner finds the heads by their KV cache (`validate_same_kv_cache_group`); its V2 runner, the
-    default, does not."""
+    """vLLM's older model runner finds the heads by their KV cache (`validate_same_kv_cache_group`);
+    its V2 runner, the default, does not."""
     pattern = subject.config.mtp.pattern
     if pattern and AttentionConfig.letter not in pattern:
-        text = f"heads of layers {pattern!r}: without attention they run with the V2 model runner only"
+        text = (
+            f"heads of layers {pattern!r}: without attention they run with the V2 model runner only"
+        )
         yield Finding(text, False, ("vllm",))
 
 
 def _words(subject: Subject) -> Iterator[Finding]:
-    """SGLang's config class knows only the older words for layers, and prefers words to letters; vLLM has the class of
-    transformers, which knows both."""
+    """SGLang's config class knows only the older words for layers, and prefers words to letters;
+    vLLM has the class of transformers, which knows both."""
     for key, letters in (
         ("layers_block_type", "hybrid_override_pattern"),
         ("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     ):
         words = subject.setting(key)
-        if isinstance(words, list) and not {*map(str, words)} <= {"mamba", "attention", "mlp", "moe"}:
-            text = f"{key} has words that the server refuses: write letters, as {letters}, in its place"
+        if isinstance(words, list) and not {*map(str, words)} <= {
+            "mamba",
+            "attention",
+            "mlp",
+            "moe",
+        }:
+            text = (
+                f"{key} has words that the server refuses: write letters, as {letters}, in its"
+                " place"
+            )
             yield Finding(text, True, ("sglang",))
 
 
@@ -215,19 +259,27 @@ def _published_name(name: str) -> str:
 
 
 def _mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
-    """Hugging Face numbers the layers of all depths consecutively: n = depth * L + i, L = len(pattern)."""
+    """Hugging Face numbers the layers of all depths consecutively: n = depth * L + i, L =
+    len(pattern)."""
     return f"mtp.layers.{depth * len(config.mtp.pattern) + number}."
 
 
 def _mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
     """The tensors of a depth's input belong to its first layer, the final norm to its last."""
     prefix = megatron.mtp_depth(depth)
-    for number, names in ((0, ("enorm", "hnorm", "eh_proj")), (len(config.mtp.pattern) - 1, ("final_layernorm",))):
-        yield from (one(f"{_mtp_layer(config, depth, number)}{n}.weight", f"{prefix}{n}.weight") for n in names)
+    for number, names in (
+        (0, ("enorm", "hnorm", "eh_proj")),
+        (len(config.mtp.pattern) - 1, ("final_layernorm",)),
+    ):
+        yield from (
+            one(f"{_mtp_layer(config, depth, number)}{n}.weight", f"{prefix}{n}.weight")
+            for n in names
+        )
 
 
 def _mamba2(c: ModelConfig) -> Iterator[Entry]:
-    inner, bc = c.mamba2.inner, c.mamba2.bc_width
+    inner = c.mamba2.inner
+    bc = c.mamba2.bc_width
     channels = Split((inner, bc, bc))
     yield one("norm.weight", "mixer.in_proj.layer_norm_weight")
     yield Entry(
@@ -247,7 +299,11 @@ def _attention(c: ModelConfig) -> Iterator[Entry]:
     yield Entry(
         ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight"),
         ("self_attention.linear_qkv.weight",),
-        FuseQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels),
+        FuseQKV(
+            sizes.num_query_groups,
+            sizes.num_attention_heads // sizes.num_query_groups,
+            sizes.kv_channels,
+        ),
     )
     yield one("mixer.o_proj.weight", "self_attention.linear_proj.weight")
 
@@ -274,20 +330,33 @@ def _moe(c: ModelConfig) -> Iterator[Entry]:
 SERVING = Serving(
     head_letters="*E",
     fp32=(r"e_score_correction_bias$", r"A_log$"),
-    needs=(Need("mamba_ssm_cache_dtype", "servers choose the dtype of Mamba's state", fatal=False, kind="mamba2"),),
+    needs=(
+        Need(
+            "mamba_ssm_cache_dtype",
+            "servers choose the dtype of Mamba's state",
+            fatal=False,
+            kind="mamba2",
+        ),
+    ),
     split_rows=(*USUAL.split_rows, r"\.eh_proj$"),
     split_input=SERVERS,
     rules=(_heads_without_attention, _words),
 )
-"""vLLM 0.33 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter: read in
-nemotron_h_mtp.py of both, and in SGLang's configs/nemotron_h.py."""
+"""vLLM 0.33 and SGLang 0.5.23 build only heads of attention and experts, one layer per letter: read
+in nemotron_h_mtp.py of both, and in SGLang's configs/nemotron_h.py."""
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     read_patterns=_read_patterns,
     lines=LINES,
-    replaced=("layers_block_type", "layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "mtpkit"),
+    replaced=(
+        "layers_block_type",
+        "layer_types",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
+        "mtpkit",
+    ),
     outside=(
         one("backbone.embeddings.weight", megatron.EMBEDDING),
         one("backbone.norm_f.weight", megatron.FINAL_NORM),

@@ -1,4 +1,5 @@
-"""Qwen3.5 and Qwen3.6, dense: config keys under `text_config`, and weight names beside those of a vision tower."""
+"""Qwen3.5 and Qwen3.6, dense: config keys under `text_config`, and weight names beside those of a
+vision tower."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ COUNT = "mtp_num_hidden_layers"
 
 @dataclass(frozen=True)
 class OutputGate(Line):
-    """`output_gate_type` of gated delta nets (Qwen3.6): silu under either of its names. The key is kept unchanged."""
+    """`output_gate_type` of gated delta nets (Qwen3.6): silu under either of its names. The key is
+    kept unchanged."""
 
     kind: str = "gated_delta_net"
 
@@ -41,12 +43,15 @@ def lines(layers: qwen3_next.Layers) -> tuple[Line, ...]:
 
 
 def delta_net(config: ModelConfig) -> Iterator[Entry]:
-    """A gated delta net: queries, keys and values share one projection; gates, betas and alphas have one each."""
+    """A gated delta net: queries, keys and values share one projection; gates, betas and alphas
+    have one each."""
     sizes = config.gated_delta_net
     query, key, value, *rest = (f"in_proj.weight.{part}" for part in delta.ROWS)
     together = Split((sizes.key_width, sizes.key_width, sizes.value_width))
     apart = (one(f"in_proj_{hf}.weight", own) for hf, own in zip("zba", rest, strict=True))
-    yield from qwen3_next.delta_net(config, (Entry(("in_proj_qkv.weight",), (query, key, value), together), *apart))
+    yield from qwen3_next.delta_net(
+        config, (Entry(("in_proj_qkv.weight",), (query, key, value), together), *apart)
+    )
 
 
 def base_layer(number: int) -> str:
@@ -60,12 +65,17 @@ def nested(model_type: str) -> Nested:
 
 
 UNQUANTIZED = (qwen3_next.PROJECTION, qwen3_next.PROJECTION_WITH_NVFP4, WITH_NVFP4)
-RULES = (qwen_serving.interval("text_config."), qwen_serving.tied_at_both_levels, qwen_serving.vision_tower)
+RULES = (
+    qwen_serving.interval("text_config."),
+    qwen_serving.tied_at_both_levels,
+    qwen_serving.vision_tower,
+)
 """Lint rules for dense models and models with experts."""
 CARRIED = (qwen_serving.VISION,)
 """Prefix of the vision tower's tensors."""
 FP32 = (r"A_log$",)
-"""Names of tensors that published files hold in fp32. The norm of gated delta nets is in bf16 in some releases."""
+"""Names of tensors that published files hold in fp32. The norm of gated delta nets is in bf16 in
+some releases."""
 
 _LAYERS = qwen3_next.Layers("none", COUNT)
 
@@ -98,8 +108,8 @@ QWEN3_5 = Family(
 
 
 def text_alone(family: Family, architecture: str) -> Family:
-    """The family of text models without a vision tower, as transformers saves them: their settings are at the top level
-    of `config.json`, and their tensors have the names of Qwen3-Next's."""
+    """The family of text models without a vision tower, as transformers saves them: their settings
+    are at the top level of `config.json`, and their tensors have the names of Qwen3-Next's."""
     assert family.nested is not None
     return replace(
         family,

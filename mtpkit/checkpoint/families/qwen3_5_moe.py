@@ -1,4 +1,5 @@
-"""Qwen3.5 and Qwen3.6 with experts: like the dense models, except for the second half of each layer."""
+"""Qwen3.5 and Qwen3.6 with experts: like the dense models, except for the second half of each
+layer."""
 
 from mtpkit.checkpoint.families import qwen3_5, qwen3_next, qwen_serving
 from mtpkit.checkpoint.families.family import Family
@@ -13,7 +14,11 @@ QWEN3_5_MOE = Family(
     lines=(*qwen3_5.lines(_LAYERS), *qwen3_next.expert_lines(qwen3_next.Router())),
     replaced=("mtpkit",),
     outside=qwen3_next.outside("model.language_model."),
-    layers={"attention": qwen3_next.attention, "gated_delta_net": qwen3_5.delta_net, "moe": qwen3_next.moe},
+    layers={
+        "attention": qwen3_next.attention,
+        "gated_delta_net": qwen3_5.delta_net,
+        "moe": qwen3_next.moe,
+    },
     base_layer=qwen3_5.base_layer,
     mtp_outside=qwen3_next.mtp_outside,
     mtp_layer=qwen3_next.mtp_layer,
@@ -32,6 +37,7 @@ QWEN3_5_MOE = Family(
     ),
     carried=qwen3_5.CARRIED,
 )
-"""Published files hold the base's experts packed, and the heads' experts one by one (3.5) or packed (3.6)."""
+"""Published files hold the base's experts packed, and the heads' experts one by one (3.5) or packed
+(3.6)."""
 
 QWEN3_5_MOE_TEXT = qwen3_5.text_alone(QWEN3_5_MOE, "Qwen3_5MoeForCausalLM")

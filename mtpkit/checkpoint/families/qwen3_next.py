@@ -1,7 +1,8 @@
-"""Qwen3-Next: config keys, weight names, and the parts that Qwen3.5 shares: layers, gated attention, heads.
+"""Qwen3-Next: config keys, weight names, and the parts that Qwen3.5 shares: layers, gated
+attention, heads.
 
-Each layer is a gated delta net or attention, then experts or an MLP. All norms multiply by 1 + their weights in both
-layouts, except for the output norm of a gated delta net, see `Centered`.
+Each layer is a gated delta net or attention, then experts or an MLP. All norms multiply by 1 +
+their weights in both layouts, except for the output norm of a gated delta net, see `Centered`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,15 @@ from torch import Tensor
 
 from mtpkit.checkpoint.families import blocks, qwen_serving
 from mtpkit.checkpoint.families.family import Family
-from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Line, Quantization, Settings
+from mtpkit.checkpoint.families.keys import (
+    EndTokens,
+    Fixed,
+    Heads,
+    Key,
+    Line,
+    Quantization,
+    Settings,
+)
 from mtpkit.checkpoint.families.serving import USUAL, Serving, Unquantized, renaming
 from mtpkit.checkpoint.families.table import Entry, FuseQKV, Rounding, Split, Ways, one
 from mtpkit.checkpoint.layouts import megatron
@@ -23,18 +32,22 @@ from mtpkit.config.sections import AttentionConfig, GatedDeltaNetConfig, MlpConf
 from mtpkit.errors import shown
 from mtpkit.model.kinds import gated_delta_net as delta
 
-DELTA, ATTENTION = GatedDeltaNetConfig.letter, AttentionConfig.letter
-DENSE, EXPERTS = MlpConfig.letter, MoeConfig.letter
+DELTA = GatedDeltaNetConfig.letter
+ATTENTION = AttentionConfig.letter
+DENSE = MlpConfig.letter
+EXPERTS = MoeConfig.letter
 MIXERS = {"linear_attention": DELTA, "full_attention": ATTENTION}
 """Names in `layer_types`."""
 
 
 @dataclass(frozen=True)
 class FuseGatedQKV:
-    """Fuses q_proj, k_proj and v_proj into Megatron's one tensor, whose rows are [queries of the group, their gates, k,
-    v] for each group in turn. The rows of q_proj alternate between the query and the gate of each head.
+    """Fuses q_proj, k_proj and v_proj into Megatron's one tensor, whose rows are [queries of the
+    group, their gates, k, v] for each group in turn. The rows of q_proj alternate between the query
+    and the gate of each head.
 
-    Example, 4 heads in 2 groups: rows [q0 g0 q1 g1 q2 g2 q3 g3], [k0 k1], [v0 v1] become [q0 q1 g0 g1 k0 v0 q2 q3 ...].
+    Example, 4 heads in 2 groups: rows [q0 g0 q1 g1 q2 g2 q3 g3], [k0 k1], [v0 v1] become [q0 q1 g0
+    g1 k0 v0 q2 q3 ...].
     """
 
     groups: int
@@ -46,7 +59,9 @@ class FuseGatedQKV:
         return FuseQKV(self.groups, 2 * self.heads_per_group, self.head_dim)
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self._fused.to_megatron([self._turned(tensors[0], self.heads_per_group, 2), *tensors[1:]])
+        return self._fused.to_megatron(
+            [self._turned(tensors[0], self.heads_per_group, 2), *tensors[1:]]
+        )
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         q, k, v = self._fused.to_hf(tensors)
@@ -54,14 +69,20 @@ class FuseGatedQKV:
 
     def _turned(self, q: Tensor, first: int, second: int) -> Tensor:
         columns = q.shape[1:]
-        return q.reshape(self.groups, first, second, self.head_dim, *columns).transpose(1, 2).reshape(-1, *columns)
+        return (
+            q.reshape(self.groups, first, second, self.head_dim, *columns)
+            .transpose(1, 2)
+            .reshape(-1, *columns)
+        )
 
 
 @dataclass(frozen=True)
 class Ungroup:
-    """One tensor that holds several parts interleaved by key head; Megatron stores one tensor per part.
+    """One tensor that holds several parts interleaved by key head; Megatron stores one tensor per
+    part.
 
-    Example with three parts for each of 2 key heads: rows [a0 b0 c0 a1 b1 c1] become [a0 a1], [b0 b1] and [c0 c1].
+    Example with three parts for each of 2 key heads: rows [a0 b0 c0 a1 b1 c1] become [a0 a1], [b0
+    b1] and [c0 c1].
     """
 
     heads: int
@@ -76,15 +97,21 @@ class Ungroup:
 
     def to_hf(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         columns = tensors[0].shape[1:]
-        return [torch.cat([t.reshape(self.heads, -1, *columns) for t in tensors], 1).reshape(-1, *columns)]
+        return [
+            torch.cat([t.reshape(self.heads, -1, *columns) for t in tensors], 1).reshape(
+                -1, *columns
+            )
+        ]
 
 
 @dataclass(frozen=True)
 class Centered(Rounding):
-    """A norm's weight w, which Megatron stores as w - 1 since its norm multiplies by 1 + the weight.
+    """A norm's weight w, which Megatron stores as w - 1 since its norm multiplies by 1 + the
+    weight.
 
-    Both directions compute and return fp32: in bf16, w - 1 is rounded for w below 0.5, and 1 + a small weight always.
-    An export restores the dtype and the values of the original, see `Stored.rounded`.
+    Both directions compute and return fp32: in bf16, w - 1 is rounded for w below 0.5, and 1 + a
+    small weight always. An export restores the dtype and the values of the original, see
+    `Stored.rounded`.
     """
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -104,8 +131,10 @@ class Layers(Line):
     """The number of layers, which of them are attention, and which have experts.
 
     Attributes:
-        experts: which layers have experts: `all`, `none`, or `some`, by `mlp_only_layers` and `decoder_sparse_step`.
-        count_key: key that counts physical MTP layers; `count_default` is its value if the key is absent.
+        experts: which layers have experts: `all`, `none`, or `some`, by `mlp_only_layers` and
+            `decoder_sparse_step`.
+        count_key: key that counts physical MTP layers; `count_default` is its value if the key is
+            absent.
     """
 
     experts: Literal["all", "some", "none"]
@@ -119,7 +148,9 @@ class Layers(Line):
         """Layer patterns of the base and of one MTP depth, for `Family.read_patterns`."""
         count = file.typed("num_hidden_layers", 0)
         if not 0 < count <= megatron.MOST_LAYERS:
-            file.problems.append(f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}")
+            file.problems.append(
+                f"num_hidden_layers {shown(count)} must be from 1 to {megatron.MOST_LAYERS}"
+            )
             count = 1
         feed = self._feed_forward(file, count)
         pattern = "".join(map("".join, zip(self._mixers(file, count), feed, strict=True)))
@@ -132,28 +163,44 @@ class Layers(Line):
         types = file.get("layer_types")
         if types is None:
             return regular
-        if not isinstance(types, list) or len(types) != count or not all(t in MIXERS for t in map(str, types)):
+        if (
+            not isinstance(types, list)
+            or len(types) != count
+            or not all(t in MIXERS for t in map(str, types))
+        ):
             known = ", ".join(MIXERS)
-            file.problems.append(f"layer_types {shown(types)} must be one of {known} for each of {count} layers")
+            file.problems.append(
+                f"layer_types {shown(types)} must be one of {known} for each of {count} layers"
+            )
             return regular
         named = "".join(MIXERS[str(t)] for t in types)
         if file.get("full_attention_interval") is not None and named != regular:
-            file.problems.append(f"layer_types and full_attention_interval {interval} contradict each other")
+            file.problems.append(
+                f"layer_types and full_attention_interval {interval} contradict each other"
+            )
         return named
 
     def _feed_forward(self, file: Values, count: int) -> str:
         if self.experts != "some":
             return (EXPERTS if self.experts == "all" else DENSE) * count
-        step, dense = file.typed("decoder_sparse_step", 1), file.get("mlp_only_layers", [])
+        step = file.typed("decoder_sparse_step", 1)
+        dense = file.get("mlp_only_layers", [])
         if not isinstance(dense, list) or not all(type(n) is int for n in dense) or step < 1:
-            file.problems.append(f"mlp_only_layers {shown(dense)} must list layers, decoder_sparse_step be at least 1")
+            file.problems.append(
+                f"mlp_only_layers {shown(dense)} must list layers, decoder_sparse_step be at"
+                " least 1"
+            )
             return EXPERTS * count
         return "".join(DENSE if n in dense or (n + 1) % step else EXPERTS for n in range(count))
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        mixers, feed = config.pattern[::2], config.pattern[1::2]
+        mixers = config.pattern[::2]
+        feed = config.pattern[1::2]
         types = {letter: name for name, letter in MIXERS.items()}
-        written: dict[str, object] = {"num_hidden_layers": len(mixers), "layer_types": [types[m] for m in mixers]}
+        written: dict[str, object] = {
+            "num_hidden_layers": len(mixers),
+            "layer_types": [types[m] for m in mixers],
+        }
         first = mixers.find(ATTENTION) + 1 or len(mixers) + 1
         interval = None if original is None else original.get("full_attention_interval")
         for every in (interval, first):  # SGLang reads only the interval
@@ -170,7 +217,8 @@ class Layers(Line):
         return written
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
-        mixers, feed = config.pattern[::2], config.pattern[1::2]
+        mixers = config.pattern[::2]
+        feed = config.pattern[1::2]
         known = {"all": EXPERTS, "none": DENSE, "some": DENSE + EXPERTS}[self.experts]
         if len(config.pattern) % 2 or set(mixers) - set(MIXERS.values()) or set(feed) - set(known):
             yield f"layers {shown(config.pattern)}"
@@ -182,8 +230,8 @@ class Layers(Line):
 
 @dataclass(frozen=True)
 class Router(Line):
-    """Softmax over all experts. The weights of the chosen experts are divided by their sum unless `key` is false. The
-    shared expert has a gate.
+    """Softmax over all experts. The weights of the chosen experts are divided by their sum unless
+    `key` is false. The shared expert has a gate.
 
     Attributes:
         key: `norm_topk_prob`, or empty if the family always divides by the sum.
@@ -193,7 +241,13 @@ class Router(Line):
     kind: str = "moe"
 
     def fields(self) -> Collection[str]:
-        settings = ("score_function", "enable_expert_bias", "pre_softmax", "normalize", "group_best")
+        settings = (
+            "score_function",
+            "enable_expert_bias",
+            "pre_softmax",
+            "normalize",
+            "group_best",
+        )
         return (*(f"moe_router_{name}" for name in settings), "moe_shared_expert_gate")
 
     def read(self, file: Values) -> Settings:
@@ -237,7 +291,8 @@ def _every(interval: int, count: int) -> str:
 
 
 def _head(feed: str) -> str:
-    """Layer letters of a head; `feed` has the second letters of the base's layers. With experts if the base has any."""
+    """Layer letters of a head; `feed` has the second letters of the base's layers. With experts if
+    the base has any."""
     return ATTENTION + (EXPERTS if EXPERTS in feed else DENSE)
 
 
@@ -276,28 +331,48 @@ def shared_lines(layers: Layers, heads: Heads) -> tuple[Line, ...]:
 def attention(config: ModelConfig) -> Iterator[Entry]:
     """Attention with a gate per head, which is part of the query projection."""
     sizes = config.attention
-    gated = FuseGatedQKV(sizes.num_query_groups, sizes.num_attention_heads // sizes.num_query_groups, sizes.kv_channels)
+    gated = FuseGatedQKV(
+        sizes.num_query_groups,
+        sizes.num_attention_heads // sizes.num_query_groups,
+        sizes.kv_channels,
+    )
     for entry in blocks.attention(config):
-        yield Entry(entry.hf, entry.megatron, gated) if isinstance(entry.transform, FuseQKV) else entry
+        yield (
+            Entry(entry.hf, entry.megatron, gated)
+            if isinstance(entry.transform, FuseQKV)
+            else entry
+        )
 
 
 def delta_net(config: ModelConfig, projections: Iterable[Entry]) -> Iterator[Entry]:
     """A gated delta net with the given input projections, which differ between families."""
-    sizes, own = config.gated_delta_net, "self_attention."
+    sizes = config.gated_delta_net
+    own = "self_attention."
     yield one("input_layernorm.weight", f"{own}in_proj.layer_norm_weight")
     yield from (entry.under("linear_attn.", own) for entry in projections)
     channels = tuple(f"{own}conv1d.weight.{part}" for part in delta.CHANNELS)
-    yield Entry(("linear_attn.conv1d.weight",), channels, Split((sizes.key_width, sizes.key_width, sizes.value_width)))
-    yield from (one(f"linear_attn.{name}", f"{own}{name}") for name in ("A_log", "dt_bias", "out_proj.weight"))
+    yield Entry(
+        ("linear_attn.conv1d.weight",),
+        channels,
+        Split((sizes.key_width, sizes.key_width, sizes.value_width)),
+    )
+    yield from (
+        one(f"linear_attn.{name}", f"{own}{name}")
+        for name in ("A_log", "dt_bias", "out_proj.weight")
+    )
     yield one("linear_attn.norm.weight", f"{own}out_norm.weight", Centered())
 
 
 def _delta_net(config: ModelConfig) -> Iterator[Entry]:
-    """A gated delta net with two projections by key head: queries, keys, values and gates; betas, then alphas."""
+    """A gated delta net with two projections by key head: queries, keys, values and gates; betas,
+    then alphas."""
     sizes = config.gated_delta_net
-    rep, names = sizes.num_value_heads // sizes.num_key_heads, [f"in_proj.weight.{part}" for part in delta.ROWS]
-    keys, values = sizes.key_head_dim, rep * sizes.value_head_dim
-    qkvz, ba = Ungroup(sizes.num_key_heads, (keys, keys, values, values)), Ungroup(sizes.num_key_heads, (rep, rep))
+    rep = sizes.num_value_heads // sizes.num_key_heads
+    names = [f"in_proj.weight.{part}" for part in delta.ROWS]
+    keys = sizes.key_head_dim
+    values = rep * sizes.value_head_dim
+    qkvz = Ungroup(sizes.num_key_heads, (keys, keys, values, values))
+    ba = Ungroup(sizes.num_key_heads, (rep, rep))
     projections = (
         Entry(("in_proj_qkvz.weight",), tuple(names[:4]), qkvz),
         Entry(("in_proj_ba.weight",), tuple(names[4:]), ba),
@@ -313,7 +388,8 @@ def moe(config: ModelConfig) -> Iterator[Entry | Ways]:
 
 
 def outside(prefix: str) -> tuple[Entry, ...]:
-    """The base's tensors outside its layers. All but the output layer have the prefix of the text model."""
+    """The base's tensors outside its layers. All but the output layer have the prefix of the text
+    model."""
     return (
         one(f"{prefix}embed_tokens.weight", megatron.EMBEDDING),
         one(f"{prefix}norm.weight", megatron.FINAL_NORM),
@@ -329,7 +405,10 @@ def mtp_outside(config: ModelConfig, depth: int) -> Iterator[Entry]:
         "pre_fc_norm_hidden": "hnorm",
         "norm": "final_layernorm",
     }
-    yield from (one(f"mtp.{hf}.weight", f"{megatron.mtp_depth(depth)}{own}.weight") for hf, own in names.items())
+    yield from (
+        one(f"mtp.{hf}.weight", f"{megatron.mtp_depth(depth)}{own}.weight")
+        for hf, own in names.items()
+    )
 
 
 def mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
@@ -338,10 +417,12 @@ def mtp_layer(config: ModelConfig, depth: int, number: int) -> str:
 
 
 NORM_MEANS = ((r"linear_attn\.norm\.", 1.0), (r"norm", 0.0))
-"""Pairs of a pattern for norm names and the usual mean of their weights; the first match applies."""
+"""Pairs of a pattern for norm names and the usual mean of their weights; the first match
+applies."""
 
 PROJECTION = Unquantized(r"^mtp\.fc$", ("sglang",))
-"""The head's input projection: SGLang never quantises it, vLLM does unless the config leaves it out."""
+"""The head's input projection: SGLang never quantises it, vLLM does unless the config leaves it
+out."""
 PROJECTION_WITH_NVFP4 = Unquantized(r"^mtp\.fc$", ("vllm",), "NVFP4")
 """With ModelOpt's four bits, vLLM does not quantise it either."""
 
@@ -372,10 +453,14 @@ QWEN3_NEXT = Family(
         fp32=(r"A_log$",),
         split_rows=SPLIT_ROWS,
         split_input=("vllm",),
-        unquantized=(PROJECTION, PROJECTION_WITH_NVFP4, Unquantized(r"self_attn\.[qkv]_proj$", ("sglang",), "NVFP4")),
+        unquantized=(
+            PROJECTION,
+            PROJECTION_WITH_NVFP4,
+            Unquantized(r"self_attn\.[qkv]_proj$", ("sglang",), "NVFP4"),
+        ),
         called={"sglang": renaming(r"^mtp\.", "model.")},
         rules=(qwen_serving.interval(), qwen_serving.dense_layers, qwen_serving.no_packed_experts),
     ),
 )
-"""Published configs lack `num_nextn_predict_layers`; servers then assume 1, and so does mtpkit. In a file without heads
-the key is 0."""
+"""Published configs lack `num_nextn_predict_layers`; servers then assume 1, and so does mtpkit. In
+a file without heads the key is 0."""

@@ -8,12 +8,14 @@ from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 
 _GROUP_BEST = 2
-"""Number of top experts whose scores add up to the score of their group, however many experts are chosen."""
+"""Number of top experts whose scores add up to the score of their group, however many experts are
+chosen."""
 
 
 @dataclass(frozen=True)
 class SigmoidRouter(Line):
-    """DeepSeek-V3's router: sigmoid scores, a bias for choosing experts, groups scored by their two best experts."""
+    """DeepSeek-V3's router: sigmoid scores, a bias for choosing experts, groups scored by their two
+    best experts."""
 
     kind: str = "moe"
 
@@ -30,8 +32,11 @@ class SigmoidRouter(Line):
     def read(self, file: Values) -> Settings:
         file.require("scoring_func", "sigmoid")
         file.require("topk_method", "noaux_tc")
-        topk, groups, best = (file.typed(key, 1) for key in ("num_experts_per_tok", "n_group", "topk_group"))
-        scale, normalize = file.get("routed_scaling_factor", 1.0), file.typed("norm_topk_prob", True)
+        topk, groups, best = (
+            file.typed(key, 1) for key in ("num_experts_per_tok", "n_group", "topk_group")
+        )
+        scale = file.get("routed_scaling_factor", 1.0)
+        normalize = file.typed("norm_topk_prob", True)
         found: dict[str, object] = dict(zip(self.names(), (groups, best, scale), strict=True))
         if normalize != (topk > 1):
             found["moe_router_normalize"] = normalize
@@ -40,10 +45,15 @@ class SigmoidRouter(Line):
         return found
 
     def write(self, config: ModelConfig, original: Settings | None) -> Settings:
-        written: dict[str, object] = {key: config.value(field) for field, key in self.names().items()}
+        written: dict[str, object] = {
+            key: config.value(field) for field, key in self.names().items()
+        }
         return written | {"norm_topk_prob": config.moe.routing.normalize}
 
     def misfits(self, config: ModelConfig) -> Iterator[str]:
         routing = config.moe.routing
         if routing.num_groups > 1 and routing.group_best != _GROUP_BEST:
-            yield f"groups of experts scored by their best {routing.group_best}, only by their best {_GROUP_BEST}"
+            yield (
+                f"groups of experts scored by their best {routing.group_best}, only by their best"
+                f" {_GROUP_BEST}"
+            )

@@ -1,8 +1,9 @@
-"""Expectations of servers about a family's directory: facts that `mtpkit.checkpoint.lint` checks, and further rules.
+"""Expectations of servers about a family's directory: facts that `mtpkit.checkpoint.lint` checks,
+and further rules.
 
-The facts hold for vLLM 0.33.0 and SGLang 0.5.23 and were read in their sources: each family's classes, their loaders,
-`layers/quantization/`, and what runs the heads (`v1/worker/gpu/spec_decode/`, `speculative/`). Each family names its
-classes.
+The facts hold for vLLM 0.33.0 and SGLang 0.5.23 and were read in their sources: each family's
+classes, their loaders, `layers/quantization/`, and what runs the heads
+(`v1/worker/gpu/spec_decode/`, `speculative/`). Each family names its classes.
 """
 
 import re
@@ -48,7 +49,8 @@ class Subject:
     heads: frozenset[str]
     """The names of `expected` that belong to the heads."""
     quantized: Mapping[str, frozenset[str]]
-    """The names of `expected` that are stored quantised, each with the tensors stored beside or in place of it."""
+    """The names of `expected` that are stored quantised, each with the tensors stored beside or in
+    place of it."""
     carried: frozenset[str]
     """Names of the tensors that the family carries."""
     read: Callable[[str], Tensor]
@@ -80,7 +82,8 @@ class Need:
     fatal: bool = True
     servers: tuple[Server, ...] = SERVERS
     kind: str = ""
-    """Name of a layer kind; the key is needed in models that have such layers. Empty: in all models."""
+    """Name of a layer kind; the key is needed in models that have such layers. Empty: in all
+    models."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,13 @@ class Unquantized:
     """A regular expression for the names of the modules."""
     servers: tuple[Server, ...] = SERVERS
     algorithm: str = ""
-    """Part of the names of ModelOpt's `quant_algo` to which this applies; empty: every quantisation."""
+    """Part of the names of ModelOpt's `quant_algo` to which this applies; empty: every
+    quantisation."""
 
 
 Called = Callable[[str, int], str]
-"""Makes a server's name for a module of the heads. Called as (name in the file, letters of the base's pattern)."""
+"""Makes a server's name for a module of the heads. Called as (name in the file, letters of the
+base's pattern)."""
 
 OUTPUT_COPY = r"\.shared_head\.head$"
 """Name of the copy of the output layer that some families store with a head."""
@@ -108,32 +113,36 @@ def renaming(pattern: str, replacement: str) -> Called:
 
 @dataclass(frozen=True)
 class Serving:
-    """Expectations of servers about a family's directory. Names of tensors are matched by regular expressions."""
+    """Expectations of servers about a family's directory. Names of tensors are matched by regular
+    expressions."""
 
     count_key: str = "num_nextn_predict_layers"
     """Path of the key that counts physical MTP layers."""
     count_default: int = 0
     """The count that servers assume if that key is absent."""
     head_patterns: tuple[str, ...] = ()
-    """Layer patterns of a depth that servers can build; empty: every pattern made of `head_letters`."""
+    """Layer patterns of a depth that servers can build; empty: every pattern made of
+    `head_letters`."""
     head_letters: str = ""
     """Letters of layers that servers can build in a depth, in any order; empty: all."""
     ties: tuple[Server, ...] = ()
     """Servers that tie the embeddings of this family."""
     norm_means: tuple[tuple[str, float], ...] = ((r"norm", 1.0),)
-    """Pairs of a pattern for norm names and the usual mean of their weights; the first match applies."""
+    """Pairs of a pattern for norm names and the usual mean of their weights; the first match
+    applies."""
     fp32: tuple[str, ...] = ()
     """Names of tensors that lose essential precision when rounded to bf16."""
     no_linears: tuple[str, ...] = (r"embed", r"[._]gate$", r"conv1d", r"lm_head")
-    """Names of modules with matrices that no server quantises: embeddings, routers, gates of shared experts,
-    convolutions, output layers."""
+    """Names of modules with matrices that no server quantises: embeddings, routers, gates of shared
+    experts, convolutions, output layers."""
     unquantized: tuple["Unquantized", ...] = ()
     """Head modules that servers build without quantisation."""
     called: Mapping[Server, Called] = field(default_factory=dict)
-    """Server -> its own names for the modules of heads, if these differ from the names in the files. The server looks
-    for its own names in the list of modules that are not quantised."""
+    """Server -> its own names for the modules of heads, if these differ from the names in the
+    files. The server looks for its own names in the list of modules that are not quantised."""
     renamed: Mapping[Server, tuple[str, str]] = field(default_factory=dict)
-    """Server -> (text, replacement) that it applies to the entries of that list, with some quantisation methods."""
+    """Server -> (text, replacement) that it applies to the entries of that list, with some
+    quantisation methods."""
     no_table: Mapping[Server, tuple[str, ...]] = field(default_factory=dict)
     """Server -> matrices of which its model does not say what modules they consist of."""
     depths: tuple[Server, ...] = ()
@@ -145,10 +154,11 @@ class Serving:
     split_input: tuple[Server, ...] = ()
     """Servers that split the rows of the heads' input projection over tensor-parallel ranks."""
     split_groups: tuple[str, ...] = (r"\.[kv]_proj$",)
-    """Modules of `split_rows` that are split by query groups. With more ranks than groups, ranks hold copies."""
+    """Modules of `split_rows` that are split by query groups. With more ranks than groups, ranks
+    hold copies."""
     feeds: Mapping[Server, Settings] = field(default_factory=dict)
-    """Server -> rules for what it feeds the heads that differ from the defaults of `MtpConfig`, under keys such as
-    `mtp_reads_of_base`."""
+    """Server -> rules for what it feeds the heads that differ from the defaults of `MtpConfig`,
+    under keys such as `mtp_reads_of_base`."""
     needs: tuple[Need, ...] = ()
     rules: tuple[Rule, ...] = ()
     """Checks that the other fields cannot express."""
@@ -161,8 +171,8 @@ class Serving:
 
 
 WITH_NVFP4 = Unquantized("", ("sglang",), "NVFP4")
-"""SGLang builds the heads of some families without quantisation if ModelOpt has quantised the base to four bits (NVFP4,
-NVFP4_AWQ, W4A16_NVFP4)."""
+"""SGLang builds the heads of some families without quantisation if ModelOpt has quantised the base
+to four bits (NVFP4, NVFP4_AWQ, W4A16_NVFP4)."""
 
 USUAL = Serving()
 """Expectations for a family that states none of its own."""

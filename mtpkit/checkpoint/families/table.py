@@ -1,7 +1,8 @@
 """Tables that map weight names between the two layouts and convert the tensors, in both directions.
 
-An `Entry` ties one or more Hugging Face tensors to one or more of Megatron's, see `mtpkit.checkpoint.layouts.megatron`.
-Only the shapes of Megatron's tensors are stated; those of the Hugging Face tensors are derived from them.
+An `Entry` ties one or more Hugging Face tensors to one or more of Megatron's, see
+`mtpkit.checkpoint.layouts.megatron`. Only the shapes of Megatron's tensors are stated; those of the
+Hugging Face tensors are derived from them.
 """
 
 import math
@@ -27,7 +28,8 @@ from mtpkit.errors import MtpkitError, UserError, listed, shown
 
 
 class Transform(Protocol):
-    """A conversion between layouts and its inverse. Both also work on meta tensors, which serve to derive shapes."""
+    """A conversion between layouts and its inverse. Both also work on meta tensors, which serve to
+    derive shapes."""
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -48,7 +50,8 @@ SAME: Final = Same()
 
 
 class Rounding:
-    """Base class of one-to-one transforms that may round, so that a round trip does not restore every value."""
+    """Base class of one-to-one transforms that may round, so that a round trip does not restore
+    every value."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Split:
 
 @dataclass(frozen=True)
 class FuseQKV:
-    """Fuses q, k and v into Megatron's one tensor, whose rows are [queries of the group, k, v] for each group in turn.
+    """Fuses q, k and v into Megatron's one tensor, whose rows are [queries of the group, k, v] for
+    each group in turn.
 
     Example with 4 heads in 2 groups: blocks [q0 q1 k0 v0 q2 q3 k1 v1], each of `head_dim` rows.
     """
@@ -91,7 +95,8 @@ class FuseQKV:
 
 @dataclass(frozen=True)
 class Join:
-    """Hugging Face tensors of equal shape that Megatron joins along the rows, such as gate and up projections."""
+    """Hugging Face tensors of equal shape that Megatron joins along the rows, such as gate and up
+    projections."""
 
     parts: int = 2
 
@@ -105,7 +110,8 @@ class Join:
 
 @dataclass(frozen=True)
 class Stack:
-    """One Hugging Face tensor whose slices of dimension 0 are separate tensors in Megatron, such as packed experts."""
+    """One Hugging Face tensor whose slices of dimension 0 are separate tensors in Megatron, such as
+    packed experts."""
 
     count: int
 
@@ -120,7 +126,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a table: Hugging Face names, Megatron names, and the conversion between the tensors."""
+    """One line of a table: Hugging Face names, Megatron names, and the conversion between the
+    tensors."""
 
     hf: tuple[str, ...]
     megatron: tuple[str, ...]
@@ -128,7 +135,11 @@ class Entry:
 
     def under(self, hf: str, megatron: str) -> "Entry":
         """The same entry with a prefix on the names of each side."""
-        return Entry(tuple(hf + n for n in self.hf), tuple(megatron + n for n in self.megatron), self.transform)
+        return Entry(
+            tuple(hf + n for n in self.hf),
+            tuple(megatron + n for n in self.megatron),
+            self.transform,
+        )
 
 
 def one(hf: str, megatron: str, transform: Transform = SAME) -> Entry:
@@ -138,47 +149,58 @@ def one(hf: str, megatron: str, transform: Transform = SAME) -> Entry:
 
 @dataclass(frozen=True)
 class Ways:
-    """Tensors that files store in one of several ways, each a list of entries for the same tensors of Megatron.
+    """Tensors that files store in one of several ways, each a list of entries for the same tensors
+    of Megatron.
 
-    Example: the experts of a layer are stored one by one or packed into one tensor. Files of every way are read. An
-    export uses the way of the original file, or the first way if there is no original.
+    Example: the experts of a layer are stored one by one or packed into one tensor. Files of every
+    way are read. An export uses the way of the original file, or the first way if there is no
+    original.
     """
 
     key: str
-    """Identifies these tensors in a record of the original, with the prefix of their layer before it."""
+    """Identifies these tensors in a record of the original, with the prefix of their layer before
+    it."""
     ways: Mapping[str, tuple[Entry, ...]]
     """Name of a way -> its entries."""
 
     def under(self, hf: str, megatron: str) -> "Ways":
         """The same ways with a prefix on the names of each side."""
-        ways = {way: tuple(entry.under(hf, megatron) for entry in entries) for way, entries in self.ways.items()}
+        ways = {
+            way: tuple(entry.under(hf, megatron) for entry in entries)
+            for way, entries in self.ways.items()
+        }
         return Ways(hf + self.key, ways)
 
     def chosen(self, stored: "Stored") -> tuple[Entry, ...]:
-        """The entries of the way that the original used, or of the first way if none is recorded."""
+        """The entries of the way that the original used, or of the first way if none is
+        recorded."""
         return self.ways[stored.ways.get(self.key, next(iter(self.ways)))]
 
     def found(self, names: Container[str]) -> str:
         """The way whose tensor names a file has most of; in a tie, the first."""
-        return max(self.ways, key=lambda way: sum(name in names for entry in self.ways[way] for name in entry.hf))
+        return max(
+            self.ways,
+            key=lambda way: sum(name in names for entry in self.ways[way] for name in entry.hf),
+        )
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The storage choices of an original Hugging Face file, and its values that Megatron's layout rounds. The record is
-    kept so that exports have the original's names and values."""
+    """The storage choices of an original Hugging Face file, and its values that Megatron's layout
+    rounds. The record is kept so that exports have the original's names and values."""
 
     ways: Mapping[str, str] = field(default_factory=dict)
     """Key of `Ways` -> name of the way, if it is not the first."""
     lacking: tuple[str, ...] = ()
     """Names of copies (see `Family.copies`) that the file did not contain."""
     rounded: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a tensor whose values or dtype cannot be restored exactly from its Megatron form -> the original tensor,
-    flattened."""
+    """Name of a tensor whose values or dtype cannot be restored exactly from its Megatron form ->
+    the original tensor, flattened."""
 
 
 def expert_ways(count: int, hf: str, megatron: str, one_by_one: Sequence[Entry]) -> Ways:
-    """The ways to store a matrix of all experts of a layer: one by one, or packed as [experts, rows, columns].
+    """The ways to store a matrix of all experts of a layer: one by one, or packed as [experts,
+    rows, columns].
 
     Args:
         hf: name of the packed tensor.
@@ -193,7 +215,8 @@ class Table:
     """All entries of one model; every tensor of a checkpoint belongs to exactly one entry.
 
     Args:
-        entries: in the order in which tensors are written; entries of tensors that the model lacks are ignored.
+        entries: in the order in which tensors are written; entries of tensors that the model lacks
+            are ignored.
         shapes: Megatron's names of all tensors of the model, with their shapes.
         copies: Hugging Face name of a copy -> name of the tensor that it duplicates.
 
@@ -208,14 +231,18 @@ class Table:
         copies: Mapping[str, str] | None = None,
     ) -> None:
         self._shapes = shapes
-        self._ways = [entry if isinstance(entry, Ways) else Ways("", {"": (entry,)}) for entry in entries]
+        self._ways = [
+            entry if isinstance(entry, Ways) else Ways("", {"": (entry,)}) for entry in entries
+        ]
         self.copies = copies or {}
         self._check()
 
     def _check(self) -> None:
         for choice in dict.fromkeys(way for ways in self._ways for way in ways.ways):
             stored = Stored({ways.key: choice for ways in self._ways if choice in ways.ways})
-            nameless = self._shapes.keys() - {name for entry in self._entries(stored) for name in entry.megatron}
+            nameless = self._shapes.keys() - {
+                name for entry in self._entries(stored) for name in entry.megatron
+            }
             if nameless:
                 raise MtpkitError(f"no Hugging Face name for {listed(sorted(nameless))}")
 
@@ -234,8 +261,11 @@ class Table:
         return Stored(others, tuple(copy for copy in self.copies if copy not in names))
 
     def rounded_in(self, source: Tensors) -> dict[str, Tensor]:
-        """The tensors of a file that cannot be restored exactly from their Megatron form, flattened."""
-        entries = [entry for entry in self._entries(Stored()) if isinstance(entry.transform, Rounding)]
+        """The tensors of a file that cannot be restored exactly from their Megatron form,
+        flattened."""
+        entries = [
+            entry for entry in self._entries(Stored()) if isinstance(entry.transform, Rounding)
+        ]
         tensors = {entry.hf[0]: (source.read(entry.hf[0]), entry.transform) for entry in entries}
         return {
             name: tensor.flatten()
@@ -244,10 +274,12 @@ class Table:
         }
 
     def check(self, stored: Stored, where: object) -> None:
-        """Check that this table can apply a record; entries of the record for other tensors are ignored.
+        """Check that this table can apply a record; entries of the record for other tensors are
+        ignored.
 
         Raises:
-            UserError: the record has unknown ways or tensors of another size; the message names them.
+            UserError: the record has unknown ways or tensors of another size; the message names
+                them.
         """
         odd = [
             f"{ways.key} is stored {shown(way)}, not {listed(map(repr, ways.ways))}"
@@ -255,16 +287,21 @@ class Table:
             if (way := stored.ways.get(ways.key)) is not None and way not in ways.ways
         ]
         for entry in self._entries(Stored()) if stored.rounded else ():
-            name, size = entry.hf[0], math.prod(self._shapes[entry.megatron[0]])
+            name = entry.hf[0]
+            size = math.prod(self._shapes[entry.megatron[0]])
             if name in stored.rounded and len(stored.rounded[name]) != size:
                 odd.append(f"{name} has {len(stored.rounded[name])} values, not {size}")
         if odd:
-            raise UserError(f"{where}: {listed(odd, width=240, separator='; ')}; import the checkpoint again")
+            raise UserError(
+                f"{where}: {listed(odd, width=240, separator='; ')}; import the checkpoint again"
+            )
 
     def hf_shapes(self, stored: Stored | None = None) -> dict[str, Shape]:
         """Hugging Face names and shapes of all tensors of a file."""
         stored = stored or Stored()
-        shapes = {name: shape for entry in self._entries(stored) for name, shape in self._hf_shapes(entry)}
+        shapes = {
+            name: shape for entry in self._entries(stored) for name, shape in self._hf_shapes(entry)
+        }
         return shapes | {copy: shapes[name] for copy, name in self._copies(stored).items()}
 
     def mtp_names(self, stored: Stored | None = None) -> set[str]:
@@ -284,13 +321,19 @@ class Table:
         """View a Hugging Face checkpoint under Megatron names.
 
         Raises:
-            UserError: the checkpoint's tensors are not exactly the table's; the message lists all differences.
+            UserError: the checkpoint's tensors are not exactly the table's; the message lists all
+                differences.
         """
         stored = self.stored_in(source.tensors)
         require_same_names(where, source.tensors, self.hf_shapes(stored))
-        return MappedTensors(source, [_Step(e.hf, e.megatron, e.transform.to_megatron) for e in self._entries(stored)])
+        return MappedTensors(
+            source,
+            [_Step(e.hf, e.megatron, e.transform.to_megatron) for e in self._entries(stored)],
+        )
 
-    def to_hf(self, source: TensorSource, where: Path, stored: Stored | None = None) -> "MappedTensors":
+    def to_hf(
+        self, source: TensorSource, where: Path, stored: Stored | None = None
+    ) -> "MappedTensors":
         """View a Megatron checkpoint under Hugging Face names. Raises as `to_megatron` does.
 
         Args:
@@ -306,8 +349,11 @@ class Table:
             steps.append(_Step(entry.megatron, (copy,), entry.transform.to_hf))
         return MappedTensors(source, steps)
 
-    def heads_to_hf(self, heads: TensorSource, base: TensorSource, where: Path, stored: Stored) -> "MappedTensors":
-        """View heads, given under Megatron's names, and their copies of the base's tensors under Hugging Face names.
+    def heads_to_hf(
+        self, heads: TensorSource, base: TensorSource, where: Path, stored: Stored
+    ) -> "MappedTensors":
+        """View heads, given under Megatron's names, and their copies of the base's tensors under
+        Hugging Face names.
 
         Args:
             base: source of the copied tensors, under Hugging Face names.
@@ -315,10 +361,14 @@ class Table:
         Raises:
             UserError: `heads` are not exactly the table's heads; the message lists all differences.
         """
-        require_same_names(where, heads.tensors, {n: shape for n, shape in self._shapes.items() if _is_head(n)})
+        require_same_names(
+            where, heads.tensors, {n: shape for n, shape in self._shapes.items() if _is_head(n)}
+        )
         entries = [entry for entry in self._entries(stored) if _is_head(entry.megatron[0])]
         steps = [_Step(entry.megatron, entry.hf, entry.transform.to_hf) for entry in entries]
-        steps += [_Step((name,), (copy,), SAME.to_hf) for copy, name in self._copies(stored).items()]
+        steps += [
+            _Step((name,), (copy,), SAME.to_hf) for copy, name in self._copies(stored).items()
+        ]
         return MappedTensors(SeveralSources(heads, base), steps)
 
 
@@ -335,8 +385,8 @@ def _to_hf(entry: Entry, stored: Stored) -> Callable[[Sequence[Tensor]], list[Te
 
 @dataclass(frozen=True)
 class _Unrounded:
-    """A transform that restores the original tensor, as long as Megatron's tensor is still the one from the import, and
-    otherwise the original's dtype."""
+    """A transform that restores the original tensor, as long as Megatron's tensor is still the one
+    from the import, and otherwise the original's dtype."""
 
     transform: Transform
     original: Tensor
@@ -362,22 +412,28 @@ class _Step:
 
 
 class MappedTensors:
-    """A source seen through a table. It caches the tensors of one entry, so reading in order reads each input once.
+    """A source seen through a table. It caches the tensors of one entry, so reading in order reads
+    each input once.
 
-    Several threads may read from it; each caches an entry. It can be pickled to read in another process.
+    Several threads may read from it; each caches an entry. It can be pickled to read in another
+    process.
     """
 
     def __init__(self, source: TensorSource, steps: Sequence[_Step]) -> None:
         self._source = source
         self._steps = {name: step for step in steps for name in step.outputs}
         self._held = _Held()
-        self.tensors: dict[str, TensorInfo] = dict(info for step in steps for info in self._outputs(step))
+        self.tensors: dict[str, TensorInfo] = dict(
+            info for step in steps for info in self._outputs(step)
+        )
 
     def _outputs(self, step: _Step) -> Iterator[tuple[str, TensorInfo]]:
         inputs = [self._source.tensors[name] for name in step.inputs]
         dtypes = {info.dtype for info in inputs}
         if len(dtypes) > 1:
-            raise UserError(f"{listed(step.inputs)}: must be of one dtype to be joined, found {dtypes}")
+            raise UserError(
+                f"{listed(step.inputs)}: must be of one dtype to be joined, found {dtypes}"
+            )
         blanks = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in inputs]
         for name, blank in zip(step.outputs, step.convert(blanks), strict=True):
             yield name, TensorInfo(tuple(blank.shape), blank.dtype)
@@ -388,7 +444,8 @@ class MappedTensors:
             (output,) = step.convert([self._source.read(n) for n in step.inputs])
             return output
         if self._held.step is not step:
-            self._held.step, self._held.tensors = None, {}
+            self._held.step = None
+            self._held.tensors = {}
             inputs = [self._source.read(n) for n in step.inputs]
             self._held.tensors = dict(zip(step.outputs, step.convert(inputs), strict=True))
             self._held.step = step

@@ -1,1 +1,2 @@
-"""The two checkpoint layouts: Megatron's names, shapes, settings and files, and Hugging Face's files."""
+"""The two checkpoint layouts: Megatron's names, shapes, settings and files, and Hugging Face's
+files."""

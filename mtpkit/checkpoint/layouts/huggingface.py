@@ -18,7 +18,8 @@ from mtpkit.checkpoint.tensors import TensorInfo, Tensors, TensorSource, is_file
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import copy_file, is_there, read_json
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {
     "F64": torch.float64,
@@ -63,8 +64,9 @@ class HFReader:
         single: name of the only file if there is no index.
 
     Raises:
-        UserError: shards are missing, damaged or cut off, do not hold what the index says, or hold a tensor twice or in
-            a format for which torch has no dtype. The message lists all problems.
+        UserError: shards are missing, damaged or cut off, do not hold what the index says, or hold
+            a tensor twice or in a format for which torch has no dtype. The message lists all
+            problems.
     """
 
     def __init__(
@@ -95,11 +97,18 @@ class HFReader:
             names = listed(sorted(set().union(*disagreeing.values())), width=120)
             problems.append(f"{listed(disagreeing, width=60)} and {INDEX} disagree about {names}")
         if twice:
-            problems.append(f"stored twice, under two prefixes or in two shards: {listed(twice, width=120)}")
+            problems.append(
+                f"stored twice, under two prefixes or in two shards: {listed(twice, width=120)}"
+            )
         if problems:
-            raise UserError(f"{directory}: {listed(problems, width=300, separator='; ')}; download the files again")
+            raise UserError(
+                f"{directory}: {listed(problems, width=300, separator='; ')}; download the files"
+                " again"
+            )
 
-    def _add(self, path: Path, stored: str, place: "_Entry", problems: list[str], twice: list[str]) -> None:
+    def _add(
+        self, path: Path, stored: str, place: "_Entry", problems: list[str], twice: list[str]
+    ) -> None:
         _, canonical, carried, _ = self._arguments
         apart = stored.startswith(carried)
         name = stored if apart else canonical(stored)
@@ -108,7 +117,9 @@ class HFReader:
         elif name in self.places:
             twice.append(stored)
         else:
-            (self._carried if apart else self.tensors)[name] = TensorInfo(place.shape, DTYPES[place.dtype])
+            (self._carried if apart else self.tensors)[name] = TensorInfo(
+                place.shape, DTYPES[place.dtype]
+            )
             self.places[name] = Place(path.name, stored, place.start)
 
     @property
@@ -125,7 +136,9 @@ class HFReader:
         """Shape and dtype of a tensor, carried or not."""
         return self.tensors.get(name) or self._carried[name]
 
-    def __reduce__(self) -> tuple[type["HFReader"], tuple[Path, Callable[[str], str], tuple[str, ...], str]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type["HFReader"], tuple[Path, Callable[[str], str], tuple[str, ...], str]]:
         return HFReader, self._arguments
 
     def read(self, name: str) -> Tensor:
@@ -134,7 +147,8 @@ class HFReader:
         return self._maps.tensor(place.file, place.start, info.shape, info.dtype)
 
     def give_back(self) -> None:
-        """Release the memory of tensors that were read. They stay valid and are read again when they are used."""
+        """Release the memory of tensors that were read. They stay valid and are read again when
+        they are used."""
         self._maps.give_back()
 
 
@@ -152,7 +166,8 @@ class CarriedTensors:
     """Some tensors of a reader, under their names on disk and with values of any kind."""
 
     def __init__(self, reader: HFReader, tensors: dict[str, TensorInfo]) -> None:
-        self._reader, self.tensors = reader, tensors
+        self._reader = reader
+        self.tensors = tensors
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -170,16 +185,20 @@ class _Entry(NamedTuple):
 
 
 def _read_header(path: Path, problems: list[str]) -> dict[str, _Entry] | None:
-    """Name -> entry of a safetensors file; None if it is damaged, which is added to the problems."""
+    """Name -> entry of a safetensors file; None if it is damaged, which is added to the
+    problems."""
     try:
-        with safe_open(path, framework="pt") as shard:  # checks the header, and that the file has all its bytes
+        # checks the header, and that the file has all its bytes
+        with safe_open(path, framework="pt") as shard:
             names = set(shard.keys())
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         return {
             name: _Entry(
-                header[name]["dtype"], tuple(header[name]["shape"]), 8 + length + header[name]["data_offsets"][0]
+                header[name]["dtype"],
+                tuple(header[name]["shape"]),
+                8 + length + header[name]["data_offsets"][0],
             )
             for name in names
         }
@@ -208,18 +227,25 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Read an index: tensor -> name of a file in the index's directory."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
-        raise UserError(f"{index}: weight_map {shown(places)} is not an object of file names; download it again")
+        raise UserError(
+            f"{index}: weight_map {shown(places)} is not an object of file names; download it again"
+        )
     odd = [f"{name}: {shown(file)}" for name, file in places.items() if not is_file_name(file)]
     if odd:
-        raise UserError(f"{index}: weight_map must name files of {index.parent}, not {listed(odd)}; download it again")
+        raise UserError(
+            f"{index}: weight_map must name files of {index.parent}, not {listed(odd)}; download it"
+            " again"
+        )
     return places
 
 
 def stored_names(directory: Path) -> set[str]:
-    """Names on disk of all tensors of a directory; empty if they cannot be read: opening the weights reports why."""
+    """Names on disk of all tensors of a directory; empty if they cannot be read: opening the
+    weights reports why."""
     with contextlib.suppress(UserError):
         found = [
-            _read_header(path, []) if names is None else names for path, names in _shards(directory, SINGLE, []).items()
+            _read_header(path, []) if names is None else names
+            for path, names in _shards(directory, SINGLE, []).items()
         ]
         return {name for names in found for name in names or ()}
     return set()
@@ -237,7 +263,10 @@ def progress(what: str, nbytes: int) -> tqdm:
 
 
 def write_hf(
-    directory: Path, config: Mapping[str, object], source: TensorSource, max_shard_bytes: int = MAX_SHARD_BYTES
+    directory: Path,
+    config: Mapping[str, object],
+    source: TensorSource,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and safetensors shards, several at once, into an existing directory.
 
@@ -265,7 +294,8 @@ def write_hf(
 
 
 def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
-    """Names shard by shard, in source order; widest dtype first within a shard, which keeps every tensor aligned."""
+    """Names shard by shard, in source order; widest dtype first within a shard, which keeps every
+    tensor aligned."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, info in tensors.items():
@@ -277,16 +307,24 @@ def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list
     return [sorted(names, key=lambda name: -tensors[name].dtype.itemsize) for names in shards]
 
 
-def write_shard(path: Path, names: list[str], source: Tensors, bar: tqdm, budget: Budget | None = None) -> None:
-    """Write one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes without gaps."""
+def write_shard(
+    path: Path, names: list[str], source: Tensors, bar: tqdm, budget: Budget | None = None
+) -> None:
+    """Write one safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes
+    without gaps."""
     budget = budget or Budget()
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         info = source.tensors[name]
-        begin, end = end, end + info.nbytes
-        header[name] = {"dtype": dtype_names[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
+        begin = end
+        end = end + info.nbytes
+        header[name] = {
+            "dtype": dtype_names[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -305,7 +343,8 @@ def _write_tensor(file: IO[bytes], tensor: Tensor, nbytes: int) -> None:
 
 
 def copy_companions(source: Path, destination: Path) -> None:
-    """Copy the files beside the weights: tokenizer, generation settings, chat template, remote code."""
+    """Copy the files beside the weights: tokenizer, generation settings, chat template, remote
+    code."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in COMPANION_SUFFIXES and path.name not in OWN_FILES:
             copy_file(path, destination / path.name)

@@ -1,4 +1,5 @@
-"""Memory-mapped files of a checkpoint, of which only little stays resident, however much is read."""
+"""Memory-mapped files of a checkpoint, of which only little stays resident, however much is
+read."""
 
 import ctypes
 import mmap
@@ -8,12 +9,13 @@ import torch
 from torch import Tensor
 
 RESIDENT_BYTES = 2**28
-"""Bytes that are handed out before the pages of the files are released. When a released page is used again, the system
-maps it again, from its cache."""
+"""Bytes that are handed out before the pages of the files are released. When a released page is
+used again, the system maps it again, from its cache."""
 
 
 _trim = getattr(ctypes.pythonapi, "malloc_trim", None)
-"""glibc's function that releases the memory that freed tensors of up to 32 MiB leave in the heaps of threads."""
+"""glibc's function that releases the memory that freed tensors of up to 32 MiB leave in the heaps
+of threads."""
 
 
 class Mappings:
@@ -39,12 +41,14 @@ class Mappings:
             self._handed_out = length
             self.give_back()
         if file not in self._maps:
-            with (self._directory / file).open("rb") as stream:  # mapped for writing, since torch warns otherwise
+            # mapped for writing, since torch warns otherwise
+            with (self._directory / file).open("rb") as stream:
                 self._maps.setdefault(file, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
         mapped = self._maps[file]
         if hasattr(mmap, "MADV_WILLNEED") and 0 <= start < start + length <= len(mapped):
             page = start - start % mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_WILLNEED, page, start + length - page)  # read at once, not page by page
+            # read at once, not page by page
+            mapped.madvise(mmap.MADV_WILLNEED, page, start + length - page)
         return memoryview(mapped)[start : start + length]
 
     def give_back(self) -> None:
@@ -56,7 +60,8 @@ class Mappings:
             _trim(0)
 
     def tensor(self, file: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor whose values are contiguous in a file: a view of the file if they are aligned."""
+        """A tensor whose values are contiguous in a file: a view of the file if they are
+        aligned."""
         length = torch.Size(shape).numel() * dtype.itemsize
         return as_tensor(self.view(file, start, length), shape, dtype)
 

@@ -1,12 +1,15 @@
-"""Megatron's names of tensors with their shapes, as `torch_dist` checkpoints store them; and Megatron's settings.
+"""Megatron's names of tensors with their shapes, as `torch_dist` checkpoints store them; and
+Megatron's settings.
 
-Stacked experts appear as one tensor per expert: `...experts.linear_fc1.weight[3]` is slice 3 of dimension 0.
+Stacked experts appear as one tensor per expert: `...experts.linear_fc1.weight[3]` is slice 3 of
+dimension 0.
 
-A checkpoint has one of two styles of names. `HybridModel` numbers mixers and feed-forward networks as separate layers,
-as mtpkit does: `decoder.layers.7.mlp...`, `mtp.layers.0.mtp_model_layer.layers.1.mlp...`. `GPTModel` has both in one
-transformer layer: `decoder.layers.3.mlp...`, or one stacked tensor for all layers, `decoder.layers.mlp...`. It calls
-the final norm `decoder.final_layernorm`, and an MTP depth `mtp.layers.0.transformer_layer.mlp...` on disk,
-`mtp_model_layer` in memory.
+A checkpoint has one of two styles of names. `HybridModel` numbers mixers and feed-forward networks
+as separate layers, as mtpkit does: `decoder.layers.7.mlp...`,
+`mtp.layers.0.mtp_model_layer.layers.1.mlp...`. `GPTModel` has both in one transformer layer:
+`decoder.layers.3.mlp...`, or one stacked tensor for all layers, `decoder.layers.mlp...`. It calls
+the final norm `decoder.final_layernorm`, and an MTP depth `mtp.layers.0.transformer_layer.mlp...`
+on disk, `mtp_model_layer` in memory.
 """
 
 import itertools
@@ -25,7 +28,9 @@ from mtpkit.model.kinds import KINDS, kinds_in
 from mtpkit.model.kinds.base import LayerKind
 from mtpkit.model.kinds.settings import LayerMarks
 
-EMBEDDING, FINAL_NORM, OUTPUT = "embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_norm.weight"
+OUTPUT = "output_layer.weight"
 
 MOST_LAYERS = 1024
 """Maximum number of layers of a model, each of two letters."""
@@ -36,15 +41,17 @@ TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 _SLICE = re.compile(r"(.+)\[(\d+)\]")
 _GPT_FINAL_NORM = "decoder.final_layernorm."
 _GPT_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,4})\.)?(.+)")
-_TRANSFORMER_LAYER = re.compile(r"(mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?!layers\.)(.+)")
+_TRANSFORMER_LAYER = re.compile(
+    r"(mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?!layers\.)(.+)"
+)
 
 OTHER_NAMES = {
     "vocab_size": ("padded_vocab_size", "vocab_size"),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "init_std": ("init_method_std",),
 }
-"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All other keys have the
-same name in Megatron, except the `other_keys` of layer kinds."""
+"""Key of `ModelConfig` -> Megatron's names for it; the first that is set wins. All other keys have
+the same name in Megatron, except the `other_keys` of layer kinds."""
 
 FIXED = {
     "add_bias_linear": False,
@@ -70,11 +77,17 @@ FIXED = {
 }
 """Settings of which only one value is supported, whichever layers a model has."""
 
-_HYBRID = ("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern")
+_HYBRID = (
+    "is_hybrid_model",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+    "mtp_hybrid_override_pattern",
+)
 """Settings that a `GPTModel` does not have."""
 
 _ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
-"""The setting's name in a `TransformerConfig`, and the name of Megatron-LM's argument, which sets the former."""
+"""The setting's name in a `TransformerConfig`, and the name of Megatron-LM's argument, which sets
+the former."""
 
 
 class WithoutPadding:
@@ -86,7 +99,8 @@ class WithoutPadding:
     """
 
     def __init__(self, source: TensorSource, vocab_size: int) -> None:
-        self._source, self._vocab_size = source, vocab_size
+        self._source = source
+        self._vocab_size = vocab_size
         self.tensors = dict(source.tensors)
         for name in self.tensors.keys() & {EMBEDDING, OUTPUT}:
             info = self.tensors[name]
@@ -121,7 +135,8 @@ def parameters(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, vocab = config.hidden_size, config.vocab_size
+    hidden = config.hidden_size
+    vocab = config.vocab_size
     yield EMBEDDING, (vocab, hidden)
     for number, letter in enumerate(config.pattern):
         yield from _layer(base_layer(number), letter, config)
@@ -155,21 +170,25 @@ def hybrid_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, tuple[
         shapes: shapes of all tensors by their keys on disk.
 
     Returns:
-        For each tensor its name, its key on disk, and its index in the first dimensions of what is stored under that
-        key; the index is () if the tensor is all of it.
+        For each tensor its name, its key on disk, and its index in the first dimensions of what is
+        stored under that key; the index is () if the tensor is all of it.
     """
     gpt_style = any(key.startswith(_GPT_FINAL_NORM) for key in shapes)
     for key, shape in shapes.items():
         known = _with_fused_norms(key, shapes)
         for name, index in _layers(known, shape) if gpt_style else [(_of_heads(known), ())]:
             if is_stacked(key):
-                yield from ((f"{name}[{expert}]", key, (*index, expert)) for expert in range(shape[len(index)]))
+                yield from (
+                    (f"{name}[{expert}]", key, (*index, expert))
+                    for expert in range(shape[len(index)])
+                )
             else:
                 yield name, key, index
 
 
 def _with_fused_norms(key: str, keys: Container[str]) -> str:
-    """The key, with an unfused norm renamed as in Transformer Engine's modules, whose names mtpkit follows."""
+    """The key, with an unfused norm renamed as in Transformer Engine's modules, whose names mtpkit
+    follows."""
     for kind in KINDS.values():
         for norm in kind.unfused_norms:
             prefix = key.removesuffix(norm.name)
@@ -204,7 +223,8 @@ def _layers(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _half(name: str) -> int:
-    """0 if a tensor of a transformer layer belongs to its mixer, 1 if it belongs to the feed-forward part after it."""
+    """0 if a tensor of a transformer layer belongs to its mixer, 1 if it belongs to the
+    feed-forward part after it."""
     return int(any(name.startswith(kind.feed_forward) for kind in KINDS.values()))
 
 
@@ -222,10 +242,11 @@ def split_slice(name: str) -> tuple[str, int | None]:
 def extra_states(counts: Mapping[str, int]) -> list[str]:
     """Names of the `_extra_state` objects that Transformer Engine's modules leave in a checkpoint.
 
-    A Megatron model built from those modules asks for them when it loads. `counts` maps each key to its number of
-    experts, 1 for all but stacked ones.
+    A Megatron model built from those modules asks for them when it loads. `counts` maps each key to
+    its number of experts, 1 for all but stacked ones.
     """
-    plain = ("word_embeddings", "router", "conv1d", "mixer.norm")  # modules that are not Transformer Engine's
+    # modules that are not Transformer Engine's
+    plain = ("word_embeddings", "router", "conv1d", "mixer.norm")
     names = []
     for key, count in counts.items():
         match = re.fullmatch(r"(.+)\.weight(\.z)?", key)
@@ -235,16 +256,18 @@ def extra_states(counts: Mapping[str, int]) -> list[str]:
 
 
 def config_from_megatron(values: object, where: object = "Megatron config") -> ModelConfig:
-    """Read a `TransformerConfig` as a dictionary, or the namespace `args` of a Megatron-LM checkpoint as one.
+    """Read a `TransformerConfig` as a dictionary, or the namespace `args` of a Megatron-LM
+    checkpoint as one.
 
-    Megatron's `mtp_num_layers` counts depths. Its vocabulary is taken with its padding: those rows are in the weights.
-    The family of the config stays empty.
+    Megatron's `mtp_num_layers` counts depths. Its vocabulary is taken with its padding: those rows
+    are in the weights. The family of the config stays empty.
 
     Args:
         where: the file, for messages.
 
     Raises:
-        UserError: `values` is no dictionary, or settings are wrong or unsupported; the message names them all.
+        UserError: `values` is no dictionary, or settings are wrong or unsupported; the message
+            names them all.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{where}: {shown(values)} is not an object of Megatron's settings")
@@ -259,13 +282,16 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
     for field in ("vocab_size", "hidden_size"):
         if keys[field] is None:
             file.problems.append(f"{' or '.join(names[field])} is missing")
-    hidden, heads = file.typed("hidden_size", 0), file.typed("num_attention_heads", 0) or 1
+    hidden = file.typed("hidden_size", 0)
+    heads = file.typed("num_attention_heads", 0) or 1
     groups = file.typed("num_query_groups", 0) if file.typed("group_query_attention", True) else 0
     fields: dict[str, object] = {}
     for kind in kinds_in(letters):
         fields |= kind.derived_settings(file, hidden)
     fields |= {field: file.get(key) for field, key in keys.items() if key is not None}
-    for ignored in itertools.chain.from_iterable(kind.ignored_settings(file) for kind in KINDS.values()):
+    for ignored in itertools.chain.from_iterable(
+        kind.ignored_settings(file) for kind in KINDS.values()
+    ):
         fields.pop(ignored, None)
     fields |= dict(
         family="",
@@ -286,22 +312,34 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
 
 
 def _names(letters: str) -> dict[str, tuple[str, ...]]:
-    """Key of `ModelConfig` -> Megatron's names for it, including keys of the layer kinds that a file contains."""
-    there = [section for letter, section in SECTIONS.items() if section.in_every_file or letter in letters]
+    """Key of `ModelConfig` -> Megatron's names for it, including keys of the layer kinds that a
+    file contains."""
+    there = [
+        section
+        for letter, section in SECTIONS.items()
+        if section.in_every_file or letter in letters
+    ]
     same = [key for section in there for key in keys_of(section).values()]
-    others = {names[0]: names for kind in KINDS.values() for names in kind.other_keys if names[0] in same}
-    return {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)} | OTHER_NAMES | others
+    others = {
+        names[0]: names for kind in KINDS.values() for names in kind.other_keys if names[0] in same
+    }
+    return (
+        {key: (key,) for key in ("hidden_size", "max_position_embeddings", *same)}
+        | OTHER_NAMES
+        | others
+    )
 
 
 def _patterns(file: Values) -> tuple[str, str, int]:
-    """(base pattern, pattern of one MTP depth, depths), from `M-*-/*-/*-`, from separate settings, or from those of a
-    `GPTModel`."""
+    """(base pattern, pattern of one MTP depth, depths), from `M-*-/*-/*-`, from separate settings,
+    or from those of a `GPTModel`."""
     key = file.first("hybrid_layer_pattern", "hybrid_override_pattern") or "hybrid_layer_pattern"
     text = file.typed(key, "")
     depths = file.typed("mtp_num_layers", 0)
     if file.get(key, "") == "":
         base = _gpt_pattern(file)
-        return base, base[-2:] if depths else "", depths  # Megatron's heads have the base's last layer
+        # Megatron's heads have the base's last layer
+        return base, base[-2:] if depths else "", depths
     base, *heads = text.replace("|", "").split("/")  # | marks pipeline stages
     depths = depths or len(heads)
     own = set(heads) or {file.typed("mtp_hybrid_override_pattern", "")}
@@ -312,11 +350,14 @@ def _patterns(file: Values) -> tuple[str, str, int]:
 
 def _gpt_pattern(file: Values) -> str:
     """The pattern of a `GPTModel`: two letters for each of its layers."""
-    layers, problem = file.typed("num_layers", 0), ""
+    layers = file.typed("num_layers", 0)
+    problem = ""
     if hybrid := [key for key in _HYBRID if file.get(key)]:
         problem = f"hybrid_layer_pattern is missing, though {listed(hybrid)} is set"
     elif file.first("num_layers") is None:
-        problem = "hybrid_layer_pattern is missing, and num_layers, which a GPTModel has in its place"
+        problem = (
+            "hybrid_layer_pattern is missing, and num_layers, which a GPTModel has in its place"
+        )
     elif not 0 < layers <= MOST_LAYERS:
         problem = f"num_layers {shown(file.get('num_layers'))} must be from 1 to {MOST_LAYERS}"
     if problem:
@@ -325,7 +366,10 @@ def _gpt_pattern(file: Values) -> str:
     mixers = _letters(file, layers, [kind for kind in KINDS.values() if kind.keeps_past])
     known = [kind.attention_variant for kind in KINDS.values() if kind.attention_variant]
     if (variant := file.get("experimental_attention_variant")) is not None and variant not in known:
-        file.problems.append(f"experimental_attention_variant {shown(variant)} is not supported, only {listed(known)}")
+        file.problems.append(
+            f"experimental_attention_variant {shown(variant)} is not supported, only"
+            f" {listed(known)}"
+        )
     others = _letters(file, layers, [kind for kind in KINDS.values() if not kind.keeps_past])
     return "".join(itertools.chain.from_iterable(zip(mixers, others, strict=True)))
 
@@ -336,18 +380,24 @@ def _letters(file: Values, layers: int, kinds: Sequence[LayerKind]) -> list[str]
     for kind in kinds:
         marks = kind.gpt_layers(file)
         own = _marked(file, marks, layers) if isinstance(marks, LayerMarks) else [marks] * layers
-        letters = [kind.letter if mark else letter for mark, letter in zip(own, letters, strict=True)]
+        letters = [
+            kind.letter if mark else letter for mark, letter in zip(own, letters, strict=True)
+        ]
     return letters
 
 
 def _marked(file: Values, marks: LayerMarks, layers: int) -> Sequence[bool]:
-    """Whether a setting marks each layer, given by a list of zeros and ones or derived from a number."""
-    key, value = marks.key, file.get(marks.key, marks.default)
+    """Whether a setting marks each layer, given by a list of zeros and ones or derived from a
+    number."""
+    key = marks.key
+    value = file.get(marks.key, marks.default)
     if type(value) is int and value > 0:
         return [marks.of_number(layer, value) for layer in range(layers)]
     if isinstance(value, list) and len(value) == layers and all(one in (0, 1) for one in value):
         return [bool(one) for one in value]
-    file.problems.append(f"{key} {shown(value)} is neither a number from 1 nor a list of {layers} zeros and ones")
+    file.problems.append(
+        f"{key} {shown(value)} is neither a number from 1 nor a list of {layers} zeros and ones"
+    )
     return [False] * layers
 
 
@@ -365,5 +415,8 @@ def _activation(file: Values) -> Literal["relu2", "swiglu"]:
     if swiglu or (gated and "silu" in name):
         return "swiglu"
     if gated or not (file.typed("squared_relu", False) or "squared_relu" in name):
-        file.problems.append(f"activation_func {shown(function or 'gelu')}: only squared ReLU and SwiGLU are supported")
+        file.problems.append(
+            f"activation_func {shown(function or 'gelu')}: only squared ReLU and SwiGLU are"
+            " supported"
+        )
     return "relu2"

@@ -25,7 +25,8 @@ class Budget:
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Wait until `nbytes`, or at most the whole budget, are free; hold them inside the `with` block.
+        """Wait until `nbytes`, or at most the whole budget, are free; hold them inside the `with`
+        block.
 
         Raises:
             Stopped: `stop` was called.
@@ -51,7 +52,8 @@ class Budget:
 
 
 def write_all[Job, Done](write: Callable[[Job, Budget], Done], jobs: Sequence[Job]) -> list[Done]:
-    """Call `write` for all jobs, several at once; the first failure stops the others and is raised."""
+    """Call `write` for all jobs, several at once; the first failure stops the others and is
+    raised."""
     budget = Budget()
     with ThreadPoolExecutor(THREADS) as pool:  # waits for all threads when it ends
         futures = [pool.submit(write, job, budget) for job in jobs]

@@ -1,4 +1,5 @@
-"""Megatron's distributed checkpoints (`torch_dist`), read one tensor at a time without a process group.
+"""Megatron's distributed checkpoints (`torch_dist`), read one tensor at a time without a process
+group.
 
 Tensors have the names of `mtpkit.checkpoint.layouts.megatron`.
 """
@@ -45,7 +46,8 @@ class MegatronReader:
     Several threads may read from it. A pickled copy opens the files again in another process.
 
     Raises:
-        UserError: the index, or a file that a read needs, is missing or damaged; or a tensor is stored under two names.
+        UserError: the index, or a file that a read needs, is missing or damaged; or a tensor is
+            stored under two names.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -64,12 +66,18 @@ class MegatronReader:
         self._files = MappedFiles(directory)
         self._rows: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
         self._places: dict[str, tuple[str, Index]] = {}
-        """The location of each tensor: a key on disk, and an index in the first dimensions of what is stored there."""
-        shapes = {key: info.shape for key, info in self.on_disk.items() if not key.startswith(TRAINING_STATE)}
+        """The location of each tensor: a key on disk, and an index in the first dimensions of what
+        is stored there."""
+        shapes = {
+            key: info.shape
+            for key, info in self.on_disk.items()
+            if not key.startswith(TRAINING_STATE)
+        }
         for name, key, index in hybrid_names(shapes):
             if name in self._places:
                 raise UserError(
-                    f"{directory}: {key} and {self._places[name][0]} are two names of one tensor; leave one out"
+                    f"{directory}: {key} and {self._places[name][0]} are two names of one tensor;"
+                    " leave one out"
                 )
             self._places[name] = key, index
         self.tensors: dict[str, TensorInfo] = {
@@ -89,8 +97,11 @@ class MegatronReader:
         mapped = self._read_mapped(key, entry, index)
         return self._read_by_torch(key, entry, index) if mapped is None else mapped
 
-    def _chunks_at(self, key: str, entry: TensorStorageMetadata, index: Index) -> list[ChunkStorageMetadata]:
-        """The pieces of a part of a tensor. All pieces are grouped by row once, not searched for each part."""
+    def _chunks_at(
+        self, key: str, entry: TensorStorageMetadata, index: Index
+    ) -> list[ChunkStorageMetadata]:
+        """The pieces of a part of a tensor. All pieces are grouped by row once, not searched for
+        each part."""
         if key not in self._rows:
             rows: dict[int, list[ChunkStorageMetadata]] = {}
             for chunk in (chunk for chunk in entry.chunks if math.prod(chunk.sizes)):
@@ -100,27 +111,35 @@ class MegatronReader:
         return [chunk for chunk in self._rows[key].get(index[0], []) if _holds(chunk, index)]
 
     def _read_mapped(self, key: str, entry: TensorStorageMetadata, index: Index) -> Tensor | None:
-        """A tensor, or a part of it, from mapped files: a view if one piece holds it all. None: torch must read it."""
+        """A tensor, or a part of it, from mapped files: a view if one piece holds it all. None:
+        torch must read it."""
         assert self._metadata.storage_data is not None
-        shape, target = entry.size[len(index) :], None
+        shape = entry.size[len(index) :]
+        target = None
         for chunk in entry.chunks:
             place = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             bytes_of_file = place.relative_path, place.offset, place.length
             piece = self._files.read(*bytes_of_file, chunk.sizes, entry.properties.dtype)
             if piece is None or place.transform_descriptors:
                 return None
-            piece = piece[tuple(at - start for at, start in zip(index, chunk.offsets, strict=False))]
+            piece = piece[
+                tuple(at - start for at, start in zip(index, chunk.offsets, strict=False))
+            ]
             if len(entry.chunks) == 1 and piece.shape == shape:
                 return piece
             if target is None:
-                target = torch.full(shape, math.nan, dtype=piece.dtype)  # NaN shows holes beside overlapping pieces
+                # NaN shows holes beside overlapping pieces
+                target = torch.full(shape, math.nan, dtype=piece.dtype)
             offsets = chunk.offsets[len(index) :]
-            target[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))] = piece
+            target[
+                tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))
+            ] = piece
         return target
 
     def _read_by_torch(self, key: str, entry: TensorStorageMetadata, index: Index) -> Tensor:
         rest = entry.size[len(index) :]
-        offsets, sizes = [*index, *(0 for _ in rest)], [*(1 for _ in index), *rest]
+        offsets = [*index, *(0 for _ in rest)]
+        sizes = [*(1 for _ in index), *rest]
         target = torch.empty(sizes, dtype=entry.properties.dtype)
         if target.dtype in FLOATS:
             target.fill_(math.nan)  # NaN shows holes, as above
@@ -128,37 +147,54 @@ class MegatronReader:
         items = create_read_items_for_chunk_list(key, entry, [chunk])
         try:
             self._reader.read_data(LoadPlan(items), _Target(target)).wait()
-        except Exception as error:  # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
+        # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
+        except Exception as error:
             assert self._metadata.storage_data is not None
-            files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
+            files = sorted(
+                {self._metadata.storage_data[item.storage_index].relative_path for item in items}
+            )
             where = ", ".join(str(self._directory / file) for file in files)
-            raise UserError(f"{where} is missing, damaged or cut off ({first_line(error)})") from error
+            raise UserError(
+                f"{where} is missing, damaged or cut off ({first_line(error)})"
+            ) from error
         return target.view(rest)
 
     def read_common_state(self) -> dict[str, object]:
-        """The entries of the checkpoint besides tensors, such as Megatron-LM's `args`; empty if there are none.
+        """The entries of the checkpoint besides tensors, such as Megatron-LM's `args`; empty if
+        there are none.
 
         Raises:
-            UserError: the common state cannot be read, or is not a dictionary with values of kinds that megatron-core
-                saves.
+            UserError: the common state cannot be read, or is not a dictionary with values of kinds
+                that megatron-core saves.
         """
         from megatron.core.safe_globals import register_safe_globals
 
         register_safe_globals()
-        path, start, length = self._directory / "common.pt", 0, -1  # the file of older checkpoints
+        # the file of older checkpoints
+        path = self._directory / "common.pt"
+        start = 0
+        length = -1
         if not is_there(path):
             assert self._metadata.storage_data is not None
             place = self._metadata.storage_data.get(MetadataIndex(COMMON_STATE))
             if place is None:
                 return {}
-            path, start, length = self._directory / place.relative_path, place.offset, place.length
+            path = self._directory / place.relative_path
+            start = place.offset
+            length = place.length
         try:
             with require_file(path).open("rb") as file:
                 file.seek(start)
-                state = torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
-            raise UserError(f"{path} is missing, damaged or cut off ({first_line(error)})") from error
-        state = state[0] if isinstance(state, list) and state else state  # common.pt has no list around it
+                state = torch.load(
+                    io.BytesIO(file.read(length)), map_location="cpu", weights_only=True
+                )
+        # torch reports damage as RuntimeError, EOFError, UnpicklingError, ...
+        except Exception as error:
+            raise UserError(
+                f"{path} is missing, damaged or cut off ({first_line(error)})"
+            ) from error
+        # common.pt has no list around it
+        state = state[0] if isinstance(state, list) and state else state
         if not isinstance(state, dict):
             raise UserError(f"{path}: the common state is {shown(state)}, not a dictionary")
         return state
@@ -179,6 +215,8 @@ class _Target(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         view = self._target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             view = view.narrow(dim, start, length)
         return view

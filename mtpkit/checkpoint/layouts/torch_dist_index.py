@@ -1,4 +1,5 @@
-"""The index of a `torch_dist` checkpoint (`.metadata`), read without running what is pickled in it, and checked."""
+"""The index of a `torch_dist` checkpoint (`.metadata`), read without running what is pickled in it,
+and checked."""
 
 import math
 import os
@@ -8,7 +9,12 @@ from pathlib import Path, PosixPath
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 
 from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, is_of_all_layers, is_stacked
@@ -19,7 +25,8 @@ from mtpkit.files import require_file
 
 INDEX = ".metadata"
 
-_TORCH, _MEGATRON = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
+_TORCH = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _NAMES = {
     f"{_TORCH}.metadata": {
         "Metadata",
@@ -32,8 +39,17 @@ _NAMES = {
         "_MEM_FORMAT_ENCODING",
     },
     f"{_TORCH}.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    f"{_TORCH}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    f"{_TORCH}.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
@@ -44,7 +60,8 @@ _OTHER_NAMES: dict[tuple[str, str], type] = {
     (_MEGATRON, "MCoreMetadata"): Metadata,
     (_MEGATRON, "MCoreSavePlan"): SavePlan,
 }
-"""Further names: those of Python 3.13, and those of megatron-core up to 0.15, whose classes had one more field."""
+"""Further names: those of Python 3.13, and those of megatron-core up to 0.15, whose classes had one
+more field."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -54,7 +71,9 @@ class _Unpickler(pickle.Unpickler):
         if other := _OTHER_NAMES.get((module, name)):
             return other
         if name not in _NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which no index of a checkpoint does")
+            raise pickle.UnpicklingError(
+                f"it names {shown(f'{module}.{name}')}, which no index of a checkpoint does"
+            )
         return super().find_class(module, name)
 
 
@@ -81,13 +100,15 @@ def read_index(directory: Path) -> Metadata:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message."""
-    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):  # torch advises running its code
+    # torch advises running its code
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
         return "it holds something else than tensors and plain values"
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _misfits(directory: Path, index: object) -> Iterator[str]:
-    """Yield one clause for each file that is missing or too short, and for each incomplete tensor."""
+    """Yield one clause for each file that is missing or too short, and for each incomplete
+    tensor."""
     if not isinstance(index, Metadata):
         yield "it is no index of a checkpoint"
         return
@@ -100,7 +121,9 @@ def _misfits(directory: Path, index: object) -> Iterator[str]:
             yield f"{shown(name)} is not a file of the directory"
             return
         if name not in sizes:
-            sizes[name] = os.path.getsize(directory / name) if os.path.isfile(directory / name) else -1
+            sizes[name] = (
+                os.path.getsize(directory / name) if os.path.isfile(directory / name) else -1
+            )
         if not 0 <= place.offset <= place.offset + place.length <= sizes[name]:
             short.add(name)
     yield from (f"{name} is missing, damaged or cut off" for name in sorted(short))
@@ -113,7 +136,9 @@ def _misfits(directory: Path, index: object) -> Iterator[str]:
             yield f"{key} {list(entry.size)} is not all there"
 
 
-def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo]) -> bool:
+def _is_whole(
+    key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo]
+) -> bool:
     """Whether the pieces of a tensor lie within it, fill it, and have all their bytes in a file."""
     size = tuple(entry.size)
     stacked = is_of_all_layers(key) + is_stacked(key)
@@ -121,10 +146,14 @@ def _is_whole(key: str, entry: TensorStorageMetadata, storage: dict[MetadataInde
         return False
     filled = 0
     for chunk in entry.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        offsets = tuple(chunk.offsets)
+        sizes = tuple(chunk.sizes)
         if len(offsets) != len(size) or len(sizes) != len(size):
             return False
-        if not all(0 <= start <= start + count <= end for start, count, end in zip(offsets, sizes, size, strict=True)):
+        if not all(
+            0 <= start <= start + count <= end
+            for start, count, end in zip(offsets, sizes, size, strict=True)
+        ):
             return False
         place = storage.get(MetadataIndex(key, chunk.offsets))
         nbytes = math.prod(sizes) * entry.properties.dtype.itemsize

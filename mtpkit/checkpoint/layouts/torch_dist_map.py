@@ -1,4 +1,5 @@
-"""Tensors in the files of a `torch_dist` checkpoint, mapped into memory, each as `torch.save` wrote it."""
+"""Tensors in the files of a `torch_dist` checkpoint, mapped into memory, each as `torch.save` wrote
+it."""
 
 import io
 import math
@@ -24,17 +25,21 @@ _STORAGES = {
 
 
 class MappedFiles:
-    """The files of a directory, each mapped when it is first read. Several threads may read from it."""
+    """The files of a directory, each mapped when it is first read. Several threads may read from
+    it."""
 
     def __init__(self, directory: Path) -> None:
         self._maps = Mappings(directory)
 
-    def read(self, file: str, start: int, length: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """The tensor that `torch.save` wrote into some bytes of a file; a view of the file if it is aligned.
+    def read(
+        self, file: str, start: int, length: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The tensor that `torch.save` wrote into some bytes of a file; a view of the file if it is
+        aligned.
 
         Returns:
-            None if these bytes are not one contiguous tensor of that shape and dtype, as far as can be told without
-            reading its values.
+            None if these bytes are not one contiguous tensor of that shape and dtype, as far as can
+            be told without reading its values.
         """
         try:
             content = _values(self._maps.view(file, start, length), shape, dtype)
@@ -52,22 +57,29 @@ def _values(archive: memoryview, shape: Sequence[int], dtype: torch.dtype) -> me
     contents = {record.filename.partition("/")[2]: _content(archive, record) for record in records}
     (key,) = (name.removeprefix("data/") for name in contents if name.startswith("data/"))
     values = contents[f"data/{key}"]
-    count, strides = math.prod(shape), torch.empty(tuple(shape), device="meta").stride()
+    count = math.prod(shape)
+    strides = torch.empty(tuple(shape), device="meta").stride()
     storage, *rest = _Arguments(io.BytesIO(contents["data.pkl"])).load()[:4]
-    same = storage[1:3] == (_STORAGES[dtype], key) and storage[4] == count and rest == [0, tuple(shape), strides]
+    same = (
+        storage[1:3] == (_STORAGES[dtype], key)
+        and storage[4] == count
+        and rest == [0, tuple(shape), strides]
+    )
     native = bytes(contents.get("byteorder", b"little")) == b"little"
     return values if same and native and 0 < len(values) == count * dtype.itemsize else None
 
 
 def _content(archive: memoryview, record: zipfile.ZipInfo) -> memoryview:
-    """The bytes of a record, which follow its header, its name and the padding to an aligned address."""
+    """The bytes of a record, which follow its header, its name and the padding to an aligned
+    address."""
     name, filler = struct.unpack_from("<HH", archive, record.header_offset + 26)
     begin = record.header_offset + 30 + name + filler
     return archive[begin : begin + record.file_size]
 
 
 class _Arguments(pickle.Unpickler):
-    """Unpickles a tensor as the arguments that torch would rebuild it from: (storage, offset, shape, strides, ...)."""
+    """Unpickles a tensor as the arguments that torch would rebuild it from: (storage, offset,
+    shape, strides, ...)."""
 
     def persistent_load(self, storage: object) -> object:
         """("storage", type, key of its record, device, number of elements)."""
@@ -87,7 +99,8 @@ class _File(io.RawIOBase, IO[bytes]):
     """A part of a mapped file as a separate file object."""
 
     def __init__(self, content: memoryview) -> None:
-        self._content, self._at = content, 0
+        self._content = content
+        self._at = 0
 
     def readable(self) -> bool:
         return True

@@ -1,4 +1,5 @@
-"""Megatron's distributed checkpoints (`torch_dist`), written by several threads without a process group."""
+"""Megatron's distributed checkpoints (`torch_dist`), written by several threads without a process
+group."""
 
 import json
 import pickle
@@ -27,12 +28,14 @@ from mtpkit.checkpoint.layouts.torch_dist_index import INDEX
 from mtpkit.checkpoint.tensors import TensorInfo, TensorSource
 
 CHECKPOINT_VERSION = {"checkpoint_version": 3.0}
-"""An entry that Megatron-LM looks for in a checkpoint; without it, Megatron-LM would reorder the rows of QKV."""
+"""An entry that Megatron-LM looks for in a checkpoint; without it, Megatron-LM would reorder the
+rows of QKV."""
 
 FILE_BYTES = 2**30
 """Minimum bytes of tensors in a file, unless it is the only file."""
 _ALIGNED = 64
-"""Alignment in bytes of tensors in their archives, and of archives in files, so that values can be mapped."""
+"""Alignment in bytes of tensors in their archives, and of archives in files, so that values can be
+mapped."""
 
 
 class _File(NamedTuple):
@@ -43,10 +46,13 @@ class _File(NamedTuple):
     objects: Sequence[tuple[str, object]]
 
 
-def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[str, object]) -> None:
+def write_megatron(
+    directory: Path, source: TensorSource, common_state: Mapping[str, object]
+) -> None:
     """Write a `torch_dist` checkpoint as megatron-core would at tensor parallelism 1.
 
-    Several files are written at once; few tensors are in memory at a time, see `mtpkit.checkpoint.layouts.parallel`.
+    Several files are written at once; few tensors are in memory at a time, see
+    `mtpkit.checkpoint.layouts.parallel`.
 
     Args:
         directory: an existing, empty directory.
@@ -62,7 +68,9 @@ def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[
     objects += [(name, [_empty_extra_state(name)]) for name in extra_states(counts)]
     files = _plan_files(source.tensors, objects)
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    with progress("writing torch_dist", sum(info.nbytes for info in source.tensors.values())) as bar:
+    with progress(
+        "writing torch_dist", sum(info.nbytes for info in source.tensors.values())
+    ) as bar:
 
         def write(file: _File, budget: Budget) -> dict[MetadataIndex, _StorageInfo]:
             with (directory / file.name).open("wb") as stream:
@@ -85,8 +93,11 @@ def write_megatron(directory: Path, source: TensorSource, common_state: Mapping[
     (directory / "metadata.json").write_text(json.dumps(metadata))
 
 
-def _plan_files(tensors: Mapping[str, TensorInfo], objects: Sequence[tuple[str, object]]) -> list[_File]:
-    """Tensors in order, divided into files of about the same size; all objects are in the first file."""
+def _plan_files(
+    tensors: Mapping[str, TensorInfo], objects: Sequence[tuple[str, object]]
+) -> list[_File]:
+    """Tensors in order, divided into files of about the same size; all objects are in the first
+    file."""
     total = sum(info.nbytes for info in tensors.values())
     count = max(1, min(THREADS, total // FILE_BYTES))
     parts: list[list[str]] = [[] for _ in range(count)]
@@ -98,7 +109,11 @@ def _plan_files(tensors: Mapping[str, TensorInfo], objects: Sequence[tuple[str, 
 
 
 def _write_file(
-    file: _File, stream: IO[bytes], source: TensorSource, budget: Budget, advance: Callable[[int], object]
+    file: _File,
+    stream: IO[bytes],
+    source: TensorSource,
+    budget: Budget,
+    advance: Callable[[int], object],
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Write the tensors and objects of a file; return their places in it."""
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -120,7 +135,8 @@ def _write_file(
 
 
 def _own_memory(tensor: Tensor, row: int | None) -> Tensor:
-    """A contiguous tensor in its own storage, so that `torch.save` writes nothing else. Slices become [1, ...]."""
+    """A contiguous tensor in its own storage, so that `torch.save` writes nothing else. Slices
+    become [1, ...]."""
     tensor = tensor.contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
@@ -135,9 +151,11 @@ def _index(name: str, info: TensorInfo) -> MetadataIndex:
 def _chunk(name: str, info: TensorInfo) -> ChunkStorageMetadata:
     """The place of a tensor in the stored tensor: all of it, or one slice of a stacked tensor."""
     row = split_slice(name)[1]
-    sizes, offsets = info.shape, (0,) * len(info.shape)
+    sizes = info.shape
+    offsets = (0,) * len(info.shape)
     if row is not None:
-        sizes, offsets = (1, *sizes), (row, *offsets)
+        sizes = (1, *sizes)
+        offsets = (row, *offsets)
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
@@ -147,5 +165,6 @@ def _entry(info: TensorInfo, stacked: int | None) -> TensorStorageMetadata:
 
 
 def _empty_extra_state(name: str) -> Tensor | None:
-    """The extra state that a module without fp8 saves; megatron-core's own output layer saves None."""
+    """The extra state that a module without fp8 saves; megatron-core's own output layer saves
+    None."""
     return None if name.startswith("output_layer.") else torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""Sizes and switches of each layer kind, one file per kind, and the table from pattern letters to them."""
+"""Sizes and switches of each layer kind, one file per kind, and the table from pattern letters to
+them."""
 
 from mtpkit.config.sections.attention import AttentionConfig
 from mtpkit.config.sections.base import (
@@ -40,5 +41,12 @@ __all__ = [
 ]
 
 # In the order in which config files list their keys.
-for _section in (AttentionConfig, MlpConfig, Mamba2Config, MoeConfig, MlaConfig, GatedDeltaNetConfig):
+for _section in (
+    AttentionConfig,
+    MlpConfig,
+    Mamba2Config,
+    MoeConfig,
+    MlaConfig,
+    GatedDeltaNetConfig,
+):
     register_section(_section)

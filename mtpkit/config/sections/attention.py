@@ -13,7 +13,9 @@ from mtpkit.config.sections.base import Count, Number, Section
 class AttentionConfig(Section):
     """Grouped-query attention."""
 
-    letter, title, in_every_file = "*", "attention", True
+    letter = "*"
+    title = "attention"
+    in_every_file = True
     positive = ("num_attention_heads", "num_query_groups", "kv_channels")
     multiples = (("num_attention_heads", "num_query_groups"),)
     added_later = (
@@ -35,14 +37,16 @@ class AttentionConfig(Section):
     rotary_percent: Annotated[Number, Field(ge=1e-6, le=1)] = 1.0
     qk_layernorm: bool = False
     attention_output_gate: bool = False
-    """Whether each head's output is multiplied by the sigmoid of a gate, one more output of the input projection (Qiu
-    et al. 2025, arXiv:2505.06708; Qwen3-Next)."""
+    """Whether each head's output is multiplied by the sigmoid of a gate, one more output of the
+    input projection (Qiu et al. 2025, arXiv:2505.06708; Qwen3-Next)."""
 
     add_qkv_bias: bool = False
-    """Whether the input projection has a bias, which no other linear has (Qwen2, GLM-4-MoE, MiMo)."""
+    """Whether the input projection has a bias, which no other linear has (Qwen2, GLM-4-MoE,
+    MiMo)."""
 
     yarn_factor: Annotated[Number, Field(ge=1e-3, le=1e6)] = 1.0
-    """YaRN (arXiv:2309.00071): factor by which contexts become longer; 1: plain rotary embedding."""
+    """YaRN (arXiv:2309.00071): factor by which contexts become longer; 1: plain rotary
+    embedding."""
     yarn_original_context: Annotated[int, Field(ge=1, le=2**30)] = 4096
     """YaRN: longest context before scaling."""
     yarn_beta_fast: Annotated[Number, Field(ge=0, le=1e6)] = 32
@@ -65,4 +69,7 @@ class AttentionConfig(Section):
             share = f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels}"
             yield f"{share} rotates {rotated} channels, an odd number"
         if self.yarn_beta_slow >= self.yarn_beta_fast:
-            yield f"yarn_beta_slow {self.yarn_beta_slow} must be below yarn_beta_fast {self.yarn_beta_fast}"
+            yield (
+                f"yarn_beta_slow {self.yarn_beta_slow} must be below yarn_beta_fast"
+                f" {self.yarn_beta_fast}"
+            )

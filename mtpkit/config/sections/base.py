@@ -1,4 +1,5 @@
-"""Base classes of the sections, one section per layer kind, and the table from pattern letters to sections."""
+"""Base classes of the sections, one section per layer kind, and the table from pattern letters to
+sections."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ Number = int | float
 
 
 class Part:
-    """Base of checked classes whose keys stand in files beside those of `ModelConfig`; all fields have defaults."""
+    """Base of checked classes whose keys stand in files beside those of `ModelConfig`; all fields
+    have defaults."""
 
     added_later: ClassVar[tuple[str, ...]] = ()
-    """Fields that files have only if they differ from their defaults, since older files lack them."""
+    """Fields that files have only if they differ from their defaults, since older files lack
+    them."""
 
     @classmethod
     @functools.cache
@@ -38,7 +41,8 @@ class Part:
 
     @classmethod
     def from_file(cls, values: JsonObject) -> JsonObject:
-        """Replace those values of a file, given by key, that stand for values that JSON cannot express."""
+        """Replace those values of a file, given by key, that stand for values that JSON cannot
+        express."""
         return values
 
 
@@ -50,7 +54,8 @@ class Section(Part):
     title: ClassVar[str]
     """Name of the kind in messages."""
     in_every_file: ClassVar[bool] = False
-    """Whether files of models without such layers have the section's keys too, as when there were only four kinds."""
+    """Whether files of models without such layers have the section's keys too, as when there were
+    only four kinds."""
     apart: ClassVar[tuple[str, ...]] = ()
     """Letters of layer kinds that cannot be in one model with this kind."""
     positive: ClassVar[tuple[str, ...]] = ()
@@ -61,7 +66,8 @@ class Section(Part):
     """Pairs of a field and a field that it must not exceed."""
 
     def requirements(self, layers: int) -> Iterator[str]:
-        """Yield one clause for each value that a model with `layers` such layers, heads included, cannot have."""
+        """Yield one clause for each value that a model with `layers` such layers, heads included,
+        cannot have."""
         keys = keys_of(type(self))
         values = {name: getattr(self, name) for name in keys}
         if missing := [keys[name] for name in self.positive if values[name] <= 0]:
@@ -69,7 +75,10 @@ class Section(Part):
             return
         for whole, part in self.multiples:
             if values[whole] % values[part]:
-                yield f"{keys[whole]} {values[whole]} is not a multiple of {keys[part]} {values[part]}"
+                yield (
+                    f"{keys[whole]} {values[whole]} is not a multiple of {keys[part]}"
+                    f" {values[part]}"
+                )
         for low, high in self.at_most:
             if values[low] > values[high]:
                 yield f"{keys[low]} {values[low]} exceeds {keys[high]} {values[high]}"
@@ -81,7 +90,9 @@ SECTIONS: dict[str, type[Section]] = {}
 
 def register_section(section: type[Section]) -> None:
     """Register the section of a layer kind by its letter, for patterns and for files."""
-    assert section.letter not in SECTIONS, f"{section.letter} stands for {SECTIONS[section.letter].title}"
+    assert section.letter not in SECTIONS, (
+        f"{section.letter} stands for {SECTIONS[section.letter].title}"
+    )
     SECTIONS[section.letter] = section
 
 
@@ -107,7 +118,8 @@ def _check_length(most: int) -> Callable[[str], str]:
 
 
 def up_to(most: int) -> Any:
-    """Limits of a size: from 0 to far above all existing models, so that absurd sizes are refused before building."""
+    """Limits of a size: from 0 to far above all existing models, so that absurd sizes are refused
+    before building."""
     return Field(ge=0, le=most)
 
 

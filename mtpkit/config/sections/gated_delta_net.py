@@ -10,13 +10,21 @@ from mtpkit.config.sections.base import Count, Section, up_to
 class GatedDeltaNetConfig(Section):
     """Gated delta net (Yang et al. 2024, arXiv:2412.06464)."""
 
-    letter, title = "G", "gated delta net"
-    positive = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    letter = "G"
+    title = "gated delta net"
+    positive = (
+        "num_key_heads",
+        "num_value_heads",
+        "key_head_dim",
+        "value_head_dim",
+        "conv_kernel_dim",
+    )
     multiples = (("num_value_heads", "num_key_heads"),)
 
     num_key_heads: Count = 0
     num_value_heads: Count = 0
-    """A multiple of the number of key heads; the value heads of one key head share its queries and keys."""
+    """A multiple of the number of key heads; the value heads of one key head share its queries and
+    keys."""
     key_head_dim: Count = 128
     value_head_dim: Count = 128
     conv_kernel_dim: Annotated[int, up_to(2**10)] = 4

@@ -15,7 +15,9 @@ _Limits = tuple[Number, int | Annotated[float, Field(allow_inf_nan=True)]]
 def _check_range(limit: _Limits) -> _Limits:
     low, high = limit
     if not 0 <= low < high or low > 1e6 or 2**53 < high < math.inf:
-        raise ValueError("must be 0 <= low < high, with low at most 1e6 and high at most 2^53 or infinite")
+        raise ValueError(
+            "must be 0 <= low < high, with low at most 1e6 and high at most 2^53 or infinite"
+        )
     return limit
 
 
@@ -23,7 +25,9 @@ def _check_range(limit: _Limits) -> _Limits:
 class Mamba2Config(Section):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
 
-    letter, title, in_every_file = "M", "Mamba2", True
+    letter = "M"
+    title = "Mamba2"
+    in_every_file = True
     positive = ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size")
     multiples = (("num_heads", "num_groups"),)
 

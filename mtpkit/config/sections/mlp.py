@@ -10,7 +10,9 @@ from mtpkit.config.sections.base import Section, Width
 class MlpConfig(Section):
     """A feed-forward network."""
 
-    letter, title, in_every_file = "-", "MLP", True
+    letter = "-"
+    title = "MLP"
+    in_every_file = True
     positive = ("ffn_hidden_size",)
 
     ffn_hidden_size: Width = 0

@@ -1,7 +1,7 @@
 """Drafts from distinct heads: a layer and a cache per depth.
 
-Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden size. p is a row's
-newest accepted position: h_p is known and t_{p+1} was just chosen.
+Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden
+size. p is a row's newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
 from dataclasses import replace
@@ -20,19 +20,23 @@ from mtpkit.model.inputs import StepInput
 
 
 class DistinctDrafter(MtpDrafter):
-    """One physical layer and one cache per depth, for two drafts or more; one draft needs no window.
+    """One physical layer and one cache per depth, for two drafts or more; one draft needs no
+    window.
 
-    Entry j of depth k is computed from (g^{k-1}_j, t_{j+k}), where g^k is the output of depth k, and g^0 is h. When a
-    step begins at position c, entries c-K+1 .. c-1 of the deeper caches were computed from drafts. Every depth
-    therefore runs over a window: the positions of the step and the K - 1 before them, whose base hidden states are
-    stored per slot. Where a token is not known yet, the new draft takes its place. The heads' recurrent states end
-    before the window, K - 1 positions behind the committed ones; see `StateSizes.behind`.
+    Entry j of depth k is computed from (g^{k-1}_j, t_{j+k}), where g^k is the output of depth k,
+    and g^0 is h. When a step begins at position c, entries c-K+1 .. c-1 of the deeper caches were
+    computed from drafts. Every depth therefore runs over a window: the positions of the step and
+    the K - 1 before them, whose base hidden states are stored per slot. Where a token is not known
+    yet, the new draft takes its place. The heads' recurrent states end before the window, K - 1
+    positions behind the committed ones; see `StateSizes.behind`.
 
-    Example, K = 3, one row: committed 10, computed positions 10..13, one draft accepted. The window is 8..13, p = 11,
-    t_12 was just chosen. Depth 2 reads t_10 .. t_12 at 8..10 and draft 1 at 11; depth 3 reads t_11, t_12, draft 1,
-    draft 2 at 8..11. Positions 12 and 13 hold garbage that the next window, from 10 on, replaces.
+    Example, K = 3, one row: committed 10, computed positions 10..13, one draft accepted. The window
+    is 8..13, p = 11, t_12 was just chosen. Depth 2 reads t_10 .. t_12 at 8..10 and draft 1 at 11;
+    depth 3 reads t_11, t_12, draft 1, draft 2 at 8..11. Positions 12 and 13 hold garbage that the
+    next window, from 10 on, replaces.
 
-    In a step with fewer than K drafts all depths run, which keeps their caches complete for later steps.
+    In a step with fewer than K drafts all depths run, which keeps their caches complete for later
+    steps.
     """
 
     @property
@@ -42,16 +46,22 @@ class DistinctDrafter(MtpDrafter):
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
-        count, state = batch.plan.num_sampling_rows, window.hidden
-        newest, flat = window.newest[:count], window.flat_newest[:count]
+        count = batch.plan.num_sampling_rows
+        state = window.hidden
+        newest = window.newest[:count]
+        flat = window.flat_newest[:count]
         chosen: list[tuple[Tensor, Tensor | None]] = []
         for depth in range(1, self.num_speculative_tokens + 1):
             drafting = flat if depth <= batch.plan.num_speculative_tokens else flat[:0]
             last = depth == self.num_speculative_tokens
             tokens = window.token_ids(depth)[None]
-            state = mtp_forward(self.model, depth, state, tokens, window.inputs, keep=drafting if last else None)
+            state = mtp_forward(
+                self.model, depth, state, tokens, window.inputs, keep=drafting if last else None
+            )
             if len(drafting):
-                chosen.append(self.choose(state[:, 0] if last else state[flat, 0], depth, batch, newest))
+                chosen.append(
+                    self.choose(state[:, 0] if last else state[flat, 0], depth, batch, newest)
+                )
                 window.future[:count, depth] = embeddable(chosen[-1][0])
         return self.drafts(chosen, batch)
 
@@ -59,20 +69,26 @@ class DistinctDrafter(MtpDrafter):
 class Window:
     """Flat layout of a step's positions and up to K - 1 positions before each row, W tokens in all.
 
-    Every row of the step becomes a decode row of K - 1 + `decode_width` tokens here, so that shapes do not depend on
-    values that only the device knows. A decode row of the step now begins K - 1 positions earlier. A chunk of the step
-    becomes a decode row that begins at its K - 1 newest positions, and a chunk from K - 1 positions before it up to
-    there, from whose states the decode row continues. A row that reaches beyond the step, as all do whose request has
-    fewer than K - 1 positions before it, stays within `EngineConfig.reach`, which the scheduler reserves; the next
+    Every row of the step becomes a decode row of K - 1 + `decode_width` tokens here, so that shapes
+    do not depend on values that only the device knows. A decode row of the step now begins K - 1
+    positions earlier. A chunk of the step becomes a decode row that begins at its K - 1 newest
+    positions, and a chunk from K - 1 positions before it up to there, from whose states the decode
+    row continues. A row that reaches beyond the step, as all do whose request has fewer than K - 1
+    positions before it, stays within `EngineConfig.reach`, which the scheduler reserves; the next
     window replaces those entries.
 
-    Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8 .. 13 and the chunk 2 .. 7.
+    Example, K = 3: a chunk of the positions 4 .. 9 becomes the decode row 8 .. 13 and the chunk 2
+    .. 7.
     """
 
-    def __init__(self, batch: Batch, verdict: Verdict, hidden: Tensor, depths: int, block_size: int) -> None:
-        self.depths, begin = depths, batch.inputs.context_lens
+    def __init__(
+        self, batch: Batch, verdict: Verdict, hidden: Tensor, depths: int, block_size: int
+    ) -> None:
+        self.depths = depths
+        begin = batch.inputs.context_lens
         rows = _Rows.of(batch, depths - 1)
-        self.owner, self.positions = rows.owner, rows.positions
+        self.owner = rows.owner
+        self.positions = rows.positions
         slots = kv_slots(rows.inputs.block_tables, rows.of_token, self.positions, block_size)
         slots = slots if rows.padding is None else torch.where(rows.padding, -1, slots)
         self.inputs = replace(rows.inputs, positions=self.positions, kv_slots=slots)
@@ -81,7 +97,8 @@ class Window:
         ahead = index + torch.arange(1 + depths, device=begin.device)[:, None]
         ahead = ahead.minimum(batch.inputs.query_start.diff()[self.owner] - 1)
         self.known = batch.token_ids_at(self.owner.expand_as(ahead), ahead)
-        """[1 + K, W] t_j, t_{j+1}, .., t_{j+K} for each position j, as far as the step feeds them."""
+        """[1 + K, W] t_j, t_{j+1}, .., t_{j+K} for each position j, as far as the step feeds
+        them."""
         self.hidden = batch.hidden_at(self.owner, ahead[0], hidden)[:, None]
         """[W, 1, h], the base's hidden states."""
 
@@ -90,19 +107,24 @@ class Window:
         self.flat_newest = (rows.inputs.query_start[: len(begin)] + in_row).clamp_min(0)
         known = batch.lookahead.clamp_min(0)
         self.future = torch.cat([known, known[:, :1]], dim=1)
-        """[R, 1 + K] tokens after p: the chosen token, then each draft once it is made, or a prompt's known tokens."""
+        """[R, 1 + K] tokens after p: the chosen token, then each draft once it is made, or a
+        prompt's known tokens."""
         count = batch.plan.num_sampling_rows
-        self.future[:count, 0] = embeddable(verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0])
+        self.future[:count, 0] = embeddable(
+            verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]
+        )
 
     def token_ids(self, depth: int) -> Tensor:
         """[W] t_{j+depth} for each position j, known or drafted."""
         beyond = self.positions + depth - self.newest[self.owner] - 1
-        return torch.where(beyond < 0, self.known[depth], self.future[self.owner, beyond.clamp(0, self.depths)])
+        return torch.where(
+            beyond < 0, self.known[depth], self.future[self.owner, beyond.clamp(0, self.depths)]
+        )
 
 
 class _Rows(NamedTuple):
-    """Rows of a window: first one decode row for each row of the step, then one chunk for each of its chunks, then a
-    null row with the tokens that no chunk needs."""
+    """Rows of a window: first one decode row for each row of the step, then one chunk for each of
+    its chunks, then a null row with the tokens that no chunk needs."""
 
     inputs: StepInput
     """Step input of these rows; its positions and KV slots are still those of the step."""
@@ -113,13 +135,16 @@ class _Rows(NamedTuple):
     positions: Tensor
     """[W] int64."""
     padding: Tensor | None
-    """[W] bool, the tokens of the null row, which have position 0 and any owner; None: there are no chunks."""
+    """[W] bool, the tokens of the null row, which have position 0 and any owner; None: there are no
+    chunks."""
 
     @classmethod
     def of(cls, batch: Batch, before: int) -> "_Rows":
         """Extend each row by up to `before` positions before it."""
-        inputs, decoding = batch.inputs, batch.inputs.num_decode_rows
-        count, width = len(inputs.state_slots), before + inputs.decode_width
+        inputs = batch.inputs
+        decoding = batch.inputs.num_decode_rows
+        count = len(inputs.state_slots)
+        width = before + inputs.decode_width
         indices = torch.arange(count * width, device=batch.token_ids.device)
         lens = inputs.query_start[decoding:].diff() * (inputs.state_slots[decoding:] >= 0)
         contexts = inputs.context_lens.clamp_min(0)
@@ -135,12 +160,19 @@ class _Rows(NamedTuple):
             decode_width=width,
         )
         decoded = cls(longer, rows, rows, begins[rows] + indices % width, None)
-        return decoded._with_chunks(batch, starts[decoding:], ends) if inputs.num_chunk_rows else decoded
+        return (
+            decoded._with_chunks(batch, starts[decoding:], ends)
+            if inputs.num_chunk_rows
+            else decoded
+        )
 
     def _with_chunks(self, batch: Batch, starts: Tensor, ends: Tensor) -> "_Rows":
         """Append chunks from `starts` to `ends` [C], and a null row, to these decode rows."""
-        inputs, first, chunks = batch.inputs, batch.inputs.num_decode_rows, len(starts)
-        tokens, null = len(batch.token_ids) - inputs.num_decode_tokens, starts.new_full((1,), -1)
+        inputs = batch.inputs
+        first = batch.inputs.num_decode_rows
+        chunks = len(starts)
+        tokens = len(batch.token_ids) - inputs.num_decode_tokens
+        null = starts.new_full((1,), -1)
         lasts = torch.cat([(ends - starts).cumsum(0), starts.new_full((1,), tokens)])
         rows, index = token_rows(lasts, tokens)
         padding = rows == chunks
@@ -150,8 +182,12 @@ class _Rows(NamedTuple):
         longer = replace(
             self.inputs,
             query_start=torch.cat([self.inputs.query_start, self.inputs.query_start[-1] + lasts]),
-            context_lens=torch.cat([self.inputs.context_lens, torch.where(none, null, starts), null]),
-            block_tables=torch.cat([inputs.block_tables, inputs.block_tables[first:], inputs.block_tables[:1]]),
+            context_lens=torch.cat(
+                [self.inputs.context_lens, torch.where(none, null, starts), null]
+            ),
+            block_tables=torch.cat(
+                [inputs.block_tables, inputs.block_tables[first:], inputs.block_tables[:1]]
+            ),
             state_slots=torch.cat([inputs.state_slots, inputs.state_slots[first:], null]),
             committed=self.inputs.committed.followed_by(chunks + 1),
         )

@@ -30,10 +30,12 @@ def make_drafter(
         draft_token_ids: [D] int64, the tokens that drafts are chosen from; None: all tokens.
         tree: shape of the drafts; None: chains.
     """
-    config, depths = model.mtpkit_config, num_speculative_tokens
+    config = model.mtpkit_config
+    depths = num_speculative_tokens
     if depths == 0:
         return NoDrafter()
-    repeated, settings = config.mtp.repeated or depths == 1, (model, depths, block_size, sample, draft_token_ids)
+    repeated = config.mtp.repeated or depths == 1
+    settings = (model, depths, block_size, sample, draft_token_ids)
     if tree is not None:
         return (RepeatedTreeDrafter if repeated else DistinctTreeDrafter)(*settings, tree)
     return (RepeatedDrafter if repeated else DistinctDrafter)(*settings)
@@ -52,6 +54,6 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"]) -> None:
         raise UserError(f"{given} the model has no MTP heads: train some, or set it to 0")
     if not config.mtp.repeated and depths != "auto" and depths > config.mtp.num_depths:
         raise UserError(
-            f"{given} the model has {config.mtp.num_depths} distinct MTP heads: set it to {config.mtp.num_depths} "
-            "or less"
+            f"{given} the model has {config.mtp.num_depths} distinct MTP heads: set it to"
+            f" {config.mtp.num_depths} or less"
         )

@@ -1,9 +1,10 @@
-"""Growth of trees of drafts, level by level: each parent token gets its best children or drawn children.
+"""Growth of trees of drafts, level by level: each parent token gets its best children or drawn
+children.
 
 All sizes are fixed by the shape of the tree, so that drafting can be captured in a CUDA graph.
 
-Shape legend: S rows that sample, f tokens of a level that get children, b children of each, C candidates, T tokens of a
-tree, N = T - 1 drafts, K depth.
+Shape legend: S rows that sample, f tokens of a level that get children, b children of each, C
+candidates, T tokens of a tree, N = T - 1 drafts, K depth.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from mtpkit.platform import to_device
 
 @dataclass(frozen=True)
 class Level:
-    """Drafts of one depth that get children. Each is an entry of the heads' caches of keys and values."""
+    """Drafts of one depth that get children. Each is an entry of the heads' caches of keys and
+    values."""
 
     depth: int
     tokens: Tensor
@@ -26,14 +28,16 @@ class Level:
     above: Tensor
     """[S, f] int64, index of each draft's parent in the level before; 0 at depth 1."""
     masks: Tensor
-    """[S, f] int64, bit masks of the entries that each draft sees: those of its ancestors and its own."""
+    """[S, f] int64, bit masks of the entries that each draft sees: those of its ancestors and its
+    own."""
     offset: int
     """Number of entries of all levels before."""
     earlier: tuple[int, ...]
     """For each level before, the mask of its entries."""
 
     def masks_from(self, starts: Tensor) -> Tensor:
-        """[S, f] masks without the levels at negative positions; the first level is at positions `starts` [S]."""
+        """[S, f] masks without the levels at negative positions; the first level is at positions
+        `starts` [S]."""
         masks = self.masks
         for depth, entries in enumerate(self.earlier):
             masks = masks & ~torch.where(starts + depth < 0, entries, 0)[:, None]
@@ -46,13 +50,17 @@ class Shape:
     def __init__(self, tree: Tree, device: torch.device) -> None:
         self.tree = tree
         self.chosen: list[Tensor] = []
-        """Static trees: for each depth, the candidates that become drafts, as indices into [f b]."""
+        """Static trees: for each depth, the candidates that become drafts, as indices into [f
+        b]."""
         self.frontier: list[Tensor] = []
-        """Static trees: for each depth, the drafts that get children, as indices into the drafts of that depth."""
+        """Static trees: for each depth, the drafts that get children, as indices into the drafts of
+        that depth."""
         self.above: list[Tensor] = []
-        """Static trees: for each draft in `frontier`, the index of its parent in the frontier of the depth before."""
+        """Static trees: for each draft in `frontier`, the index of its parent in the frontier of
+        the depth before."""
         self.nodes: list[Tensor] = []
-        """Static trees: for each depth [f, b], the token of the tree that each candidate is; 0: none."""
+        """Static trees: for each depth [f, b], the token of the tree that each candidate is; 0:
+        none."""
         self.widths: list[int] = [tree.most_children] * tree.depth
         """b of each depth."""
         if isinstance(tree, TokenTree):
@@ -63,9 +71,15 @@ class Shape:
         for depth in range(tree.depth):
             families = [tree.children(token) for token in front]
             width = self.widths[depth] = max(map(len, families))
-            places = [place * width + rank for place, family in enumerate(families) for rank in range(len(family))]
+            places = [
+                place * width + rank
+                for place, family in enumerate(families)
+                for rank in range(len(family))
+            ]
             nodes = [child for family in families for child in family]
-            expanded = [(index, child) for index, child in enumerate(nodes) if child in tree.expanded]
+            expanded = [
+                (index, child) for index, child in enumerate(nodes) if child in tree.expanded
+            ]
             owners = [place for place, family in enumerate(families) for _ in family]
             table = [family + [0] * (width - len(family)) for family in families]
             ints = ([index for index, _ in expanded], [owners[index] for index, _ in expanded])
@@ -89,7 +103,8 @@ class Growth:
         self._best: list[Tensor] = []
 
     def add(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Add candidates of the next depth: tokens and log-probabilities [S, f, b], children of the newest level."""
+        """Add candidates of the next depth: tokens and log-probabilities [S, f, b], children of the
+        newest level."""
         raise NotImplementedError
 
     def drafts(self) -> tuple[Tensor, Tensor | None]:
@@ -102,20 +117,24 @@ class Growth:
         return len(self._best) + 1
 
     def best(self) -> Tensor:
-        """[S, K] int64, one draft of each depth, or `NO_TOKEN` if no parent has children with valid logits. Some may
-        have none: the heads cannot read every draft, and the base may reject those."""
+        """[S, K] int64, one draft of each depth, or `NO_TOKEN` if no parent has children with valid
+        logits. Some may have none: the heads cannot read every draft, and the base may reject
+        those."""
         return torch.stack(self._best, 1)
 
     def _note(self, tokens: Tensor) -> None:
-        """Keep the best draft of the children [S, f, b], whose first is `NO_TOKEN` where a parent has none."""
+        """Keep the best draft of the children [S, f, b], whose first is `NO_TOKEN` where a parent
+        has none."""
         self._best.append(tokens[:, :, 0].amax(1))
 
     def _append(self, tokens: Tensor, above: Tensor) -> None:
         last = self.levels[-1] if self.levels else None
-        offset, earlier = 0, tuple[int, ...]()
+        offset = 0
+        earlier = tuple[int, ...]()
         if last:
             width = last.tokens.shape[1]
-            offset, earlier = last.offset + width, (*last.earlier, ((1 << width) - 1) << last.offset)
+            offset = last.offset + width
+            earlier = (*last.earlier, ((1 << width) - 1) << last.offset)
         own = 1 << (offset + torch.arange(tokens.shape[1], device=tokens.device))
         masks = own.expand_as(tokens) if last is None else last.masks.gather(1, above) | own
         self.levels.append(Level(len(self.levels) + 1, tokens, above, masks, offset, earlier))
@@ -153,7 +172,8 @@ class DynamicGrowth(Growth):
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
         self._parents: list[Tensor] = []
-        """[S, C'] for each depth, index of each candidate's parent among all candidates; -1: token 0."""
+        """[S, C'] for each depth, index of each candidate's parent among all candidates; -1: token
+        0."""
         self._front: tuple[Tensor, Tensor] | None = None
         """[S, f] scores of the newest level and their indices among all candidates."""
 
@@ -162,7 +182,8 @@ class DynamicGrowth(Growth):
         width = tokens.shape[2]
         self._note(tokens)
         before = sum(part.shape[1] for part in self._tokens)
-        scores, parents = log_probs.nan_to_num(nan=-torch.inf), torch.full_like(tokens, -1)
+        scores = log_probs.nan_to_num(nan=-torch.inf)
+        parents = torch.full_like(tokens, -1)
         if self._front is not None:
             # Rounding must not put a child before its parent.
             scores = (self._front[0][..., None] + scores).minimum(self._front[0][..., None])
@@ -172,16 +193,28 @@ class DynamicGrowth(Growth):
         self._scores.append(flat)
         self._parents.append(parents.flatten(1))
         if len(self._tokens) < self._tree.depth:
-            order = torch.sort(flat, dim=1, descending=True, stable=True).indices[:, : self._tree.topk]
+            order = torch.sort(flat, dim=1, descending=True, stable=True).indices[
+                :, : self._tree.topk
+            ]
             self._front = flat.gather(1, order), before + order
-            self._append(tokens.flatten(1).gather(1, order), order // width if before else torch.zeros_like(order))
+            self._append(
+                tokens.flatten(1).gather(1, order),
+                order // width if before else torch.zeros_like(order),
+            )
 
     def drafts(self) -> tuple[Tensor, Tensor]:
-        """See `Growth.drafts`: the best candidates, in the order in which they were made. Among equal scores the
-        earlier candidate is better, so that a draft's parent is a draft, too."""
-        scores, tokens, parents = (torch.cat(part, 1) for part in (self._scores, self._tokens, self._parents))
+        """See `Growth.drafts`: the best candidates, in the order in which they were made. Among
+        equal scores the earlier candidate is better, so that a draft's parent is a draft, too."""
+        scores, tokens, parents = (
+            torch.cat(part, 1) for part in (self._scores, self._tokens, self._parents)
+        )
         count = self._tree.tokens - 1
-        kept = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+        kept = (
+            torch.sort(scores, dim=1, descending=True, stable=True)
+            .indices[:, :count]
+            .sort(1)
+            .values
+        )
         places = torch.zeros_like(F.pad(tokens, (0, 1)))  # the last column stands for token 0
         numbers = torch.arange(1, 1 + count, device=tokens.device).expand_as(kept)
         places = places.scatter(1, kept, numbers)

@@ -1,7 +1,7 @@
 """Interface of drafters, the drafter of plain decoding, and the base class of drafters with heads.
 
-Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden size. p is a row's
-newest accepted position: h_p is known and t_{p+1} was just chosen.
+Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden
+size. p is a row's newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
 from typing import Protocol
@@ -17,17 +17,19 @@ from mtpkit.model.hybrid import HybridModel
 
 
 class Drafter(Protocol):
-    """Proposes drafts. It reads no state of the host, since a step may run before the host has the results of the
-    previous one, and may be captured in a CUDA graph."""
+    """Proposes drafts. It reads no state of the host, since a step may run before the host has the
+    results of the previous one, and may be captured in a CUDA graph."""
 
     @property
     def earlier(self) -> tuple[int, int]:
-        """E and h: the number of committed positions before a step that the drafter reads, and the size of their hidden
-        states. The recurrent states of the heads stay E positions behind the committed ones."""
+        """E and h: the number of committed positions before a step that the drafter reads, and the
+        size of their hidden states. The recurrent states of the heads stay E positions behind the
+        committed ones."""
         ...
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        """Propose [S, K] drafts for the rows that sample, given the base's hidden states [T, 1, h]."""
+        """Propose [S, K] drafts for the rows that sample, given the base's hidden states [T, 1,
+        h]."""
         ...
 
 
@@ -66,11 +68,14 @@ class MtpDrafter:
         if draft_token_ids is not None:
             self._draft_weight, self.draft_token_ids = draft_output_weight(model, draft_token_ids)
 
-    def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> tuple[Tensor, Tensor | None]:
+    def choose(
+        self, state: Tensor, depth: int, batch: Batch, newest: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Choose draft `depth` of each row from `state` [S, h], the output of that depth.
 
         Returns:
-            [S] tokens or `NO_TOKEN`; and [S, v] the distributions that they were drawn from, or None.
+            [S] tokens or `NO_TOKEN`; and [S, v] the distributions that they were drawn from, or
+            None.
         """
         state = normed_states(self.model, state, depth)
         if not self.sample:
@@ -81,21 +86,36 @@ class MtpDrafter:
         return batch.sampling.vocabulary.sample(probs, numbers), probs
 
     def logits(self, state: Tensor) -> Tensor:
-        """[M, d] logits, given normed states [M, h], of `draft_token_ids` or of all tokens, as far as this rank holds
-        them."""
-        return local_logits(self.model, state) if self._draft_weight is None else linear(state, self._draft_weight)
+        """[M, d] logits, given normed states [M, h], of `draft_token_ids` or of all tokens, as far
+        as this rank holds them."""
+        return (
+            local_logits(self.model, state)
+            if self._draft_weight is None
+            else linear(state, self._draft_weight)
+        )
 
     def distributions(self, state: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-        """[M, v] float32, the distributions that drafts are drawn from, given normed states [M, h] of `rows` [M]."""
-        vocabulary, logits = batch.sampling.vocabulary, self.logits(state)
+        """[M, v] float32, the distributions that drafts are drawn from, given normed states [M, h]
+        of `rows` [M]."""
+        vocabulary = batch.sampling.vocabulary
+        logits = self.logits(state)
         if self.draft_token_ids is not None:
-            drafted, logits = logits, logits.new_full((len(state), vocabulary.width), -torch.inf)
+            drafted = logits
+            logits = logits.new_full((len(state), vocabulary.width), -torch.inf)
             logits[:, self.draft_token_ids - vocabulary.first] = drafted
         return sampler.probabilities(logits, batch.sampling, rows)
 
     def drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
-        """Stack the results of `choose` for each depth; without any, the result is an empty [S, K]."""
+        """Stack the results of `choose` for each depth; without any, the result is an empty [S,
+        K]."""
         if not chosen:
-            return Drafts(batch.token_ids.new_zeros(batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens))
+            return Drafts(
+                batch.token_ids.new_zeros(
+                    batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
+                )
+            )
         probs = [p for _, p in chosen if p is not None]
-        return Drafts(torch.stack([tokens for tokens, _ in chosen], 1), torch.stack(probs, 1) if probs else None)
+        return Drafts(
+            torch.stack([tokens for tokens, _ in chosen], 1),
+            torch.stack(probs, 1) if probs else None,
+        )

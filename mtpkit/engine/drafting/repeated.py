@@ -1,7 +1,7 @@
 """Drafts from a repeated head: one layer at every depth, with one cache.
 
-Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden size. p is a row's
-newest accepted position: h_p is known and t_{p+1} was just chosen.
+Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V vocabulary, h hidden
+size. p is a row's newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
 from dataclasses import replace
@@ -20,11 +20,11 @@ from mtpkit.model.inputs import StepInput
 class RepeatedDrafter(MtpDrafter):
     """One physical layer at every depth, with one cache.
 
-    Depth 1 runs over the whole step: entry j is computed from (h_j, t_{j+1}). Entries of rejected drafts are replaced
-    before any token attends to them. Depth k >= 2 runs on one token per row, (g^{k-1}_p, draft_{k-1}), at position
-    p + k - 1; g^{k-1}_p is the output of depth k - 1. There, recurrent layers continue from a copy of their committed
-    state, which is discarded after the step. In a step with K = 0 only depth 1 runs, which keeps the cache complete for
-    later steps.
+    Depth 1 runs over the whole step: entry j is computed from (h_j, t_{j+1}). Entries of rejected
+    drafts are replaced before any token attends to them. Depth k >= 2 runs on one token per row,
+    (g^{k-1}_p, draft_{k-1}), at position p + k - 1; g^{k-1}_p is the output of depth k - 1. There,
+    recurrent layers continue from a copy of their committed state, which is discarded after the
+    step. In a step with K = 0 only depth 1 runs, which keeps the cache complete for later steps.
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
@@ -40,7 +40,9 @@ class RepeatedDrafter(MtpDrafter):
             inputs = batch.inputs.continued(accepted) if depths > 1 else batch.inputs
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + (depth - 1))
-                state = mtp_forward(self.model, depth, state, embeddable(chosen[-1][0])[None], inputs)
+                state = mtp_forward(
+                    self.model, depth, state, embeddable(chosen[-1][0])[None], inputs
+                )
                 chosen.append(self.choose(state[:, 0], depth, batch, newest))
                 inputs = inputs.advanced()
         return self.drafts(chosen, batch)
@@ -54,11 +56,13 @@ class RepeatedDrafter(MtpDrafter):
 def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     """[T] the token after each token of the step, t_{j+1} for position j, made `embeddable`.
 
-    Example, K = 2: a decode row [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P, Q] before the known
-    token R gives [Q, R].
+    Example, K = 2: a decode row [A, b, c] that accepted b and chose X gives [b, X, 0]; a chunk [P,
+    Q] before the known token R gives [Q, R].
     """
-    inputs, known = batch.inputs, embeddable(verdict.token_ids)
-    decoding, count = inputs.num_decode_rows, inputs.num_decode_tokens
+    inputs = batch.inputs
+    known = embeddable(verdict.token_ids)
+    decoding = inputs.num_decode_rows
+    count = inputs.num_decode_tokens
     decoded = known[:decoding]
     if decoding and decoded.shape[1] < inputs.decode_width:  # trees have more tokens than a path
         decoded = F.pad(decoded, (0, inputs.decode_width - decoded.shape[1]))
@@ -66,5 +70,8 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     if not inputs.num_chunk_rows:
         return decoded
     rows = batch.rows[count:]
-    last = torch.arange(count + 1, len(batch.rows) + 1, device=rows.device) == inputs.query_start[rows + 1]
+    last = (
+        torch.arange(count + 1, len(batch.rows) + 1, device=rows.device)
+        == inputs.query_start[rows + 1]
+    )
     return torch.cat([decoded, torch.where(last, known[rows, 0], batch.token_ids[count:].roll(-1))])

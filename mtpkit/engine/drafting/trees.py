@@ -1,12 +1,13 @@
-"""Drafters that draft trees with repeated or distinct heads; in steps with chains, they draft chains.
+"""Drafters that draft trees with repeated or distinct heads; in steps with chains, they draft
+chains.
 
-Each draft that gets children is a separate row when a depth runs: recurrent layers continue from a copy of its parent's
-state. Keys and values of the drafts lie one after another in the request's blocks, and masks say which of them a draft
-sees.
+Each draft that gets children is a separate row when a depth runs: recurrent layers continue from a
+copy of its parent's state. Keys and values of the drafts lie one after another in the request's
+blocks, and masks say which of them a draft sees.
 
-Shape legend: T tokens of the step, R rows, S rows that sample, f drafts of a level that get children, b children of
-each, v tokens of the vocabulary that this rank holds, h hidden size. p is a row's newest accepted position: h_p is
-known and t_{p+1} was just chosen.
+Shape legend: T tokens of the step, R rows, S rows that sample, f drafts of a level that get
+children, b children of each, v tokens of the vocabulary that this rank holds, h hidden size. p is a
+row's newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
 from dataclasses import replace
@@ -42,16 +43,21 @@ class _Trees(MtpDrafter):
         super().__init__(model, num_speculative_tokens, block_size, sample, draft_token_ids)
         self.shape = Shape(tree, next(model.parameters()).device)
 
-    def grow(self, growth: Growth, state: Tensor, batch: Batch, newest: Tensor, probs: list[Tensor]) -> None:
-        """Add the children of each draft of the newest level, or of the newest tokens, given the output of their depth.
+    def grow(
+        self, growth: Growth, state: Tensor, batch: Batch, newest: Tensor, probs: list[Tensor]
+    ) -> None:
+        """Add the children of each draft of the newest level, or of the newest tokens, given the
+        output of their depth.
 
         Args:
             state: [S f, 1, h].
             newest: [S] positions p.
             probs: list to which the [S, f, v] distributions are appended, if drafts are drawn.
         """
-        count, depth = len(newest), growth.depth
-        normed, width = normed_states(self.model, state[:, 0], depth), self.shape.widths[depth - 1]
+        count = len(newest)
+        depth = growth.depth
+        normed = normed_states(self.model, state[:, 0], depth)
+        width = self.shape.widths[depth - 1]
         if self.sample:
             rows = torch.arange(len(state), device=newest.device) // (len(state) // count)
             weights = self.distributions(normed, batch, rows)
@@ -65,14 +71,20 @@ class _Trees(MtpDrafter):
         growth.add(*(part.unflatten(0, (count, -1)) for part in (tokens, log_probs)))
 
     @staticmethod
-    def _draw(weights: Tensor, batch: Batch, rows: Tensor, positions: Tensor, nodes: Tensor) -> Tensor:
-        """[n, b] children of n tokens, drawn from weights [n, v] without replacement; each token of the tree has its
-        own random number."""
-        vocabulary, drawn = batch.sampling.vocabulary, list[Tensor]()
+    def _draw(
+        weights: Tensor, batch: Batch, rows: Tensor, positions: Tensor, nodes: Tensor
+    ) -> Tensor:
+        """[n, b] children of n tokens, drawn from weights [n, v] without replacement; each token of
+        the tree has its own random number."""
+        vocabulary = batch.sampling.vocabulary
+        drawn = list[Tensor]()
         for place in range(nodes.shape[1]):
-            numbers = sampler.uniforms(batch.sampling, rows, positions, sampler.DRAFT_STREAM, nodes[:, place])
+            numbers = sampler.uniforms(
+                batch.sampling, rows, positions, sampler.DRAFT_STREAM, nodes[:, place]
+            )
             token = vocabulary.sample(weights, numbers)
-            # Where nothing is left to draw from, token 0 stands for none: its weight is 0, so that it is not accepted.
+            # Where nothing is left to draw from, token 0 stands for none: its weight is 0, so that
+            # it is not accepted.
             drawn.append(token if place == 0 else embeddable(token))
             weights = vocabulary.without(weights, embeddable(token))
         return torch.stack(drawn, 1)
@@ -83,20 +95,25 @@ class _Trees(MtpDrafter):
         """Run a depth on the drafts of a level.
 
         Args:
-            hidden: [S f', 1, h] output of the depth before for the parents, which are the level before or the newest
-                tokens.
+            hidden: [S f', 1, h] output of the depth before for the parents, which are the level
+                before or the newest tokens.
             before: inputs of the parents' rows.
-            starts: [S] position of the drafts of level 1 in the depth's cache. Drafts at negative positions, before the
-                request begins, are left out.
+            starts: [S] position of the drafts of level 1 in the depth's cache. Drafts at negative
+                positions, before the request begins, are left out.
 
         Returns:
             The output of the depth [S f, 1, h], and the inputs of the drafts' rows after it.
         """
         count, width = level.tokens.shape
-        rows = torch.arange(count, device=starts.device)[:, None] * (len(hidden) // count) + level.above
-        inputs, each = before.branched(rows.flatten()), torch.arange(count * width, device=starts.device)
+        rows = (
+            torch.arange(count, device=starts.device)[:, None] * (len(hidden) // count)
+            + level.above
+        )
+        inputs = before.branched(rows.flatten())
+        each = torch.arange(count * width, device=starts.device)
         owner = each // width
-        first, positions = starts[owner].clamp_min(0), starts[owner] + level.depth - 1
+        first = starts[owner].clamp_min(0)
+        positions = starts[owner] + level.depth - 1
         entries = first + level.offset + each % width
         slots = kv_slots(inputs.block_tables, each, entries, self.block_size)
         exists = positions >= 0
@@ -107,10 +124,16 @@ class _Trees(MtpDrafter):
             context_lens=positions,
             kv_slots=torch.where(exists, slots, -1),
             state_slots=torch.where(exists, inputs.state_slots, -1),
-            tree=TreeInput(level.masks_from(starts).flatten()[:, None], first, None, level.offset + width - 1),
+            tree=TreeInput(
+                level.masks_from(starts).flatten()[:, None], first, None, level.offset + width - 1
+            ),
         )
-        out = mtp_forward(self.model, depth, hidden[rows.flatten()], embeddable(level.tokens).flatten()[None], fed)
-        return out, replace(inputs, context_lens=positions, committed=inputs.committed.fed(1, exists.long()))
+        out = mtp_forward(
+            self.model, depth, hidden[rows.flatten()], embeddable(level.tokens).flatten()[None], fed
+        )
+        return out, replace(
+            inputs, context_lens=positions, committed=inputs.committed.fed(1, exists.long())
+        )
 
     def finished(self, growth: Growth, probs: list[Tensor], batch: Batch) -> Drafts:
         """Return the drafts of a tree that has grown; none in a step in which no row samples."""
@@ -129,8 +152,11 @@ class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
         if not batch.plan.trees:
             return super().draft(hidden, batch, verdict)
         flat, newest = batch.newest(verdict.accepted)
-        growth, probs = self.shape.start(), list[Tensor]()
-        state = mtp_forward(self.model, 1, hidden, shifted_token_ids(batch, verdict)[None], batch.inputs, keep=flat)
+        growth = self.shape.start()
+        probs = list[Tensor]()
+        state = mtp_forward(
+            self.model, 1, hidden, shifted_token_ids(batch, verdict)[None], batch.inputs, keep=flat
+        )
         if len(flat):
             self.grow(growth, state, batch, newest, probs)
             inputs = batch.inputs.continued(verdict.accepted[: len(flat)])
@@ -143,24 +169,30 @@ class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
 class DistinctTreeDrafter(_Trees, DistinctDrafter):
     """`DistinctDrafter` with trees.
 
-    Depth k runs over the window as for a chain, and its entries up to position p - k + 1 are made from known tokens.
-    Later entries depend on drafts: the entry of a draft at level m is at position p - k + 1 + m, and is made from the
-    output of depth k - 1 for the draft's parent. Depth k therefore also runs on the levels 1 .. k - 1.
+    Depth k runs over the window as for a chain, and its entries up to position p - k + 1 are made
+    from known tokens. Later entries depend on drafts: the entry of a draft at level m is at
+    position p - k + 1 + m, and is made from the output of depth k - 1 for the draft's parent. Depth
+    k therefore also runs on the levels 1 .. k - 1.
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         if not batch.plan.trees:
             return super().draft(hidden, batch, verdict)
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
-        count, state = batch.plan.num_sampling_rows, window.hidden
-        newest, flat = window.newest[:count], window.flat_newest[:count]
-        growth, probs = self.shape.start(), list[Tensor]()
+        count = batch.plan.num_sampling_rows
+        state = window.hidden
+        newest = window.newest[:count]
+        flat = window.flat_newest[:count]
+        growth = self.shape.start()
+        probs = list[Tensor]()
         handed_on: list[Tensor] = []
         for depth in range(1, self.num_speculative_tokens + 1):
             known = state
             last = depth == self.num_speculative_tokens
             keep = flat[:0] if last and depth > 1 else None
-            state = mtp_forward(self.model, depth, state, window.token_ids(depth)[None], window.inputs, keep=keep)
+            state = mtp_forward(
+                self.model, depth, state, window.token_ids(depth)[None], window.inputs, keep=keep
+            )
             if depth == 1 and count:
                 self.grow(growth, state[flat], batch, newest, probs)
             if depth == 1 or not count:

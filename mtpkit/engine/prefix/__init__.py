@@ -1,4 +1,5 @@
-"""The prefix cache: blocks found by their content, checkpoints of recurrent state, and the lookup of both."""
+"""The prefix cache: blocks found by their content, checkpoints of recurrent state, and the lookup
+of both."""
 
 from mtpkit.engine.prefix.blocks import CachedBlocks
 from mtpkit.engine.prefix.cache import Hit, PrefixCache

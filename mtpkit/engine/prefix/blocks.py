@@ -1,4 +1,5 @@
-"""Blocks of the paged cache that keep their content after their last release, until the room is needed."""
+"""Blocks of the paged cache that keep their content after their last release, until the room is
+needed."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable
@@ -10,8 +11,9 @@ from mtpkit.errors import MtpkitError
 class CachedBlocks(IdPool):
     """An `IdPool` whose ids may have keys, each of which says what the block contains.
 
-    An id with keys that loses its last reference becomes idle instead of free: it is found by its keys and can be
-    shared again. When no id is free, the one that has been idle for longest is evicted: it loses its keys.
+    An id with keys that loses its last reference becomes idle instead of free: it is found by its
+    keys and can be shared again. When no id is free, the one that has been idle for longest is
+    evicted: it loses its keys.
     """
 
     def __init__(self, size: int) -> None:
@@ -21,7 +23,8 @@ class CachedBlocks(IdPool):
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._watched: frozenset[Hashable] = frozenset()
         self.unchanged = True
-        """Whether none of the watched keys has been given or taken away since the last call of `watch`."""
+        """Whether none of the watched keys has been given or taken away since the last call of
+        `watch`."""
         self.num_evicted = self.num_idled = 0
         """Number of times that an id was evicted, and that an id became idle."""
 
@@ -58,7 +61,8 @@ class CachedBlocks(IdPool):
             super().share(held)
 
     def release(self, ids: Iterable[int]) -> None:
-        """See `IdPool.release`; ids with keys become idle, and are evicted in the order in which they are given."""
+        """See `IdPool.release`; ids with keys become idle, and are evicted in the order in which
+        they are given."""
         for held in ids:
             super().release([held])
             if held in self._keys and not self._references[held]:
@@ -108,7 +112,8 @@ class CachedBlocks(IdPool):
 
     def watch(self, keys: Iterable[Hashable]) -> None:
         """Make `unchanged` tell of these keys, and of no other keys, from now on."""
-        self._watched, self.unchanged = frozenset(keys), True
+        self._watched = frozenset(keys)
+        self.unchanged = True
 
     def _note(self, key: Hashable) -> None:
         self.unchanged = self.unchanged and key not in self._watched
@@ -117,7 +122,8 @@ class CachedBlocks(IdPool):
         """See `IdPool.check_integrity`.
 
         Raises:
-            MtpkitError: also if keys and ids do not name each other, or an idle id has a holder or no key.
+            MtpkitError: also if keys and ids do not name each other, or an idle id has a holder or
+                no key.
         """
         free = self._free
         try:
@@ -131,6 +137,7 @@ class CachedBlocks(IdPool):
         unheld = [one for one in self._keys if not self._references[one] and one not in self._idle]
         if listed != len(self._ids) or astray or keyless or unheld:
             raise MtpkitError(
-                f"cached blocks are inconsistent: ids list {listed} keys of {len(self._ids)}; ids that lack a key "
-                f"known for them: {astray}; idle ids without a key: {keyless}; free ids with keys: {unheld}"
+                f"cached blocks are inconsistent: ids list {listed} keys of {len(self._ids)}; ids"
+                f" that lack a key known for them: {astray}; idle ids without a key: {keyless};"
+                f" free ids with keys: {unheld}"
             )

@@ -1,15 +1,16 @@
 """The host's part of the prefix cache: finds what earlier requests have computed of a new prompt.
 
-A *checkpoint* is all that a request needs, besides keys and values, to continue after its first P tokens: see
-`CheckpointStore`. Keys and values stay in their blocks. The heads' cache entry for position j depends on the `ahead`
-tokens after j, so the key of a full block is the hash of all tokens up to its end, with the `ahead` tokens after it.
-The last blocks before P, which the first P tokens do not fill or do not determine in full, are the *tail* of the
-checkpoint. Their keys belong to the checkpoint. A request that continues from the checkpoint copies the tail, and
-computes the heads' entries of the last `ahead` positions before P again.
+A *checkpoint* is all that a request needs, besides keys and values, to continue after its first P
+tokens: see `CheckpointStore`. Keys and values stay in their blocks. The heads' cache entry for
+position j depends on the `ahead` tokens after j, so the key of a full block is the hash of all
+tokens up to its end, with the `ahead` tokens after it. The last blocks before P, which the first P
+tokens do not fill or do not determine in full, are the *tail* of the checkpoint. Their keys belong
+to the checkpoint. A request that continues from the checkpoint copies the tail, and computes the
+heads' entries of the last `ahead` positions before P again.
 
-Example, blocks of 4 tokens, ahead 1, P = 8: block 0 is shared, since its last entry depends only on tokens up to 4.
-Block 1 is the tail: the heads' entry of position 7 depends on token 8, in which requests that continue from the
-checkpoint may differ.
+Example, blocks of 4 tokens, ahead 1, P = 8: block 0 is shared, since its last entry depends only on
+tokens up to 4. Block 1 is the tail: the heads' entry of position 7 depends on token 8, in which
+requests that continue from the checkpoint may differ.
 """
 
 from array import array
@@ -79,7 +80,8 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """Remembered result for a request that may have to wait, and is then looked up again before each step."""
+    """Remembered result for a request that may have to wait, and is then looked up again before
+    each step."""
 
     request: Request
     prefill_end: int
@@ -94,10 +96,12 @@ class PrefixCache:
     Args:
         blocks: the allocator of the engine's blocks.
         num_checkpoints: capacity of the checkpoint store; 0: nothing is ever found.
-        ahead: number of tokens after a position on which the heads' entries for the position depend; 0 without heads.
+        ahead: number of tokens after a position on which the heads' entries for the position
+            depend; 0 without heads.
         interval: a long prompt leaves a checkpoint at every multiple of this number of tokens.
-        successors: whether the heads keep recurrent state. This state depends on the token after a checkpoint, so that
-            only requests with the same next token continue from there; no heads are run before they continue.
+        successors: whether the heads keep recurrent state. This state depends on the token after a
+            checkpoint, so that only requests with the same next token continue from there; no heads
+            are run before they continue.
     """
 
     def __init__(
@@ -109,7 +113,10 @@ class PrefixCache:
         interval: int,
         successors: bool = False,
     ) -> None:
-        self.blocks, self.block_size, self.ahead, self.interval = blocks, block_size, ahead, interval
+        self.blocks = blocks
+        self.block_size = block_size
+        self.ahead = ahead
+        self.interval = interval
         self.successors = successors
         self.slots = IdPool(num_checkpoints)
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
@@ -117,16 +124,19 @@ class PrefixCache:
         self._by_block: dict[bytes, list[_Entry]] = {}
         self._newest: _Lookup | None = None
         self._refreshed = 0
-        """`num_idled` of the allocator when the newest hit's blocks were last put at the end of the eviction order."""
+        """`num_idled` of the allocator when the newest hit's blocks were last put at the end of the
+        eviction order."""
         self._number = 0
         """Number of checkpoints made so far; it makes the keys of tails unique."""
         self.num_evicted = 0
 
     def match(self, request: Request) -> Hit | None:
-        """The longest checkpoint, with keys and values still cached, of the tokens that the request's prefill computes.
+        """The longest checkpoint, with keys and values still cached, of the tokens that the
+        request's prefill computes.
 
-        For a request that waits, the previous result is returned again unless a block or checkpoint that matters has
-        been added or removed. While the request waits, the blocks that were found are evicted last.
+        For a request that waits, the previous result is returned again unless a block or checkpoint
+        that matters has been added or removed. While the request waits, the blocks that were found
+        are evicted last.
         """
         last = self._newest
         if last is None or last.request is not request or last.prefill_end != request.prefill_end:
@@ -144,10 +154,14 @@ class PrefixCache:
 
     def _look_up(self, request: Request) -> Hit | None:
         """See `match`; the result is remembered if everything that it depends on is known."""
-        tokens, size = request.token_ids, self.block_size
+        tokens = request.token_ids
+        size = self.block_size
         present = self._present(request)
-        most = request.prefill_end - self.successors  # without a resumed row, a chunk must make the drafts
-        hashes, hit, certain = request.chain[: request.prefill_end // size + 1], None, True
+        # without a resumed row, a chunk must make the drafts
+        most = request.prefill_end - self.successors
+        hashes = request.chain[: request.prefill_end // size + 1]
+        hit = None
+        certain = True
         for index, entry in self._entries_of(hashes):
             if entry.length > most or entry.rest != tuple(tokens[index * size : entry.length]):
                 continue
@@ -159,27 +173,40 @@ class PrefixCache:
             if full > len(present) or None in tail:
                 self._drop(entry)  # its keys and values were evicted
                 continue
-            hit = Hit(entry.checkpoint, entry.length, tuple(present[:full]), tuple(t for t in tail if t is not None))
+            hit = Hit(
+                entry.checkpoint,
+                entry.length,
+                tuple(present[:full]),
+                tuple(t for t in tail if t is not None),
+            )
             self.blocks.watch([*self._keys(request, len(present)), *entry.tails])
             break
         else:
             self.blocks.watch(self._keys(request, len(present)))
-        self._newest = _Lookup(request, request.prefill_end, hit, frozenset(hashes)) if certain else None
+        self._newest = (
+            _Lookup(request, request.prefill_end, hit, frozenset(hashes)) if certain else None
+        )
         return hit
 
     def _entries_of(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, _Entry]]:
-        """Yield the checkpoints after these prefixes, the longest first, each after its number of full blocks."""
+        """Yield the checkpoints after these prefixes, the longest first, each after its number of
+        full blocks."""
         for index in range(len(hashes) - 1, -1, -1):
             for entry in sorted(self._by_block.get(hashes[index], ()), key=lambda one: -one.length):
                 yield index, entry
 
     def _keys(self, request: Request, present: int) -> list[Hashable]:
-        """The keys of the `present` cached blocks that a prompt begins with, and the key of the block after them."""
-        return [self._key(request, index) for index in range(min(present + 1, self._full(request.prefill_end)))]
+        """The keys of the `present` cached blocks that a prompt begins with, and the key of the
+        block after them."""
+        return [
+            self._key(request, index)
+            for index in range(min(present + 1, self._full(request.prefill_end)))
+        ]
 
     def cuts(self, request: Request, start: int) -> list[int]:
-        """Positions inside the prompt, after `start`, at which its chunks end to leave a checkpoint: `checkpoint_at`,
-        the end of the cached blocks that the prompt begins with, and multiples of the interval."""
+        """Positions inside the prompt, after `start`, at which its chunks end to leave a
+        checkpoint: `checkpoint_at`, the end of the cached blocks that the prompt begins with, and
+        multiples of the interval."""
         if not self.slots.size:
             return []
         marks = {len(self._present(request)) * self.block_size, request.checkpoint_at or 0}
@@ -187,26 +214,31 @@ class PrefixCache:
         return sorted(mark for mark in marks if start < mark < request.prefill_end)
 
     def resume(self, hit: Hit, request: Request) -> Restore:
-        """The copies for a request whose block table has the blocks of `hit.shared` and then new blocks."""
+        """The copies for a request whose block table has the blocks of `hit.shared` and then new
+        blocks."""
         assert request.slot is not None
         self._entries.move_to_end(hit.checkpoint)
         copies = zip(hit.tail, request.block_table[len(hit.shared) :], strict=False)
         return Restore(hit.checkpoint, request.slot, hit.length, tuple(copies))
 
     def keep(self, request: Request, length: int, decoded: bool = False) -> Save | None:
-        """Make room for a checkpoint of the first `length` tokens of a running request, which still holds its blocks.
+        """Make room for a checkpoint of the first `length` tokens of a running request, which still
+        holds its blocks.
 
         Returns:
-            The copy that the device makes once the request has reached `length`; None if the store has no capacity or
-            already has this checkpoint.
+            The copy that the device makes once the request has reached `length`; None if the store
+            has no capacity or already has this checkpoint.
         """
         if not self.slots.size or not length:
             return None
         self._extend(request)
-        full, size = length // self.block_size, self.block_size
+        full = length // self.block_size
+        size = self.block_size
         rest = tuple(request.token_ids[full * size : length])
         same = (e for e in self._by_block.get(request.chain[full], ()) if e.rest == rest)
-        known = next((e for e in same if not self.successors or e.precedes(request.token_ids)), None)
+        known = next(
+            (e for e in same if not self.successors or e.precedes(request.token_ids)), None
+        )
         if known is not None:
             if all(self.blocks.find(key) is not None for key in known.tails):
                 self._entries.move_to_end(known.checkpoint)
@@ -218,7 +250,9 @@ class PrefixCache:
         (checkpoint,) = self.slots.allocate(1)
         self._number += 1
         tail = range(self._full(length), -(-length // size))
-        entry = _Entry(checkpoint, request.chain[full], rest, length, self._tail_keys(tail), request)
+        entry = _Entry(
+            checkpoint, request.chain[full], rest, length, self._tail_keys(tail), request
+        )
         self.publish(request, length)
         for key, index in zip(entry.tails, tail, strict=True):
             self.blocks.publish(request.block_table[index], key)
@@ -229,8 +263,8 @@ class PrefixCache:
         return Save(checkpoint, request.slot, length, decoded)
 
     def publish(self, request: Request, length: int) -> None:
-        """Give keys to the full blocks of a request's first `length` tokens, whose steps are launched, or will be
-        launched before any later plan."""
+        """Give keys to the full blocks of a request's first `length` tokens, whose steps are
+        launched, or will be launched before any later plan."""
         full = self._full(min(length, len(request.token_ids)))
         if full > request.num_published:
             self._extend(request)
@@ -244,7 +278,8 @@ class PrefixCache:
 
     def _extend(self, request: Request) -> None:
         """Extend the request's chain of hashes to all of its full blocks."""
-        chain, size = request.chain, self.block_size
+        chain = request.chain
+        size = self.block_size
         if not chain:
             chain.append(b"")
         for index in range(len(chain) - 1, len(request.token_ids) // size):
@@ -295,12 +330,17 @@ class PrefixCache:
         """Compare the entries with the store's allocator, and with the keys of blocks.
 
         Raises:
-            MtpkitError: they disagree, or a block has the key of a tail whose checkpoint was dropped.
+            MtpkitError: they disagree, or a block has the key of a tail whose checkpoint was
+                dropped.
         """
         self.slots.check_integrity(list(self._entries))
-        listed = sorted(entry.checkpoint for entries in self._by_block.values() for entry in entries)
+        listed = sorted(
+            entry.checkpoint for entries in self._by_block.values() for entry in entries
+        )
         if listed != sorted(self._entries) or not all(self._by_block.values()):
-            raise MtpkitError(f"checkpoints found by hash: {listed}; checkpoints held: {sorted(self._entries)}")
+            raise MtpkitError(
+                f"checkpoints found by hash: {listed}; checkpoints held: {sorted(self._entries)}"
+            )
         tails = {key for entry in self._entries.values() for key in entry.tails}
         left = [key for key in self.blocks.keys if isinstance(key, _TailKey) and key not in tails]
         if left:

@@ -1,15 +1,18 @@
-"""Checkpoints on the device: all that a request needs, besides keys and values, to continue after a prefix.
+"""Checkpoints on the device: all that a request needs, besides keys and values, to continue after a
+prefix.
 
 A checkpoint of the first P tokens holds:
-- for each recurrent layer, of the base and of the heads, the convolution window and the recurrent state as a prefill
-  chunk leaves them, with the ring folded in;
-- the base's last hidden states up to position P - 1, from which the heads continue and the next token is chosen;
+- for each recurrent layer, of the base and of the heads, the convolution window and the recurrent
+  state as a prefill chunk leaves them, with the ring folded in;
+- the base's last hidden states up to position P - 1, from which the heads continue and the next
+  token is chosen;
 - the tokens of these positions.
 
-With several pipeline stages, each stage has checkpoints of its own layers, and the last one also has the hidden states.
-All copies run in the order of launches. A checkpoint is copied to a request before the request's first step, and
-written after the step that reaches it and before any later step. No copy waits for the device. However many requests
-begin at a checkpoint or leave one in a step, the copies take few launches, or a replay with CUDA graphs.
+With several pipeline stages, each stage has checkpoints of its own layers, and the last one also
+has the hidden states. All copies run in the order of launches. A checkpoint is copied to a request
+before the request's first step, and written after the step that reaches it and before any later
+step. No copy waits for the device. However many requests begin at a checkpoint or leave one in a
+step, the copies take few launches, or a replay with CUDA graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,15 +55,21 @@ class CheckpointStore:
         fold: Fold,
         graphs: RowGraphs | None = None,
     ) -> None:
-        self.states, self.state, self.fold, self.graphs = states, state, fold, graphs
+        self.states = states
+        self.state = state
+        self.fold = fold
+        self.graphs = graphs
         earlier = list(vars(state.earlier).values()) if state.earlier else []
         self.tensors = [*_saved_tensors(layout, states, count, dtype), *_like(earlier, count)]
-        ends = [part for one in states.all() if one.unit == "slot" for part in one.chunk_end.values()]
+        ends = [
+            part for one in states.all() if one.unit == "slot" for part in one.chunk_end.values()
+        ]
         self._held = [*ends, *earlier]
         """[slots, ...] each, the slots' counterparts of `tensors`, in the same order."""
 
     def restore(self, restores: Sequence[Restore]) -> None:
-        """Copy checkpoints to slots, and the blocks of their tails; all blocks are read before any is written."""
+        """Copy checkpoints to slots, and the blocks of their tails; all blocks are read before any
+        is written."""
         pairs = [pair for one in restores for pair in one.blocks]
         if pairs:
             old, new = to_device(pairs, torch.int64, self.state.tokens.device).unbind(1)
@@ -70,10 +79,13 @@ class CheckpointStore:
         self._run(self._enter, [(one.slot, one.checkpoint) for one in restores])
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copy slots to checkpoints. Of two saves to one checkpoint only the last counts: it has evicted the first."""
+        """Copy slots to checkpoints. Of two saves to one checkpoint only the last counts: it has
+        evicted the first."""
         last = {one.checkpoint: one for one in saves}.values()
         self._run(self._leave, [(one.slot, one.checkpoint) for one in last if not one.decoded])
-        self._run(self._settle_and_leave, [(one.slot, one.checkpoint) for one in last if one.decoded])
+        self._run(
+            self._settle_and_leave, [(one.slot, one.checkpoint) for one in last if one.decoded]
+        )
 
     def warm_up(self) -> None:
         """Capture all graphs, or compile the kernels if there are none."""
@@ -84,12 +96,14 @@ class CheckpointStore:
                 self._run(function, [(NO_ROW, NO_ROW)])
 
     def _run(self, function: Callable[[Tensor], None], rows: Sequence[tuple[int, int]]) -> None:
-        """Run one of the functions below on `rows`, pairs of a slot and a checkpoint. The function gets them as [2, R]
-        int64, with -1 for both in null rows."""
+        """Run one of the functions below on `rows`, pairs of a slot and a checkpoint. The function
+        gets them as [2, R] int64, with -1 for both in null rows."""
         if rows and self.graphs:
             self.graphs.run(function, rows)
         elif rows:
-            function(to_device(list(zip(*rows, strict=True)), torch.int64, self.state.tokens.device))
+            function(
+                to_device(list(zip(*rows, strict=True)), torch.int64, self.state.tokens.device)
+            )
 
     def _enter(self, rows: Tensor) -> None:
         """Copy checkpoints to slots."""
@@ -119,15 +133,19 @@ def checkpoint_bytes(layout: StateLayout, dtype: torch.dtype, earlier: Sequence[
     """Bytes of one checkpoint.
 
     Args:
-        earlier: the tensors of `DeviceState.earlier`, [slots, ...] each; they may be on device meta.
+        earlier: the tensors of `DeviceState.earlier`, [slots, ...] each; they may be on device
+            meta.
     """
     meta = torch.device("meta")
     saved = _saved_tensors(layout, layout.allocate(1, 1, meta), 1, dtype)
     return sum(tensor.nbytes for tensor in [*saved, *_like(earlier, 1)])
 
 
-def _saved_tensors(layout: StateLayout, states: States, count: int, dtype: torch.dtype) -> list[Tensor]:
-    """The tensors for states of slots: recurrent state gets `dtype`, everything else keeps its dtype."""
+def _saved_tensors(
+    layout: StateLayout, states: States, count: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """The tensors for states of slots: recurrent state gets `dtype`, everything else keeps its
+    dtype."""
     found = []
     for name, specs in layout.specs.items():
         for spec, state in zip(specs, states[name], strict=True):
@@ -139,4 +157,6 @@ def _saved_tensors(layout: StateLayout, states: States, count: int, dtype: torch
 
 
 def _like(tensors: Sequence[Tensor], count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [torch.empty(count, *t.shape[1:], dtype=dtype or t.dtype, device=t.device) for t in tensors]
+    return [
+        torch.empty(count, *t.shape[1:], dtype=dtype or t.dtype, device=t.device) for t in tensors
+    ]

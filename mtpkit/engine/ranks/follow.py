@@ -1,10 +1,11 @@
 """Keeps ranks in step: rank 0 decides, all other ranks follow.
 
-Every rank has the whole host side of an engine: requests, scheduler, allocators. Their decisions follow from the
-requests and the results of steps, which are the same on all ranks. A few other values depend on a rank's clock, memory
-or random numbers. Of these, rank 0 chooses K and the prompt tokens of each step, and announces them before the step in
-a few integers, with a summary of its plan. All ranks take the seed of rank 0, and the smallest number of blocks of any
-rank. A rank whose plan differs from rank 0's stops with an error: otherwise its next all-reduce would mix different
+Every rank has the whole host side of an engine: requests, scheduler, allocators. Their decisions
+follow from the requests and the results of steps, which are the same on all ranks. A few other
+values depend on a rank's clock, memory or random numbers. Of these, rank 0 chooses K and the prompt
+tokens of each step, and announces them before the step in a few integers, with a summary of its
+plan. All ranks take the seed of rank 0, and the smallest number of blocks of any rank. A rank whose
+plan differs from rank 0's stops with an error: otherwise its next all-reduce would mix different
 steps, or wait forever.
 """
 
@@ -34,12 +35,14 @@ _NONE = -1
 """Value of `Decision.prompt_tokens` if the token budget is the only limit."""
 
 _STEPS_AHEAD = 2
-"""Steps per batch that rank 0 may announce before all other ranks have received the first announcement."""
+"""Steps per batch that rank 0 may announce before all other ranks have received the first
+announcement."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Rank 0's announcement of a step. The message has these integers in this order, 64 bits each."""
+    """Rank 0's announcement of a step. The message has these integers in this order, 64 bits
+    each."""
 
     step: int
     """Number of the step, from 0."""
@@ -48,7 +51,8 @@ class Decision:
     trees: int
     """1: the drafts of decode rows are trees; 0: they are chains."""
     prompt_tokens: int
-    """Most prompt tokens of the step, or -1. Batches that were skipped have nothing to run, whatever the limit is."""
+    """Most prompt tokens of the step, or -1. Batches that were skipped have nothing to run,
+    whatever the limit is."""
     plans: int
     decode_rows: int
     chunks: int
@@ -63,7 +67,10 @@ class Decision:
         """The announcement of the `plans` that `scheduler` has just made."""
         rows = [row for plan in plans for row in plan.rows]
         asked = ((one, row) for row in rows for one in [row.request])
-        numbers = [(one.arrival, one.seed, r.start, r.length, one.slot, *one.block_table[-1:]) for one, r in asked]
+        numbers = [
+            (one.arrival, one.seed, r.start, r.length, one.slot, *one.block_table[-1:])
+            for one, r in asked
+        ]
         flat = [number for row in numbers for number in row]
         pacing = scheduler.pacing
         return cls(
@@ -95,19 +102,24 @@ class Decision:
         for name, value in vars(decision).items():
             least, most = limits.get(name, (0, 2**62))
             if not least <= value <= most:
-                raise MtpkitError(f"rank 0 sent {name} {value}, which must be from {least} to {most}")
+                raise MtpkitError(
+                    f"rank 0 sent {name} {value}, which must be from {least} to {most}"
+                )
         return decision
 
     def differences(self, other: "Decision") -> list[str]:
         """The fields in which this decision and another one differ, with both values."""
         pairs = zip(fields(self), astuple(self), astuple(other), strict=True)
-        return [f"{field.name} {mine}, not {theirs}" for field, mine, theirs in pairs if mine != theirs]
+        return [
+            f"{field.name} {mine}, not {theirs}" for field, mine, theirs in pairs if mine != theirs
+        ]
 
 
 class Ranks:
     """The only rank of a model that is not split; it decides for itself."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
     tensor_size = 1
     """Number of ranks that split every matrix."""
     stage = Stage()
@@ -144,15 +156,18 @@ class Ranks:
         return value
 
     def connect(self, weight: torch.Tensor, peer_memory: bool) -> None:
-        """Choose how tensor-parallel ranks exchange, and connect pipeline stages. All ranks must call it together.
+        """Choose how tensor-parallel ranks exchange, and connect pipeline stages. All ranks must
+        call it together.
 
         Args:
             weight: a tensor on this rank's device.
-            peer_memory: whether tensor-parallel ranks may exchange in peer memory, see `exchange_in_peer_memory`.
+            peer_memory: whether tensor-parallel ranks may exchange in peer memory, see
+                `exchange_in_peer_memory`.
         """
 
     def settle(self) -> None:
-        """Wait until all ranks have received what this rank has announced. Call it before the rank ends."""
+        """Wait until all ranks have received what this rank has announced. Call it before the rank
+        ends."""
 
     def working(self) -> AbstractContextManager[object]:
         """A context in which this rank needs all other ranks."""
@@ -160,7 +175,8 @@ class Ranks:
 
 
 class SplitRanks(Ranks):
-    """One of several ranks that split the matrices of a model, or share out its layers as pipeline stages, or both.
+    """One of several ranks that split the matrices of a model, or share out its layers as pipeline
+    stages, or both.
 
     Args:
         tensor_group: the ranks that split the matrices of one stage; for exchanges between devices.
@@ -170,11 +186,21 @@ class SplitRanks(Ranks):
     """
 
     def __init__(
-        self, tensor_group: ProcessGroup, control_group: ProcessGroup, watch: Watch | None, stage: Stage
+        self,
+        tensor_group: ProcessGroup,
+        control_group: ProcessGroup,
+        watch: Watch | None,
+        stage: Stage,
     ) -> None:
-        self.rank, self.size, self.tensor_size = control_group.rank(), control_group.size(), tensor_group.size()
+        self.rank, self.size, self.tensor_size = (
+            control_group.rank(),
+            control_group.size(),
+            tensor_group.size(),
+        )
         self.stage = stage
-        self._tensor_group, self._control, self._watch = tensor_group, control_group, watch
+        self._tensor_group = tensor_group
+        self._control = control_group
+        self._watch = watch
         self._steps = 0
         self._announced: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -182,7 +208,9 @@ class SplitRanks(Ranks):
         """See `Ranks.vocabulary`."""
         if not self.stage.last:
             return AbsentVocabulary(size)
-        return SplitVocabulary(size, self._tensor_group) if self.tensor_size > 1 else Vocabulary(size)
+        return (
+            SplitVocabulary(size, self._tensor_group) if self.tensor_size > 1 else Vocabulary(size)
+        )
 
     def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
         """See `Ranks.plan`; rank 0 plans first and announces its decision to all other ranks.
@@ -197,14 +225,15 @@ class SplitRanks(Ranks):
             self._announce(astuple(Decision.of(self._steps, scheduler, plans)))
         else:
             told = Decision.unpack(self._tell([0] * len(fields(Decision))))
-            scheduler.num_speculative_tokens, scheduler.trees = told.num_speculative_tokens, bool(told.trees)
+            scheduler.num_speculative_tokens = told.num_speculative_tokens
+            scheduler.trees = bool(told.trees)
             if scheduler.pacing:
                 scheduler.pacing.told = told.prompt_tokens
             plans = scheduler.plan()
             if wrong := told.differences(Decision.of(self._steps, scheduler, plans)):
                 raise MtpkitError(
-                    f"rank 0 plans another step than rank {self.rank}: {listed(wrong)}; all ranks must be given the "
-                    "same requests in the same order"
+                    f"rank 0 plans another step than rank {self.rank}: {listed(wrong)}; all ranks"
+                    " must be given the same requests in the same order"
                 )
         self._steps += 1
         return plans
@@ -240,9 +269,12 @@ class SplitRanks(Ranks):
         return self._watch.working() if self._watch else nullcontext()
 
     def _announce(self, values: Sequence[int]) -> None:
-        """Send integers from rank 0 without waiting for the other ranks, which may still compute the previous step."""
+        """Send integers from rank 0 without waiting for the other ranks, which may still compute
+        the previous step."""
         message = torch.tensor(list(values), dtype=torch.int64)
-        self._announced.append((dist.broadcast(message, group=self._control, group_src=0, async_op=True), message))
+        self._announced.append(
+            (dist.broadcast(message, group=self._control, group_src=0, async_op=True), message)
+        )
         if len(self._announced) > _STEPS_AHEAD * self.stage.stages:
             self._announced.popleft()[0].wait()
 

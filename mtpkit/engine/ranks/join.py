@@ -21,36 +21,51 @@ from mtpkit.engine.ranks.stages import PipelineStage, Stage
 from mtpkit.engine.ranks.watch import SECRET_LENGTH, Watch, listen
 from mtpkit.errors import UserError, counted, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
-from mtpkit.platform import before_closing, ensure_distributed, init_processes, num_processes, on_first_rank
+from mtpkit.platform import (
+    before_closing,
+    ensure_distributed,
+    init_processes,
+    num_processes,
+    on_first_rank,
+)
 from mtpkit.version import __version__
 
 _OWN = ("model", "device", "tokenizer")
-"""Options that may differ between ranks: where a rank finds its model and its tokenizer, and its device."""
-_PLACES, _BLOCK = 256, 4096
-"""Files are compared by blocks of 4,096 bytes at 256 places: no tensor of 1 / 256 of a file lies between two places."""
+"""Options that may differ between ranks: where a rank finds its model and its tokenizer, and its
+device."""
+_PLACES = 256
+_BLOCK = 4096
+"""Files are compared by blocks of 4,096 bytes at 256 places: no tensor of 1 / 256 of a file lies
+between two places."""
 _NOT_WEIGHTS = {".md", ".txt", ".py", ".png"}
 
 
 def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
-    """Whether this process is the one that prints and writes, of those that run one command. All other processes are
-    silent from now on.
+    """Whether this process is the one that prints and writes, of those that run one command. All
+    other processes are silent from now on.
 
     Commands call this before they look for a device.
 
     Raises:
-        UserError: there are fewer processes than ranks, or more processes, which would all do and print the same.
+        UserError: there are fewer processes than ranks, or more processes, which would all do and
+            print the same.
     """
     processes = num_processes()
     if processes == 1:
         _require_processes(tensor_parallel_size, pipeline_parallel_size)
         return True
     if processes != (asked := tensor_parallel_size * pipeline_parallel_size):
-        sizes, remedy = f"is {tensor_parallel_size}", f"set it to {processes}"
+        sizes = f"is {tensor_parallel_size}"
+        remedy = f"set it to {processes}"
         if pipeline_parallel_size > 1:
-            sizes = f"{tensor_parallel_size} x --pipeline-parallel-size {pipeline_parallel_size} is {asked}"
+            sizes = (
+                f"{tensor_parallel_size} x --pipeline-parallel-size {pipeline_parallel_size} is"
+                f" {asked}"
+            )
             remedy = f"choose sizes whose product is {processes}"
         raise UserError(
-            f"there are {processes} processes, but --tensor-parallel-size {sizes}: {remedy}, or start {asked}"
+            f"there are {processes} processes, but --tensor-parallel-size {sizes}: {remedy}, or"
+            f" start {asked}"
         )
     init_processes()
     if dist.get_rank() == 0:
@@ -66,13 +81,15 @@ def _require_processes(size: int, stages: int) -> None:
         named = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
         asked = " x ".join(f"{name} {value}" for name, value in named.items() if value > 1)
         raise UserError(
-            f"{asked} needs {size * stages} processes, but there {'is' if processes == 1 else 'are'} "
-            f"{processes}: start them with torchrun --standalone --nproc-per-node {size * stages}"
+            f"{asked} needs {size * stages} processes, but there"
+            f" {'is' if processes == 1 else 'are'} {processes}: start them with torchrun"
+            f" --standalone --nproc-per-node {size * stages}"
         )
 
 
 def of_first_rank[T](processes: int, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone, and return its result on all ranks of a command. Call it after `reports`.
+    """Run `action` on rank 0 alone, and return its result on all ranks of a command. Call it after
+    `reports`.
 
     Raises:
         MtpkitError, OSError: what rank 0 raised.
@@ -84,8 +101,9 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
     """Bring the ranks together that decode with one model.
 
     Raises:
-        UserError: sizes that cannot be split, a number of processes that is not that of the ranks, or a rank whose
-            model, config, versions or options differ from rank 0's. Every rank raises the same error.
+        UserError: sizes that cannot be split, a number of processes that is not that of the ranks,
+            or a rank whose model, config, versions or options differ from rank 0's. Every rank
+            raises the same error.
     """
     size, stages, whole_experts = _asked_sizes(options)
     if not isinstance(options.model, str | Path):
@@ -95,8 +113,8 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
     raise_problems(f"tensor_parallel_size {size}", list(_problems(config, size, whole_experts)))
     if stages > len(config.pattern):
         raise UserError(
-            f"pipeline_parallel_size {stages}: the model's base has {counted(len(config.pattern), 'layer')}; "
-            "take no more stages"
+            f"pipeline_parallel_size {stages}: the model's base has"
+            f" {counted(len(config.pattern), 'layer')}; take no more stages"
         )
     _require_processes(size, stages)
     init_processes()
@@ -111,23 +129,28 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
 
 def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
     """Tensor-parallel ranks, pipeline stages, and whether each expert belongs to one rank."""
-    return options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel
+    return (
+        options.tensor_parallel_size,
+        options.pipeline_parallel_size,
+        options.enable_expert_parallel,
+    )
 
 
 def _sizes_of(options: EngineOptions) -> tuple[int, int, bool]:
     """The values of `_asked_sizes` for a model that is given as an object."""
     config = options.model.config
-    size, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    size = config.tensor_model_parallel_size
+    stages = config.pipeline_model_parallel_size
     experts = config.expert_model_parallel_size
     if config.sequence_parallel or experts not in (1, size):
         raise UserError(
-            "the model given is split over sequences, or over experts without the other matrices: build it with "
-            "sequence_parallel=False, and for experts expert_tensor_parallel=1"
+            "the model given is split over sequences, or over experts without the other matrices:"
+            " build it with sequence_parallel=False, and for experts expert_tensor_parallel=1"
         )
     if _asked_sizes(options) not in ((1, 1, False), (size, stages, experts > 1)):
         raise UserError(
-            f"the model given is split over {size} ranks, experts over {experts}, layers over {stages} stages: leave "
-            "all sizes out"
+            f"the model given is split over {size} ranks, experts over {experts}, layers over"
+            f" {stages} stages: leave all sizes out"
         )
     return size, stages, experts > 1
 
@@ -137,12 +160,17 @@ def _stage() -> Stage:
     from megatron.core import parallel_state
 
     forward = parallel_state.get_pipeline_model_parallel_group()
-    return Stage() if forward.size() == 1 else PipelineStage(forward, _group_back(forward, dist.get_world_size()))
+    return (
+        Stage()
+        if forward.size() == 1
+        else PipelineStage(forward, _group_back(forward, dist.get_world_size()))
+    )
 
 
 @cache
 def _group_back(forward: ProcessGroup, processes: int) -> ProcessGroup:
-    """A second group of the ranks that hold the stages of one model. Every rank helps to make all these groups."""
+    """A second group of the ranks that hold the stages of one model. Every rank helps to make all
+    these groups."""
     before_closing.append(_group_back.cache_clear)
     apart = processes // forward.size()
     groups = [dist.new_group(range(first, processes, apart)) for first in range(apart)]
@@ -154,13 +182,19 @@ def _problems(config: ModelConfig, ranks: int, whole_experts: bool) -> Iterator[
     uneven = [UnevenSize(key, size, False) for key, size in whole.items() if size % ranks]
     for key, size, shared in (*uneven, *uneven_sizes(config, ranks, whole_experts)):
         how = "do not divide each other" if shared else "cannot be divided evenly"
-        yield f"the model's {key} {size} {how}; take {'a divisor or a multiple' if shared else 'a divisor'} of it"
+        yield (
+            f"the model's {key} {size} {how}; take"
+            f" {'a divisor or a multiple' if shared else 'a divisor'} of it"
+        )
     counts = [count for kind in kinds_in(config.letters) if (count := kind.experts(config).count)]
     if whole_experts and not counts:
         yield "enable_expert_parallel is set, but the model has no experts; leave it out"
     for count in counts if whole_experts else ():
         if count % ranks:
-            yield f"the model's {count} experts cannot be shared out; leave enable_expert_parallel out"
+            yield (
+                f"the model's {count} experts cannot be shared out; leave"
+                " enable_expert_parallel out"
+            )
 
 
 @cache
@@ -173,14 +207,21 @@ def _control_group() -> ProcessGroup:
 @cache
 def _watch(control: ProcessGroup) -> Watch:
     """The watch of this process, made with the first engine."""
-    rank, server = dist.get_rank(), None
+    rank = dist.get_rank()
+    server = None
     told: list[Any] = [None, None]
     if rank == 0:
         server = listen()
         told = [server.getsockname()[1], secrets.token_bytes(SECRET_LENGTH)]
     dist.broadcast_object_list(told, group=control, group_src=0)
     port, secret = told
-    watch = Watch(rank, dist.get_world_size(), server, (os.environ.get("MASTER_ADDR", "localhost"), port), secret)
+    watch = Watch(
+        rank,
+        dist.get_world_size(),
+        server,
+        (os.environ.get("MASTER_ADDR", "localhost"), port),
+        secret,
+    )
     before_closing.extend([_watch.cache_clear, watch.leave])
     return watch
 
@@ -192,14 +233,21 @@ def _compare(control: ProcessGroup, own: dict[str, str]) -> None:
     for rank, theirs in enumerate(every):
         keys = [key for key in every[0] | theirs if every[0].get(key) != theirs.get(key)]
         if keys:
-            wrong = [f"{key} is {theirs.get(key, 'not there')}, not {every[0].get(key, 'not there')}" for key in keys]
-            raise UserError(f"rank {rank} differs from rank 0: {listed(wrong)}; start all ranks alike")
+            wrong = [
+                f"{key} is {theirs.get(key, 'not there')}, not {every[0].get(key, 'not there')}"
+                for key in keys
+            ]
+            raise UserError(
+                f"rank {rank} differs from rank 0: {listed(wrong)}; start all ranks alike"
+            )
 
 
 def _entries(options: EngineOptions, config: ModelConfig) -> dict[str, str]:
     """Values that must be the same on all ranks, by their names in error messages."""
     # mtpkit may run from its sources, where no package is installed.
-    versions = {"mtpkit": __version__} | {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+    versions = {"mtpkit": __version__} | {
+        name: importlib.metadata.version(name) for name in ("torch", "megatron-core")
+    }
     entries = {f"version of {name}": version for name, version in versions.items()}
     entries |= {name: repr(value) for name, value in vars(options).items() if name not in _OWN}
     entries |= dict(_flat(config, "the model's "))
@@ -220,7 +268,9 @@ def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
 def _digest(directory: Path) -> str:
     """Hash of all files that may hold a model: their names, sizes, and blocks spread over each."""
     found = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix not in _NOT_WEIGHTS):
+    for path in sorted(
+        path for path in directory.rglob("*") if path.is_file() and path.suffix not in _NOT_WEIGHTS
+    ):
         size = path.stat().st_size
         found.update(f"{path.relative_to(directory)} {size}".encode())
         with path.open("rb") as file:

@@ -1,4 +1,5 @@
-"""Exchange of small tensors between tensor-parallel ranks in peer GPU memory, by kernels in place of NCCL."""
+"""Exchange of small tensors between tensor-parallel ranks in peer GPU memory, by kernels in place
+of NCCL."""
 
 import logging
 from contextlib import suppress
@@ -13,15 +14,23 @@ from torch.distributed import ProcessGroup
 
 from mtpkit.errors import listed
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
-from mtpkit.kernels.exchange import CHANNELS, MOST_RANKS, Windows, best_of_ranks, gather_ranks, sum_over_ranks
+from mtpkit.kernels.exchange import (
+    CHANNELS,
+    MOST_RANKS,
+    Windows,
+    best_of_ranks,
+    gather_ranks,
+    sum_over_ranks,
+)
 from mtpkit.model.collectives import Exchange, use_exchange
 from mtpkit.platform import before_closing, gpu_uuid, shares_memory
 
 _MOST_OF_TWO = 8 << 20
-"""Most bytes of a tensor that two ranks exchange here: each reads the other's tensor once, the least possible."""
+"""Most bytes of a tensor that two ranks exchange here: each reads the other's tensor once, the
+least possible."""
 _MOST_READ = 2 << 20
-"""Most bytes that each of more than two ranks reads. Each reads the tensors of all ranks, which is slower than NCCL for
-larger tensors."""
+"""Most bytes that each of more than two ranks reads. Each reads the tensors of all ranks, which is
+slower than NCCL for larger tensors."""
 _CLOSING = timedelta(seconds=5)
 """Longest time that an ending rank waits for all other ranks, which may still read its memory."""
 _logger = logging.getLogger(__name__)
@@ -32,10 +41,14 @@ def limit_of(ranks: int) -> int:
     return _MOST_OF_TWO if ranks <= 2 else _MOST_READ // ranks
 
 
-def exchange_in_peer_memory(group: ProcessGroup, control: ProcessGroup, weight: Tensor, wanted: bool) -> None:
-    """Choose how the functions of `collectives` exchange within a group. All ranks of `control` must call it together.
+def exchange_in_peer_memory(
+    group: ProcessGroup, control: ProcessGroup, weight: Tensor, wanted: bool
+) -> None:
+    """Choose how the functions of `collectives` exchange within a group. All ranks of `control`
+    must call it together.
 
-    If ranks of the group cannot reach each other's memory, a log line says why, and the group's backend exchanges.
+    If ranks of the group cannot reach each other's memory, a log line says why, and the group's
+    backend exchanges.
 
     Args:
         group: this rank's tensor-parallel group.
@@ -48,7 +61,8 @@ def exchange_in_peer_memory(group: ProcessGroup, control: ProcessGroup, weight: 
 
 
 class PeerMemory(Exchange):
-    """Exchanges small tensors through windows of memory that all ranks map, all others by the group's backend."""
+    """Exchanges small tensors through windows of memory that all ranks map, all others by the
+    group's backend."""
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
@@ -65,7 +79,9 @@ class PeerMemory(Exchange):
             return super().all_gather(values, group)
         return gather_ranks(values.contiguous(), self.windows)
 
-    def best_of_ranks(self, values: Tensor, tokens: Tensor, first: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    def best_of_ranks(
+        self, values: Tensor, tokens: Tensor, first: int, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
         """See `Exchange.best_of_ranks`."""
         if not self._takes(values) or len(values) > self.windows.most_rows:
             return super().best_of_ranks(values, tokens, first, group)
@@ -77,11 +93,14 @@ class PeerMemory(Exchange):
 
 @cache
 def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """The peer memory of a group, made with the first engine that wants it; None: it is not possible for this group."""
-    ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
+    """The peer memory of a group, made with the first engine that wants it; None: it is not
+    possible for this group."""
+    ranks = dist.get_process_group_ranks(group)
+    me = dist.get_rank()
     limit = limit_of(len(ranks))
     held: dict[int, Tensor] = {}
-    offer, problem = None, _own_problem(device, len(ranks))
+    offer = None
+    problem = _own_problem(device, len(ranks))
     if not problem:
         try:
             held[me] = torch.zeros(Windows.nbytes(limit), dtype=torch.uint8, device=device)
@@ -100,7 +119,11 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
     problems = _of_all(control, problem)
     if found := [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]:
         if me == ranks[0]:
-            _logger.info("ranks exchange data by %s instead of peer memory: %s", dist.get_backend(group), listed(found))
+            _logger.info(
+                "ranks exchange data by %s instead of peer memory: %s",
+                dist.get_backend(group),
+                listed(found),
+            )
         return None
     windows = tuple(held[rank] for rank in ranks)
     epochs = torch.zeros(CHANNELS, dtype=torch.int64, device=device)
@@ -108,7 +131,8 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
 
 
 def _own_problem(device: torch.device, ranks: int) -> str:
-    """The reason why this rank cannot exchange in peer memory, whatever the other ranks offer; empty: it can."""
+    """The reason why this rank cannot exchange in peer memory, whatever the other ranks offer;
+    empty: it can."""
     if device.type != "cuda":
         return f"decodes on {device.type}"
     if ranks > MOST_RANKS:
@@ -120,7 +144,8 @@ def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
     """The window of another rank, in the address space of this process.
 
     Args:
-        offer: the GPU that holds the window, and the handle of its storage, as `_share_cuda_` returns it.
+        offer: the GPU that holds the window, and the handle of its storage, as `_share_cuda_`
+            returns it.
 
     Raises:
         RuntimeError: this process cannot reach that GPU's memory.
@@ -128,11 +153,14 @@ def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
     gpu, handle = offer
     index = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}.get(gpu)
     if index is None:
-        raise RuntimeError(f"does not see GPU {gpu}, which is on another host or hidden by CUDA_VISIBLE_DEVICES")
+        raise RuntimeError(
+            f"does not see GPU {gpu}, which is on another host or hidden by CUDA_VISIBLE_DEVICES"
+        )
     if not shares_memory(device.index, index):
         raise RuntimeError(f"has no peer access from GPU {device.index} to GPU {index}")
     _, *place, _ = handle
-    # Opened on this device, which maps the other GPU's memory. There is no event of another stream to wait for.
+    # Opened on this device, which maps the other GPU's memory. There is no event of another stream
+    # to wait for.
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *place, False)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
@@ -145,14 +173,15 @@ def _of_all[T](control: ProcessGroup, own: T) -> list[T]:
 
 
 def _close(group: ProcessGroup, control: ProcessGroup, held: dict[int, Tensor]) -> None:
-    """Close the windows of other ranks once all ranks have finished reading; then free this rank's own window, once all
-    ranks have closed it."""
+    """Close the windows of other ranks once all ranks have finished reading; then free this rank's
+    own window, once all ranks have closed it."""
     use_exchange(group, None)
     _peers.cache_clear()
     own = held.pop(dist.get_rank(), None)
     if own is not None:
         torch.cuda.synchronize(own.device)
     for _ in range(2):
-        with suppress(RuntimeError):  # a rank has failed or is busy; its memory is freed with its process
+        # a rank has failed or is busy; its memory is freed with its process
+        with suppress(RuntimeError):
             dist.monitored_barrier(control, timeout=_CLOSING)
         held.clear()

@@ -1,8 +1,9 @@
-"""Results of a step that the last pipeline stage sends back: integers, one row per request that samples.
+"""Results of a step that the last pipeline stage sends back: integers, one row per request that
+samples.
 
-For chains, they are the integers that the host gets, see `pack_result`. For trees, two things follow: the accepted
-path, along which every stage moves keys, windows and rings, and the new tree. Each integer is sent in as few bits as
-its column needs.
+For chains, they are the integers that the host gets, see `pack_result`. For trees, two things
+follow: the accepted path, along which every stage moves keys, windows and rings, and the new tree.
+Each integer is sent in as few bits as its column needs.
 
 Shape legend: S rows that sample, K depth, T tokens of a tree.
 """
@@ -33,8 +34,8 @@ class Column(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits per integer. They encode its distance from `least - 1`: one code stands for values that are too small,
-        and one for values that are too large."""
+        """Bits per integer. They encode its distance from `least - 1`: one code stands for values
+        that are too small, and one for values that are too large."""
         return (self.most - self.least + 2).bit_length()
 
 
@@ -44,7 +45,8 @@ def columns_of(plan: Plan, tree: Tree | None, vocab_size: int) -> dict[str, Colu
     Args:
         tree: the shape of the drafts in steps of trees.
     """
-    depths, tokens = plan.num_speculative_tokens, (NO_TOKEN, vocab_size - 1)
+    depths = plan.num_speculative_tokens
+    tokens = (NO_TOKEN, vocab_size - 1)
     columns = {
         "accepted drafts": Column(1, 0, depths),
         "tokens": Column(1 + depths, *tokens),
@@ -56,7 +58,10 @@ def columns_of(plan: Plan, tree: Tree | None, vocab_size: int) -> dict[str, Colu
     columns["drafts"] = Column(depths, NO_TOKEN, 0)
     last = tree.tokens - 1
     if plan.num_decode_rows:
-        columns |= {"ranks": Column(depths, _NO_RANK, last), "places on the path": Column(depths, 0, last)}
+        columns |= {
+            "ranks": Column(depths, _NO_RANK, last),
+            "places on the path": Column(depths, 0, last),
+        }
     columns["tokens of the tree"] = Column(last, *tokens)
     if isinstance(tree, DynamicTree):
         columns["parents"] = Column(tree.tokens, -1, last - 1)
@@ -64,7 +69,8 @@ def columns_of(plan: Plan, tree: Tree | None, vocab_size: int) -> dict[str, Colu
 
 
 def pack_returned(verdict: Verdict, drafts: Drafts) -> Tensor:
-    """[S, columns] int64, see `columns_of`. For trees, the host only needs to know which depths are invalid."""
+    """[S, columns] int64, see `columns_of`. For trees, the host only needs to know which depths are
+    invalid."""
     if drafts.best is None:
         return pack_result(verdict, drafts)
     packed = pack_result(verdict, replace(drafts, best=drafts.best.clamp_max(0)))
@@ -82,32 +88,38 @@ def nbytes_of(columns: dict[str, Column]) -> int:
 
 
 def to_bytes(packed: Tensor, columns: dict[str, Column]) -> Tensor:
-    """[S, nbytes] uint8, the message for the result of `pack_returned`, low bits first. Integers outside their column's
-    range become the nearest value outside it."""
+    """[S, nbytes] uint8, the message for the result of `pack_returned`, low bits first. Integers
+    outside their column's range become the nearest value outside it."""
     bits = []
     parts = packed.split([column.width for column in columns.values()], 1)
     for part, column in zip(parts, columns.values(), strict=True):
         numbers = part.clamp(column.least - 1, column.most + 1) - (column.least - 1)
-        bits.append((numbers[..., None] >> torch.arange(column.bits, device=packed.device) & 1).flatten(1))
+        bits.append(
+            (numbers[..., None] >> torch.arange(column.bits, device=packed.device) & 1).flatten(1)
+        )
     row = torch.cat(bits, 1)
     row = F.pad(row, (0, 8 * nbytes_of(columns) - row.shape[1])).unflatten(1, (-1, 8))
     return (row << torch.arange(8, device=packed.device)).sum(-1).to(torch.uint8)
 
 
 def from_bytes(message: Tensor, columns: dict[str, Column]) -> Tensor:
-    """[S, columns] int64, the integers in a message [S, nbytes] uint8; the inverse of `to_bytes`."""
+    """[S, columns] int64, the integers in a message [S, nbytes] uint8; the inverse of
+    `to_bytes`."""
     row = (message[..., None].long() >> torch.arange(8, device=message.device) & 1).flatten(1)
     sizes = [column.width * column.bits for column in columns.values()]
     found = []
     for part, column in zip(row[:, : sum(sizes)].split(sizes, 1), columns.values(), strict=True):
-        bits = part.unflatten(1, (column.width, column.bits)) << torch.arange(column.bits, device=message.device)
+        bits = part.unflatten(1, (column.width, column.bits)) << torch.arange(
+            column.bits, device=message.device
+        )
         found.append(bits.sum(-1) + (column.least - 1))
     return torch.cat(found, 1)
 
 
 def unpack_returned(packed: Tensor, batch: Batch, tree: Tree | None) -> tuple[Verdict, Drafts]:
-    """Unpack the result of `pack_returned` for a pipeline stage without lm_head and heads. Values outside the range of
-    their column are clamped to it: the host refuses them later, see `check_returned`.
+    """Unpack the result of `pack_returned` for a pipeline stage without lm_head and heads. Values
+    outside the range of their column are clamped to it: the host refuses them later, see
+    `check_returned`.
 
     Args:
         packed: [S, columns] int64.
@@ -115,7 +127,8 @@ def unpack_returned(packed: Tensor, batch: Batch, tree: Tree | None) -> tuple[Ve
     columns = columns_of(batch.plan, tree, batch.sampling.vocabulary.size)
     split = packed.split([column.width for column in columns.values()], 1)
     parts = {
-        name: part.clamp(column.least, column.most) for (name, column), part in zip(columns.items(), split, strict=True)
+        name: part.clamp(column.least, column.most)
+        for (name, column), part in zip(columns.items(), split, strict=True)
     }
     missing = (0, 0, 0, len(batch.inputs.state_slots) - len(packed))
     accepted, token_ids = (F.pad(parts[name], missing) for name in ("accepted drafts", "tokens"))
@@ -133,7 +146,11 @@ def check_returned(packed: np.ndarray, columns: dict[str, Column]) -> None:
         MtpkitError: a value is outside its column's range.
     """
     ends = np.cumsum([column.width for column in columns.values()])[:-1]
-    for (name, (_, least, most)), values in zip(columns.items(), np.split(packed, ends, axis=1), strict=True):
+    for (name, (_, least, most)), values in zip(
+        columns.items(), np.split(packed, ends, axis=1), strict=True
+    ):
         wrong = values[(values < least) | (values > most)]
         if len(wrong):
-            raise MtpkitError(f"the last stage sent {wrong[0]} for {name}, which must be from {least} to {most}")
+            raise MtpkitError(
+                f"the last stage sent {wrong[0]} for {name}, which must be from {least} to {most}"
+            )

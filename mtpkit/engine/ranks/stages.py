@@ -1,10 +1,11 @@
-"""Pipeline stages of decoding: each has some of the base's layers, the last one also the final norm, the lm_head, the
-heads and an embedding for their drafts.
+"""Pipeline stages of decoding: each has some of the base's layers, the last one also the final
+norm, the lm_head, the heads and an embedding for their drafts.
 
 Hidden states go forward, from each stage to the next. The last stage sends integers back, see
-`mtpkit.engine.ranks.returned`: per row that samples, the number of accepted drafts, the chosen tokens and the new
-drafts, and for trees the accepted path. Every stage stores these in its own `DeviceState`, from which its next step
-begins. Each stage therefore rolls back its keys, windows and recurrent states by itself, as a single stage would.
+`mtpkit.engine.ranks.returned`: per row that samples, the number of accepted drafts, the chosen
+tokens and the new drafts, and for trees the accepted path. Every stage stores these in its own
+`DeviceState`, from which its next step begins. Each stage therefore rolls back its keys, windows
+and recurrent states by itself, as a single stage would.
 """
 
 from collections import deque
@@ -21,17 +22,21 @@ class Stage:
     stages = 1
     """Number of stages."""
     first = last = True
-    """Whether this stage has the base's embedding (`first`), and the lm_head and the heads (`last`)."""
+    """Whether this stage has the base's embedding (`first`), and the lm_head and the heads
+    (`last`)."""
     copies = 0
-    """Number of buffers with hidden states of a step, besides those being computed: for receiving and for sending."""
+    """Number of buffers with hidden states of a step, besides those being computed: for receiving
+    and for sending."""
     returned_bytes = returned_rows = 0
     """Bytes of results that went back to one stage, and the number of their rows over all steps."""
 
     def connect(self, device: torch.device) -> None:
-        """Connect the stages' devices; `device` is this stage's. All stages must call this before the first step."""
+        """Connect the stages' devices; `device` is this stage's. All stages must call this before
+        the first step."""
 
     def receive(self, hidden: Tensor) -> None:
-        """Fill `hidden` [T, 1, h] with the hidden states from the previous stage, on all stages but the first."""
+        """Fill `hidden` [T, 1, h] with the hidden states from the previous stage, on all stages but
+        the first."""
 
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states [T, 1, h] to the next stage; nothing may write to them afterwards."""
@@ -40,39 +45,51 @@ class Stage:
         """Send the results of a step, [S, bytes] uint8, from the last stage to all other stages."""
 
     def hear(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
-        """[rows, nbytes] uint8, the results of this step that `tell` sent; on all stages but the last."""
+        """[rows, nbytes] uint8, the results of this step that `tell` sent; on all stages but the
+        last."""
         raise NotImplementedError("the last stage finds the results itself")
 
     def settle(self) -> None:
-        """Wait until everything sent has arrived: a tensor that is dropped before it has arrived is lost."""
+        """Wait until everything sent has arrived: a tensor that is dropped before it has arrived is
+        lost."""
 
 
 class PipelineStage(Stage):
     """One of several stages.
 
     Args:
-        forward, back: groups for hidden states and for results, both of the ranks that hold the stages of one model, in
-            the order of the stages. A device runs the transfers of a group one after the other, so that in a single
-            group hidden states and results would wait for each other.
+        forward, back: groups for hidden states and for results, both of the ranks that hold the
+            stages of one model, in the order of the stages. A device runs the transfers of a group
+            one after the other, so that in a single group hidden states and results would wait for
+            each other.
     """
 
     def __init__(self, forward: ProcessGroup, back: ProcessGroup) -> None:
-        self._forward, self._back, self._stage, self.stages = forward, back, forward.rank(), forward.size()
-        self.first, self.last = self._stage == 0, self._stage == self.stages - 1
+        self._forward, self._back, self._stage, self.stages = (
+            forward,
+            back,
+            forward.rank(),
+            forward.size(),
+        )
+        self.first = self._stage == 0
+        self.last = self._stage == self.stages - 1
         self._most_sends = 2 * self.stages
         self.copies = (not self.first) + (0 if self.last else 2 + self._most_sends)
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def connect(self, device: torch.device) -> None:
-        """See `Stage.connect`; exchanges a byte with each stage that this one sends to or receives from.
+        """See `Stage.connect`; exchanges a byte with each stage that this one sends to or receives
+        from.
 
-        NCCL connects two ranks at their first transfer; until both have come to it, the hosts of both are blocked. In
-        the middle of a run that can be forever. The last stage's host is blocked in its first `tell` to an earlier
-        stage. That one does not come to `hear`, because its host captures a graph: it waits until the next stage has
-        received what was sent, or for sums with another tensor-parallel rank, whose host waits for rank 0's next
-        decision. Both wait for the last stage's host.
+        NCCL connects two ranks at their first transfer; until both have come to it, the hosts of
+        both are blocked. In the middle of a run that can be forever. The last stage's host is
+        blocked in its first `tell` to an earlier stage. That one does not come to `hear`, because
+        its host captures a graph: it waits until the next stage has received what was sent, or for
+        sums with another tensor-parallel rank, whose host waits for rank 0's next decision. Both
+        wait for the last stage's host.
         """
-        byte, last = torch.zeros(1, dtype=torch.uint8, device=device), self.stages - 1
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        last = self.stages - 1
         pairs = [(self._forward, stage, stage + 1) for stage in range(last)]
         pairs += [(self._back, last, stage) for stage in range(last)]
         for group, source, destination in pairs:
@@ -94,8 +111,9 @@ class PipelineStage(Stage):
         """See `Stage.tell`; does not wait for the other stages."""
         if len(message):
             self._count(message)
-            # Each stage may have run two plans, of decode rows and of chunks, for as many batches as there are stages
-            # before it receives the first results. With fewer messages under way, stages would wait forever.
+            # Each stage may have run two plans, of decode rows and of chunks, for as many batches
+            # as there are stages before it receives the first results. With fewer messages under
+            # way, stages would wait forever.
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
@@ -108,7 +126,8 @@ class PipelineStage(Stage):
         return message
 
     def _begin(self, values: Tensor, group: ProcessGroup, stage: int, most: int) -> None:
-        """Begin a transfer and keep its tensor until it is sent; of more than `most` transfers, wait for the oldest."""
+        """Begin a transfer and keep its tensor until it is sent; of more than `most` transfers,
+        wait for the oldest."""
         self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
         self._wait(most)
 

@@ -1,9 +1,9 @@
 """Notices when a rank dies, and ends all other ranks.
 
-A rank that waits in an all-reduce cannot notice this by itself. Each rank therefore has a connection to rank 0, on
-which a thread listens. The operating system closes the connections of a process that ends, for whatever reason, and
-within seconds those to a host that is gone. A busy rank is never taken for a dead one, since no rank has to answer
-anything.
+A rank that waits in an all-reduce cannot notice this by itself. Each rank therefore has a
+connection to rank 0, on which a thread listens. The operating system closes the connections of a
+process that ends, for whatever reason, and within seconds those to a host that is gone. A busy rank
+is never taken for a dead one, since no rank has to answer anything.
 """
 
 import atexit
@@ -21,7 +21,8 @@ from typing import NoReturn
 from mtpkit.errors import MtpkitError, on_failure
 
 _PATIENCE = 8.0
-"""Seconds that a rank may work on something that needs a rank that has left in good order, before it is ended."""
+"""Seconds that a rank may work on something that needs a rank that has left in good order, before
+it is ended."""
 _GRACE = 2.0
 """Seconds in which a rank may report its own failure, once another rank has reported one."""
 _CONNECTING = 300.0
@@ -32,7 +33,8 @@ SECRET_LENGTH = 16
 """Bytes of the secret by which rank 0 tells connections of ranks from those of other programs."""
 _LONGEST = 400
 """Most bytes of a message."""
-_LEFT, _FAILED = b"L", b"F"
+_LEFT = b"L"
+_FAILED = b"F"
 
 
 def listen() -> socket.socket:
@@ -53,9 +55,15 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, size: int, server: socket.socket | None, address: tuple[str, int], secret: bytes
+        self,
+        rank: int,
+        size: int,
+        server: socket.socket | None,
+        address: tuple[str, int],
+        secret: bytes,
     ) -> None:
-        self.rank, self._secret = rank, secret
+        self.rank = rank
+        self._secret = secret
         self._busy_since: float | None = None
         self._ending, self._gone = threading.Event(), threading.Event()
         self._peers = self._accept(server, size) if server else {0: self._connect(address)}
@@ -64,14 +72,17 @@ class Watch:
             _notice_lost_hosts(connection)
             self._selector.register(connection, selectors.EVENT_READ, peer)
         on_failure.append(self._report)
-        self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._uncaught
         atexit.register(self.leave)
         threading.Thread(target=self._listen, name="mtpkit-watch", daemon=True).start()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context in which this rank needs all other ranks. If an exchange fails, this rank waits to learn why."""
-        before, self._busy_since = self._busy_since, time.monotonic()
+        """A context in which this rank needs all other ranks. If an exchange fails, this rank waits
+        to learn why."""
+        before = self._busy_since
+        self._busy_since = time.monotonic()
         try:
             yield
         except RuntimeError:  # torch raises it when a connection breaks
@@ -95,7 +106,9 @@ class Watch:
                     connection, _ = server.accept()
                 except TimeoutError as error:
                     missing = sorted(set(range(1, size)) - peers.keys())
-                    raise MtpkitError(f"ranks {missing} did not connect within {_CONNECTING:.0f} s") from error
+                    raise MtpkitError(
+                        f"ranks {missing} did not connect within {_CONNECTING:.0f} s"
+                    ) from error
                 rank = self._rank_of(connection)
                 if rank is None:
                     connection.close()
@@ -108,7 +121,9 @@ class Watch:
         connection.settimeout(_SAYING_WHO)
         said = b""
         with suppress(OSError):
-            while len(said) < SECRET_LENGTH + 4 and (more := connection.recv(SECRET_LENGTH + 4 - len(said))):
+            while len(said) < SECRET_LENGTH + 4 and (
+                more := connection.recv(SECRET_LENGTH + 4 - len(said))
+            ):
                 said += more
         known = len(said) == SECRET_LENGTH + 4 and said.startswith(self._secret)
         return int.from_bytes(said[SECRET_LENGTH:], "big") if known else None
@@ -117,14 +132,17 @@ class Watch:
         try:
             connection = socket.create_connection(address, timeout=_CONNECTING)
         except OSError as error:
-            raise MtpkitError(f"rank {self.rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}") from error
+            raise MtpkitError(
+                f"rank {self.rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}"
+            ) from error
         connection.sendall(self._secret + self.rank.to_bytes(4, "big"))
         return connection
 
     def _listen(self) -> None:
         while self._selector.get_map():
             for key, _ in self._selector.select():
-                connection, peer = key.fileobj, key.data
+                connection = key.fileobj
+                peer = key.data
                 assert isinstance(connection, socket.socket)
                 try:
                     message = connection.recv(_LONGEST)
@@ -137,9 +155,13 @@ class Watch:
                 if message[:1] == _LEFT:
                     self._require_no_work(peer)
                 elif message[:1] == _FAILED:
-                    self._end_after(message[1:].decode(errors="replace"), _GRACE, aloud=self.rank == 0)
+                    self._end_after(
+                        message[1:].decode(errors="replace"), _GRACE, aloud=self.rank == 0
+                    )
                 else:
-                    self._end_after(f"rank {peer} has died; its own output may say why", 0.0, aloud=True)
+                    self._end_after(
+                        f"rank {peer} has died; its own output may say why", 0.0, aloud=True
+                    )
 
     def _require_no_work(self, peer: int) -> None:
         """End this process once it has needed the rank `peer`, which has left, for too long."""
@@ -148,13 +170,16 @@ class Watch:
             while not self._ending.is_set():
                 since = self._busy_since
                 if since is not None and time.monotonic() - since > _PATIENCE:
-                    self._end_after(f"rank {peer} has ended while rank {self.rank} decodes", 0.0, aloud=True)
+                    self._end_after(
+                        f"rank {peer} has ended while rank {self.rank} decodes", 0.0, aloud=True
+                    )
                 time.sleep(0.2)
 
         threading.Thread(target=wait, daemon=True).start()
 
     def _end_after(self, reason: str, seconds: float, aloud: bool) -> NoReturn:
-        """Wait `seconds`, tell the connected ranks the reason, and end this process, whatever its main thread does."""
+        """Wait `seconds`, tell the connected ranks the reason, and end this process, whatever its
+        main thread does."""
         time.sleep(seconds)
         self._send(_FAILED, reason)
         if aloud and not self._ending.is_set() and sys.__stderr__ is not None:
@@ -167,14 +192,17 @@ class Watch:
             self._ending.set()
             self._send(_FAILED, f"rank {self.rank} failed: {reason}")
 
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if issubclass(kind, RuntimeError):
             self._hear_why()
         self._report(f"{kind.__name__}: {error}")
         self._excepthook(kind, error, trace)
 
     def leave(self) -> None:
-        """Tell the connected ranks that this rank ends in good order; they may continue without it."""
+        """Tell the connected ranks that this rank ends in good order; they may continue without
+        it."""
         if not self._ending.is_set():
             self._ending.set()
             self._send(_LEFT, "")
@@ -186,7 +214,8 @@ class Watch:
 
 
 def _notice_lost_hosts(connection: socket.socket) -> None:
-    """Have the system probe the other end of an idle connection each second, and give up after five probes."""
+    """Have the system probe the other end of an idle connection each second, and give up after five
+    probes."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):

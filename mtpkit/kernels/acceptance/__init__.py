@@ -8,4 +8,11 @@ accept_matching = pick(reference.accept_matching)
 accept_rejection = pick(reference.accept_rejection)
 accept_tree = pick(reference.accept_tree)
 
-__all__ = ["Whole", "accept_drawn_tree", "accept_matching", "accept_rejection", "accept_tree", "without"]
+__all__ = [
+    "Whole",
+    "accept_drawn_tree",
+    "accept_matching",
+    "accept_rejection",
+    "accept_tree",
+    "without",
+]

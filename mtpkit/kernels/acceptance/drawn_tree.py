@@ -1,8 +1,9 @@
-"""Recursive rejection sampling of siblings that were drawn without replacement, in plain PyTorch on every device.
+"""Recursive rejection sampling of siblings that were drawn without replacement, in plain PyTorch on
+every device.
 
-The method is that of SpecInfer (Miao et al. 2023, arXiv:2305.09781, section 4.3), without replacement as in Yang et al.
-2024, arXiv:2402.14160. Shape legend: R rows, T tokens of a tree, E tokens with children, V vocabulary, v the part of
-the vocabulary that this rank holds.
+The method is that of SpecInfer (Miao et al. 2023, arXiv:2305.09781, section 4.3), without
+replacement as in Yang et al. 2024, arXiv:2402.14160. Shape legend: R rows, T tokens of a tree, E
+tokens with children, V vocabulary, v the part of the vocabulary that this rank holds.
 """
 
 from typing import Protocol
@@ -56,23 +57,29 @@ def accept_drawn_tree(
     depth: int,
     part: Part | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Accept at most one child of each token on the path, and draw one more token where the path ends.
+    """Accept at most one child of each token on the path, and draw one more token where the path
+    ends.
 
-    At a token with target distribution p and draft distribution q, child d is accepted if u < p(d) / q(d). If d is
-    rejected, p becomes the normalised (p - q)+, and d is removed from q, which is normalised again; the next child,
-    which was drawn from that q, is tested against the new p and q, or skipped if its q is 0 by then. Once all children
-    are rejected, the next token is drawn from the last p. The token is distributed as the first p, whatever q was.
+    At a token with target distribution p and draft distribution q, child d is accepted if u < p(d)
+    / q(d). If d is rejected, p becomes the normalised (p - q)+, and d is removed from q, which is
+    normalised again; the next child, which was drawn from that q, is tested against the new p and
+    q, or skipped if its q is 0 by then. Once all children are rejected, the next token is drawn
+    from the last p. The token is distributed as the first p, whatever q was.
 
     Args:
         token_ids: [R, T] int64.
-        children: [T, C] int64, the children of each token in the order drawn, then -1; the same for all rows.
+        children: [T, C] int64, the children of each token in the order drawn, then -1; the same for
+            all rows.
         draft_probs: [R, E, v], q at each token that has children.
         draft_index: [T] int64, place of each token in E; any valid one for tokens without children.
-        target_probs: [R, T, v], p after each token. A row whose path ends where p has NaN gets `NO_TOKEN` there.
-        accept_uniforms, sample_uniforms: [R, T] float64, the u of each draft, and that of the draw after each token.
+        target_probs: [R, T, v], p after each token. A row whose path ends where p has NaN gets
+            `NO_TOKEN` there.
+        accept_uniforms, sample_uniforms: [R, T] float64, the u of each draft, and that of the draw
+            after each token.
         depth: K, the largest depth of a token.
-        part: the part of the vocabulary that this rank holds; None: all of it. For each child, the ranks sum four
-            numbers per row: p and q of the child, the mass of (p - q)+, and the mass of q without the child.
+        part: the part of the vocabulary that this rank holds; None: all of it. For each child, the
+            ranks sum four numbers per row: p and q of the child, the mass of (p - q)+, and the mass
+            of q without the child.
 
     Returns:
         The same as `accept_tree`.
@@ -81,7 +88,8 @@ def accept_drawn_tree(
     rows = torch.arange(len(token_ids), device=token_ids.device)
     current = torch.zeros_like(rows)
     alive = torch.ones_like(rows, dtype=torch.bool)
-    path, ranks = [current], []
+    path = [current]
+    ranks = []
     p = target_probs[:, 0]
     for _ in range(depth):
         q = draft_probs[rows, draft_index[current]]
@@ -93,13 +101,21 @@ def accept_drawn_tree(
             child = child.clamp_min(0)
             token = token_ids[rows, child]
             column = part.place(token)[:, None]
-            residual, left = (p - q).clamp_min(0), without(q, column)
+            residual = (p - q).clamp_min(0)
+            left = without(q, column)
             p_child, q_child, mass, left_mass = part.sum(
-                torch.cat([*(_at(one, column) for one in (p, q)), *(_total(one) for one in (residual, left))], 1)
+                torch.cat(
+                    [
+                        *(_at(one, column) for one in (p, q)),
+                        *(_total(one) for one in (residual, left)),
+                    ],
+                    1,
+                )
             ).unbind(1)
             tried = tried & (q_child > 0)
             accepted = tried & (accept_uniforms[rows, child] * q_child < p_child)
-            found, rank = torch.where(accepted, child, found), torch.where(accepted, place, rank)
+            found = torch.where(accepted, child, found)
+            rank = torch.where(accepted, place, rank)
             rejected = tried & ~accepted
             p = torch.where(rejected[:, None], _normalised(residual, p, mass), p)
             q = torch.where(rejected[:, None], _normalised(left, left, left_mass), q)
@@ -118,14 +134,15 @@ def accept_drawn_tree(
 
 
 def without(weights: Tensor, column: Tensor) -> Tensor:
-    """Copy of weights [N, v] with 0 at `column` [N, 1]; unchanged where the column is -1, as another rank holds the
-    token."""
+    """Copy of weights [N, v] with 0 at `column` [N, 1]; unchanged where the column is -1, as
+    another rank holds the token."""
     column, held = column.clamp_min(0), column >= 0
     return weights.scatter(1, column, weights.gather(1, column).masked_fill(held, 0.0))
 
 
 def _at(weights: Tensor, column: Tensor) -> Tensor:
-    """Elements of weights [R, v] at `column` [R, 1], as [R, 1] float64; 0 where this rank does not hold the token."""
+    """Elements of weights [R, v] at `column` [R, 1], as [R, 1] float64; 0 where this rank does not
+    hold the token."""
     return weights.gather(1, column.clamp_min(0)).double().masked_fill(column < 0, 0.0)
 
 
@@ -134,7 +151,7 @@ def _total(weights: Tensor) -> Tensor:
 
 
 def _normalised(weights: Tensor, otherwise: Tensor, total: Tensor) -> Tensor:
-    """Weights [R, v] divided by their sums `total` [R] over all ranks; `otherwise` where a sum is not positive, since
-    rounding can make all of (p - q)+ zero."""
+    """Weights [R, v] divided by their sums `total` [R] over all ranks; `otherwise` where a sum is
+    not positive, since rounding can make all of (p - q)+ zero."""
     total = total[:, None].float()
     return torch.where(total > 0, weights / total, otherwise)

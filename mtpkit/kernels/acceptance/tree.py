@@ -33,7 +33,9 @@ def _tree_kernel(
     out_ptr += row * (DEPTH + 1)
     path_ptr += row * (DEPTH + 1)
     tl.store(path_ptr, tl.zeros([], tl.int64))
-    at, accepted, alive = row * 0, row * 0, row == row
+    at = row * 0
+    accepted = row * 0
+    alive = row == row
     for depth in tl.static_range(DEPTH):
         choice = _pick(choices, lane, at)
         tl.store(out_ptr + depth, tl.where(alive, choice, 0))
@@ -43,7 +45,8 @@ def _tree_kernel(
         rank = tl.sum((below & (lane < child)).to(tl.int64), 0)
         none = tl.where(alive & (tl.sum(below.to(tl.int32), 0) > 0), -1, -2)
         tl.store(ranks_ptr + row * DEPTH + depth, tl.where(found, rank, none))
-        at, alive = tl.where(found, child.to(tl.int64), at), found
+        at = tl.where(found, child.to(tl.int64), at)
+        alive = found
         accepted += found.to(tl.int64)
         tl.store(path_ptr + depth + 1, tl.where(found, at, 0))
     tl.store(out_ptr + DEPTH, tl.where(alive, _pick(choices, lane, at), 0))
@@ -55,7 +58,9 @@ def accept_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the reference."""
     rows, tokens = token_ids.shape
-    out = [token_ids.new_empty(rows, *shape) for shape in ((), (1 + depth,), (1 + depth,), (depth,))]
+    out = [
+        token_ids.new_empty(rows, *shape) for shape in ((), (1 + depth,), (1 + depth,), (depth,))
+    ]
     if rows:
         inputs = (t.contiguous() for t in (token_ids, parents, sampled_token_ids))
         width = triton.next_power_of_2(tokens)

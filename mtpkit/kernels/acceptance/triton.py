@@ -1,8 +1,10 @@
 """Acceptance of drafts in Triton.
 
-Rejection sampling reads p and q of each draft, and all of p and q only at the position where a row stops.
+Rejection sampling reads p and q of each draft, and all of p and q only at the position where a row
+stops.
 
-Padding rows may hold anything: each yields a token of the vocabulary or `NO_TOKEN`, and accepts at most K drafts.
+Padding rows may hold anything: each yields a token of the vocabulary or `NO_TOKEN`, and accepts at
+most K drafts.
 """
 
 import torch
@@ -22,14 +24,28 @@ MATCHING_ROWS = 32
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["drafts", "choices"])
 def _matching_kernel(
-    drafts, choices, strides, accepted, token_ids, rows, depths, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    drafts,
+    choices,
+    strides,
+    accepted,
+    token_ids,
+    rows,
+    depths,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     draft_row, draft_depth, choice_row, choice_depth = strides
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     depth = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (depth <= depths)
-    choice = tl.load(choices + row[:, None] * choice_row + depth * choice_depth, mask=inside, other=0)
-    draft = tl.load(drafts + row[:, None] * draft_row + depth * draft_depth, mask=inside & (depth < depths), other=0)
+    choice = tl.load(
+        choices + row[:, None] * choice_row + depth * choice_depth, mask=inside, other=0
+    )
+    draft = tl.load(
+        drafts + row[:, None] * draft_row + depth * draft_depth,
+        mask=inside & (depth < depths),
+        other=0,
+    )
     count = tl.min(tl.where((depth < depths) & (draft == choice), depths, depth), 1)
     tl.store(accepted + row, count.to(tl.int64), mask=row < rows)
     kept = tl.where(depth <= count[:, None], choice, 0)
@@ -46,21 +62,31 @@ def _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDT
     draft = tl.load(drafts + row * draft_row + depth * draft_depth, mask=inside, other=0)
     known = inside & (draft >= 0) & (draft < vocab_size)
     far = depth.to(tl.int64)
-    q = tl.load(draft_probs + row * q_row + far * q_depth + draft, mask=known, other=1.0).to(tl.float64)
-    p = tl.load(target_probs + row * p_row + far * p_depth + draft, mask=known, other=0.0).to(tl.float64)
+    q = tl.load(draft_probs + row * q_row + far * q_depth + draft, mask=known, other=1.0).to(
+        tl.float64
+    )
+    p = tl.load(target_probs + row * p_row + far * p_depth + draft, mask=known, other=0.0).to(
+        tl.float64
+    )
     u = tl.load(accept_uniforms + row * u_row + depth * u_depth, mask=inside, other=0.0)
     return tl.min(tl.where(inside & (u * q < p), depths, tl.minimum(depth, depths)), 0), draft
 
 
 @triton.jit
 def _weights(probs, row, stop, index, depths, vocab_size):
-    """p and the residual (p - q)+ of the tokens `index` at the position where the row stops; q counts as 0 after the
-    last draft."""
+    """p and the residual (p - q)+ of the tokens `index` at the position where the row stops; q
+    counts as 0 after the last draft."""
     draft_probs, q_row, q_depth, target_probs, p_row, p_depth = probs
     inside = index < vocab_size
     far = stop.to(tl.int64)
-    p = tl.load(target_probs + row * p_row + far * p_depth + index, mask=inside, other=0.0).to(tl.float32)
-    q = tl.load(draft_probs + row * q_row + far * q_depth + index, mask=only_if(inside, stop < depths), other=0.0)
+    p = tl.load(target_probs + row * p_row + far * p_depth + index, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    q = tl.load(
+        draft_probs + row * q_row + far * q_depth + index,
+        mask=only_if(inside, stop < depths),
+        other=0.0,
+    )
     return p.to(tl.float64), tl.maximum(p - q.to(tl.float32), 0.0).to(tl.float64)
 
 
@@ -77,9 +103,10 @@ def _sums_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Store sums [2, R, num_chunks] float64: per chunk, the mass of p and of the residual at the position where the row
-    stops."""
-    row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
+    """Store sums [2, R, num_chunks] float64: per chunk, the mass of p and of the residual at the
+    position where the row stops."""
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
     stop, _draft = _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDTH)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     p, residual = _weights(probs, row, stop, index, depths, vocab_size)
@@ -111,7 +138,9 @@ def _rejection_kernel(
     each = tl.arange(0, CHUNKS)
     here = sums + row * num_chunks + each
     p_sums = tl.load(here, mask=each < num_chunks, other=0.0)
-    residual_sums = tl.load(here + tl.num_programs(0) * num_chunks, mask=each < num_chunks, other=0.0)
+    residual_sums = tl.load(
+        here + tl.num_programs(0) * num_chunks, mask=each < num_chunks, other=0.0
+    )
     # Where p equals q up to rounding, the residual may be all zeros; p then takes its place.
     any_residual = tl.sum(residual_sums, 0) > 0
     uniform = tl.load(sample_uniforms + row * s_row + stop * s_depth)
@@ -147,7 +176,11 @@ def accept_matching(draft_token_ids: Tensor, sampled_token_ids: Tensor) -> tuple
 
 
 def accept_rejection(
-    draft_token_ids: Tensor, draft_probs: Tensor, target_probs: Tensor, accept_uniforms: Tensor, sample_uniforms: Tensor
+    draft_token_ids: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
     probs = (*strided(with_rows(draft_probs)), *strided(with_rows(target_probs)))
@@ -157,11 +190,14 @@ def accept_rejection(
     if not rows:
         return accepted, token_ids
     chunk = chunk_size(vocab_size)
-    num_chunks, width = triton.cdiv(vocab_size, chunk), triton.next_power_of_2(1 + depths)
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    width = triton.next_power_of_2(1 + depths)
     sums = torch.empty(2, rows, num_chunks, dtype=torch.float64, device=target_probs.device)
     strides = (*draft_token_ids.stride(), *accept_uniforms.stride())
     inputs = (draft_token_ids, accept_uniforms, strides, probs, sums)
-    _sums_kernel[(rows * num_chunks,)](*inputs, depths, vocab_size, num_chunks, WIDTH=width, CHUNK=chunk, num_warps=4)
+    _sums_kernel[(rows * num_chunks,)](
+        *inputs, depths, vocab_size, num_chunks, WIDTH=width, CHUNK=chunk, num_warps=4
+    )
     _rejection_kernel[(rows,)](
         *inputs,
         sample_uniforms,

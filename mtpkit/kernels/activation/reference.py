@@ -11,7 +11,8 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SwiGLU of x [..., 2f]: silu(first half) * second half, [..., f] (Shazeer 2020, arXiv:2002.05202)."""
+    """SwiGLU of x [..., 2f]: silu(first half) * second half, [..., f] (Shazeer 2020,
+    arXiv:2002.05202)."""
     gate, value = x.chunk(2, -1)
     return F.silu(gate) * value
 
@@ -21,7 +22,8 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
     Args:
         x: [..., n].
-        gate: [..., g, n / g] of any strides, for example a slice of each group of a fused projection.
+        gate: [..., g, n / g] of any strides, for example a slice of each group of a fused
+            projection.
 
     Returns:
         [..., n] in the dtype of x.

@@ -1,4 +1,5 @@
-"""Activations in Triton, computed in fp32 and rounded once; the backward passes need only the inputs."""
+"""Activations in Triton, computed in fp32 and rounded once; the backward passes need only the
+inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,18 @@ from torch.autograd.function import once_differentiable
 
 from mtpkit.kernels.device import Early, as_rows, strided, wait_for_previous, with_rows
 
-BLOCK, NUM_WARPS = 1024, 4
+BLOCK = 1024
+NUM_WARPS = 4
 """Eight elements per thread: one 16-byte load and one 16-byte store in bf16."""
 
 
 @Early
 @triton.jit
-def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Store relu2 of x; or, with BACKWARD, the gradient of x, given the gradient `grad` of the output."""
+def _relu2_kernel(
+    x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """Store relu2 of x; or, with BACKWARD, the gradient of x, given the gradient `grad` of the
+    output."""
     wait_for_previous(EARLY)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
@@ -33,10 +38,18 @@ def _relu2_kernel(x, grad, out, size, BACKWARD: tl.constexpr, BLOCK: tl.constexp
 @Early
 @triton.jit
 def _swiglu_kernel(
-    x, grad, out, width, stride, blocks, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x,
+    grad,
+    out,
+    width,
+    stride,
+    blocks,
+    BACKWARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Store swiglu of x in out [rows, width]; or, with BACKWARD, the gradient of x in out [rows, 2 width], given the
-    gradient `grad` of the output."""
+    """Store swiglu of x in out [rows, width]; or, with BACKWARD, the gradient of x in out [rows, 2
+    width], given the gradient `grad` of the output."""
     wait_for_previous(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -51,22 +64,34 @@ def _swiglu_kernel(
         tl.store(place, (above * value * slope).to(out.dtype.element_ty), mask=mask)
         tl.store(place + width, (above * gate * sigmoid).to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(out + row * width + column, (gate * sigmoid * value).to(out.dtype.element_ty), mask=mask)
+        tl.store(
+            out + row * width + column, (gate * sigmoid * value).to(out.dtype.element_ty), mask=mask
+        )
 
 
 def _run_relu2(x: Tensor, grad: Tensor | None = None) -> Tensor:
     x, grid = x.contiguous(), (triton.cdiv(x.numel(), BLOCK),)
-    out, above = torch.empty_like(x), x if grad is None else grad.contiguous()
-    _relu2_kernel[grid](x, above, out, x.numel(), BACKWARD=grad is not None, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    out = torch.empty_like(x)
+    above = x if grad is None else grad.contiguous()
+    _relu2_kernel[grid](
+        x, above, out, x.numel(), BACKWARD=grad is not None, BLOCK=BLOCK, num_warps=NUM_WARPS
+    )
     return out
 
 
 def _run_swiglu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    rows, width = as_rows(x), x.shape[-1] // 2
-    out = torch.empty(*x.shape[:-1], width if grad is None else 2 * width, dtype=x.dtype, device=x.device)
-    above, blocks = x if grad is None else grad.contiguous(), triton.cdiv(width, BLOCK)
-    sizes, settings = (width, rows.stride(0), blocks), dict(BLOCK=BLOCK, num_warps=NUM_WARPS)
-    _swiglu_kernel[(len(rows) * blocks,)](rows, above, out, *sizes, BACKWARD=grad is not None, **settings)
+    rows = as_rows(x)
+    width = x.shape[-1] // 2
+    out = torch.empty(
+        *x.shape[:-1], width if grad is None else 2 * width, dtype=x.dtype, device=x.device
+    )
+    above = x if grad is None else grad.contiguous()
+    blocks = triton.cdiv(width, BLOCK)
+    sizes = (width, rows.stride(0), blocks)
+    settings = dict(BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _swiglu_kernel[(len(rows) * blocks,)](
+        rows, above, out, *sizes, BACKWARD=grad is not None, **settings
+    )
     return out
 
 
@@ -96,10 +121,19 @@ def swiglu(x: Tensor) -> Tensor:
 @Early
 @triton.jit
 def _gate_kernel(
-    x_rows, gate_rows, grad, out, gate_grad, width, part, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x_rows,
+    gate_rows,
+    grad,
+    out,
+    gate_grad,
+    width,
+    part,
+    blocks,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Store x * sigmoid(gate) in out [rows, width]; or, given the gradient `grad` of that product, the gradient of x in
-    out and the gradient of the gate in gate_grad, both [rows, width]."""
+    """Store x * sigmoid(gate) in out [rows, width]; or, given the gradient `grad` of that product,
+    the gradient of x in out and the gradient of the gate in gate_grad, both [rows, width]."""
     wait_for_previous(EARLY)
     x, x_stride = x_rows
     gate, gate_stride, part_stride = gate_rows
@@ -120,16 +154,22 @@ def _gate_kernel(
 
 
 def _run_gate(x: Tensor, gate: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The gated x [..., n]; or, given the gradient `grad` of the gated x, the gradients of x and of the gate, [..., n]
-    each."""
-    rows, gates = as_rows(x), with_rows(gate).flatten(0, -3)
-    width, part = rows.shape[1], gate.shape[-1]
-    out, gate_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device), None
+    """The gated x [..., n]; or, given the gradient `grad` of the gated x, the gradients of x and of
+    the gate, [..., n] each."""
+    rows = as_rows(x)
+    gates = with_rows(gate).flatten(0, -3)
+    width = rows.shape[1]
+    part = gate.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gate_grad = None
     if grad is not None:
-        grad, gate_grad = grad.contiguous(), torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+        grad = grad.contiguous()
+        gate_grad = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
     blocks = triton.cdiv(width, BLOCK)
     sizes = dict(width=width, part=part, blocks=blocks, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    _gate_kernel[(len(rows) * blocks,)](strided(rows), strided(gates), grad, out, gate_grad, **sizes)
+    _gate_kernel[(len(rows) * blocks,)](
+        strided(rows), strided(gates), grad, out, gate_grad, **sizes
+    )
     return out, gate_grad
 
 

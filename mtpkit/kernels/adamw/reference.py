@@ -16,7 +16,8 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update weights and moments in place, as update number `step` (1 is the first); the new weights overwrite `grad`.
+    """Update weights and moments in place, as update number `step` (1 is the first); the new
+    weights overwrite `grad`.
 
     Args:
         grad: [n] fp32.

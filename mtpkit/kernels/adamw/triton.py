@@ -4,12 +4,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, NUM_WARPS = 4096, 8
+BLOCK = 4096
+NUM_WARPS = 8
 
 
 @triton.jit
 def _adamw_kernel(
-    grad, master, exp_avg, exp_avg_sq, size, shrink, rate, gain1, beta2, gain2, root, eps, BLOCK: tl.constexpr
+    grad,
+    master,
+    exp_avg,
+    exp_avg_sq,
+    size,
+    shrink,
+    rate,
+    gain1,
+    beta2,
+    gain2,
+    root,
+    eps,
+    BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size

@@ -1,10 +1,12 @@
 # mypy: disable-error-code="attr-defined"
-"""Training attention in Triton: flash attention (Dao 2023, FlashAttention-2, arXiv:2307.08691) with a backward.
+"""Training attention in Triton: flash attention (Dao 2023, FlashAttention-2, arXiv:2307.08691) with
+a backward.
 
-One set of kernels serves `sequence_attention` and `depth_attention`: a plain sequence is depth 1 with no later depth.
-The running softmax of a query starts with the entries of depths 2..k at its own position, so no merge is needed. Memory
-is linear in s. Key blocks outside the documents of a query block are skipped. torch's own flash kernels support only
-one document per row, and their backward is not deterministic.
+One set of kernels serves `sequence_attention` and `depth_attention`: a plain sequence is depth 1
+with no later depth. The running softmax of a query starts with the entries of depths 2..k at its
+own position, so no merge is needed. Memory is linear in s. Key blocks outside the documents of a
+query block are skipped. torch's own flash kernels support only one document per row, and their
+backward is not deterministic.
 """
 
 from typing import Any
@@ -44,11 +46,26 @@ def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit
-def _attend(queries, token, oldest, state, inputs, batch, group, first, last, length, scale, WIDTHS, N, MASKED):
+def _attend(
+    queries,
+    token,
+    oldest,
+    state,
+    inputs,
+    batch,
+    group,
+    first,
+    last,
+    length,
+    scale,
+    WIDTHS,
+    N,
+    MASKED,
+):
     """Fold the keys first .. last - 1 into a running softmax; first is a multiple of N.
 
-    If MASKED, query m sees the keys oldest[m] .. token[m]. If not, it sees all keys, and last is a multiple of N.
-    WIDTHS: the channels of a key and of a value.
+    If MASKED, query m sees the keys oldest[m] .. token[m]. If not, it sees all keys, and last is a
+    multiple of N. WIDTHS: the channels of a key and of a value.
     """
     D: tl.constexpr = queries.shape[1]
     E: tl.constexpr = state[0].shape[1]
@@ -58,7 +75,9 @@ def _attend(queries, token, oldest, state, inputs, batch, group, first, last, le
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if MASKED:
             place = (start + tl.arange(0, N))[None, :]
-            scores = tl.where((place <= token[:, None]) & (place >= oldest[:, None]), scores, float("-inf"))
+            scores = tl.where(
+                (place <= token[:, None]) & (place >= oldest[:, None]), scores, float("-inf")
+            )
         state = fold(state, scores, values, scale, MASKED)
     return state
 
@@ -78,10 +97,11 @@ def _forward_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Compute M queries of one head per program; queries with the most keys run first. Keys have WIDTHS[0] channels,
-    padded to D in a tile; values have WIDTHS[1], padded to E."""
+    """Compute M queries of one head per program; queries with the most keys run first. Keys have
+    WIDTHS[0] channels, padded to D in a tile; values have WIDTHS[1], padded to E."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    head, batch = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
     group = head // REP
     token = first + tl.arange(0, M)
     end = tl.minimum(first + M, length)
@@ -90,43 +110,95 @@ def _forward_kernel(
     for depth in tl.static_range(len(inputs.later_k)):
         keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTHS[0], M, D)
         scores = row_dot(queries, keys) * scale
-        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTHS[1], M, E).to(tl.float32)
+        values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTHS[1], M, E).to(
+            tl.float32
+        )
         higher = tl.maximum(best, scores)
-        weights, fade = tl.exp2(scores - higher), tl.exp2(best - higher)
+        weights = tl.exp2(scores - higher)
+        fade = tl.exp2(best - higher)
         total = total * fade + weights
         acc = acc * fade[:, None] + values * weights[:, None]
         best = higher
-    # Each of the keys low .. end - 1 may be seen by some query; the keys full_low .. full_end - 1 are seen by all
-    # queries.
+    # Each of the keys low .. end - 1 may be seen by some query; the keys full_low .. full_end - 1
+    # are seen by all queries.
     full_end = (first + 1) // N * N
     if start_ptr is None:
         oldest = tl.zeros([M], tl.int32)
-        low, full_low = 0, 0
+        low = 0
+        full_low = 0
     else:
         oldest = load_numbers(start_ptr, batch, token, length)
         low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
         full_low = tl.load(start_ptr + batch.to(tl.int64) * length + end - 1)
         full_low = tl.minimum(tl.cdiv(full_low, N) * N, full_end)
     state = acc, best, total
-    state = _attend(queries, token, oldest, state, inputs, batch, group, low, full_low, length, scale, WIDTHS, N, True)
     state = _attend(
-        queries, token, oldest, state, inputs, batch, group, full_low, full_end, length, scale, WIDTHS, N, False
+        queries,
+        token,
+        oldest,
+        state,
+        inputs,
+        batch,
+        group,
+        low,
+        full_low,
+        length,
+        scale,
+        WIDTHS,
+        N,
+        True,
+    )
+    state = _attend(
+        queries,
+        token,
+        oldest,
+        state,
+        inputs,
+        batch,
+        group,
+        full_low,
+        full_end,
+        length,
+        scale,
+        WIDTHS,
+        N,
+        False,
     )
     acc, best, total = _attend(
-        queries, token, oldest, state, inputs, batch, group, full_end, end, length, scale, WIDTHS, N, True
+        queries,
+        token,
+        oldest,
+        state,
+        inputs,
+        batch,
+        group,
+        full_end,
+        end,
+        length,
+        scale,
+        WIDTHS,
+        N,
+        True,
     )
     store_rows(out, acc / total[:, None], batch, head, first, length, WIDTHS[1], M, E)
     line = (batch * tl.num_programs(1) + head).to(tl.int64)
     tl.store(lse_ptr + line * length + token, best + tl.log2(total), mask=token < length)
 
 
-def _attend_forward(inputs: Inputs, bounds: Bounds | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The output in the dtype of q, with the strides of q if values are as wide as keys; and log2 of each query's sum
-    of exponentials, [b, heads, s] fp32."""
-    q, v = inputs.q.data, inputs.v.data
+def _attend_forward(
+    inputs: Inputs, bounds: Bounds | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output in the dtype of q, with the strides of q if values are as wide as keys; and log2
+    of each query's sum of exponentials, [b, heads, s] fp32."""
+    q = inputs.q.data
+    v = inputs.v.data
     batch, length, heads, width = q.shape
     tiles = forward_tiles(width, q.dtype)
-    out = torch.empty_like(q) if v.shape[-1] == width else q.new_empty(batch, length, heads, v.shape[-1])
+    out = (
+        torch.empty_like(q)
+        if v.shape[-1] == width
+        else q.new_empty(batch, length, heads, v.shape[-1])
+    )
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     _forward_kernel[(triton.cdiv(length, tiles.m), heads, batch)](
         inputs,
@@ -150,7 +222,8 @@ class _DepthAttention(Function):
         tensors = tuple(with_rows(tensor) for tensor in tensors)
         out, lse = _attend_forward(Inputs.of(tensors), bounds, scale)
         ctx.save_for_backward(out, lse, *(bounds or ()), *tensors)
-        ctx.packed, ctx.scale = bounds is not None, scale
+        ctx.packed = bounds is not None
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -158,7 +231,9 @@ class _DepthAttention(Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, *rest = ctx.saved_tensors
         bounds, tensors = (Bounds(*rest[:2]), rest[2:]) if ctx.packed else (None, rest)
-        grads = attend_backward(with_rows(grad_out), Inputs.of(tensors), out, lse, bounds, ctx.scale)
+        grads = attend_backward(
+            with_rows(grad_out), Inputs.of(tensors), out, lse, bounds, ctx.scale
+        )
         return None, None, *grads
 
 
@@ -166,7 +241,9 @@ def sequence_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
     """See the reference. Documents must not decrease along a row."""
-    return _DepthAttention.apply(None if documents is None else document_bounds(documents), scale, q, k, v)
+    return _DepthAttention.apply(
+        None if documents is None else document_bounds(documents), scale, q, k, v
+    )
 
 
 def depth_attention(

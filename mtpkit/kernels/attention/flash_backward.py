@@ -1,10 +1,12 @@
 # mypy: disable-error-code="attr-defined"
-"""Backward of flash attention over the sequence of depth 1 and, at each position, the later depths' own entries.
+"""Backward of flash attention over the sequence of depth 1 and, at each position, the later depths'
+own entries.
 
-Three kernels compute the gradients of the queries, of depth 1's keys and values, and of the later depths' keys and
-values. Values may be narrower than keys: their tiles have E channels, those of keys have D. No two programs add to the
-same element, so the result is deterministic. Softmax weights are recomputed from q, k and the forward's log-sum-exp.
-delta is the dot product of a query's output with the gradient of that output (FlashAttention-2, section 3.1.2).
+Three kernels compute the gradients of the queries, of depth 1's keys and values, and of the later
+depths' keys and values. Values may be narrower than keys: their tiles have E channels, those of
+keys have D. No two programs add to the same element, so the result is deterministic. Softmax
+weights are recomputed from q, k and the forward's log-sum-exp. delta is the dot product of a
+query's output with the gradient of that output (FlashAttention-2, section 3.1.2).
 """
 
 import torch
@@ -47,7 +49,8 @@ def key_tiles(width: int, dtype: torch.dtype) -> Tiles:
 
 
 def diagonal_rows(width: int) -> int:
-    """Positions per program of `_diagonal_kernel`; four tiles of that many rows fit into the program's registers."""
+    """Positions per program of `_diagonal_kernel`; four tiles of that many rows fit into the
+    program's registers."""
     return max(16, 4096 // padded(width))
 
 
@@ -69,10 +72,13 @@ def _query_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Store the gradient and delta of M queries of one head per program; queries with the most keys run first."""
+    """Store the gradient and delta of M queries of one head per program; queries with the most keys
+    run first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    head, batch = tl.program_id(1), tl.program_id(2)
-    group, line = head // REP, batch * tl.num_programs(1) + head
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    group = head // REP
+    line = batch * tl.num_programs(1) + head
     token = first + tl.arange(0, M)
     queries = load_rows(inputs.q, batch, head, first, length, WIDTHS[0], M, D)
     pull = load_rows(grad_out, batch, head, first, length, WIDTHS[1], M, E)
@@ -120,9 +126,11 @@ def _key_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Store the gradients of N keys and values of one group per program, summed over the group's heads; keys with the
-    most queries run first."""
-    first, group, batch = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
+    """Store the gradients of N keys and values of one group per program, summed over the group's
+    heads; keys with the most queries run first."""
+    first = tl.program_id(0) * N
+    group = tl.program_id(1)
+    batch = tl.program_id(2)
     place = first + tl.arange(0, N)
     keys = load_rows(inputs.k, batch, group, first, length, WIDTHS[0], N, D)
     values = load_rows(inputs.v, batch, group, first, length, WIDTHS[1], N, E)
@@ -131,7 +139,8 @@ def _key_kernel(
     if end_ptr is not None:
         until = load_numbers(end_ptr, batch, place, length)
         last = tl.load(end_ptr + batch.to(tl.int64) * length + tl.minimum(first + N, length) - 1)
-    acc_k, acc_v = tl.zeros([N, D], tl.float32), tl.zeros([N, E], tl.float32)
+    acc_k = tl.zeros([N, D], tl.float32)
+    acc_v = tl.zeros([N, E], tl.float32)
     for member in range(REP):
         head = group * REP + member
         line = batch * (tl.num_programs(1) * REP) + head
@@ -145,7 +154,9 @@ def _key_kernel(
             seen = (token[None, :] >= place[:, None]) & (token[None, :] < until[:, None])
             weights = tl.where(seen, tl.exp2(scores * scale - lse[None, :]), 0.0)
             acc_v = tl.dot(weights.to(pull.dtype), pull, acc_v, input_precision="ieee")
-            errors = weights * (tl.dot(values, tl.trans(pull), input_precision="ieee") - delta[None, :])
+            errors = weights * (
+                tl.dot(values, tl.trans(pull), input_precision="ieee") - delta[None, :]
+            )
             acc_k = tl.dot(errors.to(queries.dtype), queries, acc_k, input_precision="ieee")
     store_rows(grad_k, acc_k * (scale * _LN_2), batch, group, first, length, WIDTHS[0], N, D)
     store_rows(grad_v, acc_v, batch, group, first, length, WIDTHS[1], N, E)
@@ -167,14 +178,17 @@ def _diagonal_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Store the gradients of the later depths' keys and values at M positions of one group per program, summed over the
-    group's heads."""
-    first, group, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
+    """Store the gradients of the later depths' keys and values at M positions of one group per
+    program, summed over the group's heads."""
+    first = tl.program_id(0) * M
+    group = tl.program_id(1)
+    batch = tl.program_id(2)
     token = first + tl.arange(0, M)
     for depth in tl.static_range(len(inputs.later_k)):
         keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTHS[0], M, D)
         values = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTHS[1], M, E)
-        acc_k, acc_v = tl.zeros([M, D], tl.float32), tl.zeros([M, E], tl.float32)
+        acc_k = tl.zeros([M, D], tl.float32)
+        acc_v = tl.zeros([M, E], tl.float32)
         for member in range(REP):
             head = group * REP + member
             line = batch * (tl.num_programs(1) * REP) + head
@@ -186,21 +200,42 @@ def _diagonal_kernel(
             errors = weights * (row_dot(pull, values) - delta)
             acc_k += errors[:, None] * queries.to(tl.float32)
             acc_v += weights[:, None] * pull.to(tl.float32)
-        store_rows(grad_later_k[depth], acc_k * (scale * _LN_2), batch, group, first, length, WIDTHS[0], M, D)
+        store_rows(
+            grad_later_k[depth],
+            acc_k * (scale * _LN_2),
+            batch,
+            group,
+            first,
+            length,
+            WIDTHS[0],
+            M,
+            D,
+        )
         store_rows(grad_later_v[depth], acc_v, batch, group, first, length, WIDTHS[1], M, E)
 
 
 def attend_backward(
-    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, bounds: Bounds | None, scale: float | None = None
+    grad_out: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Bounds | None,
+    scale: float | None = None,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, the later depths' keys and the later depths' values, each in the dtype of its tensor.
+    """Gradients of q, k, v, the later depths' keys and the later depths' values, each in the dtype
+    of its tensor.
 
-    out, lse, bounds and scale are those of the forward pass; grad_out [b, s, heads, e] has contiguous channels.
+    out, lse, bounds and scale are those of the forward pass; grad_out [b, s, heads, e] has
+    contiguous channels.
     """
     q, k, values = (rows.data for rows in inputs[:3])
     batch, length, heads, width = q.shape
-    groups, pull, delta = k.shape[2], rows_of(grad_out), torch.empty_like(lse)
-    grads = [torch.empty_like(rows.data) for rows in (*inputs[:3], *inputs.later_k, *inputs.later_v)]
+    groups = k.shape[2]
+    pull = rows_of(grad_out)
+    delta = torch.empty_like(lse)
+    grads = [
+        torch.empty_like(rows.data) for rows in (*inputs[:3], *inputs.later_k, *inputs.later_v)
+    ]
     to = Inputs.of(grads)
     widths = width, values.shape[-1]
     common = dict(REP=heads // groups, WIDTHS=widths, D=padded(width), E=padded(widths[1]))
@@ -226,6 +261,15 @@ def attend_backward(
     if inputs.later_k:
         rows = diagonal_rows(width)
         _diagonal_kernel[(triton.cdiv(length, rows), groups, batch)](
-            inputs, pull, lse, delta, to.later_k, to.later_v, *numbers, M=rows, num_warps=4, **common
+            inputs,
+            pull,
+            lse,
+            delta,
+            to.later_k,
+            to.later_v,
+            *numbers,
+            M=rows,
+            num_warps=4,
+            **common,
         )
     return grads

@@ -1,4 +1,5 @@
-"""Attention: over whole sequences, over a paged cache, and over the depths of a multi-token-prediction head."""
+"""Attention: over whole sequences, over a paged cache, and over the depths of a
+multi-token-prediction head."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ def sequence_attention(
     if documents is not None:
         mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
     causal = mask is None
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
     return out.transpose(1, 2)
 
 
@@ -43,8 +46,8 @@ def depth_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention of MTP depth k as serving does: position i sees depth 1's entries at j <= i, and the entries
-    of depths 2..k at i itself.
+    """Compute attention of MTP depth k as serving does: position i sees depth 1's entries at j <=
+    i, and the entries of depths 2..k at i itself.
 
     Args:
         q: [b, s, heads, d], queries of depth k.
@@ -63,7 +66,8 @@ def depth_attention(
     mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if documents is not None:
         mask = mask & (documents[:, :, None] == documents[:, None, :])[:, None, None]
-    keys, values = (t.permute(0, 2, 1, 3).float()[:, :, None] for t in (first_k, first_v))  # [b, g, 1, s, d]
+    # [b, g, 1, s, d]
+    keys, values = (t.permute(0, 2, 1, 3).float()[:, :, None] for t in (first_k, first_v))
     scores = [(grouped @ keys.transpose(-1, -2)).masked_fill(~mask, float("-inf"))]
     diagonal = torch.stack(later_k, 3).permute(0, 2, 1, 3, 4).float()  # [b, g, s, depths, d]
     scores.append(torch.einsum("bgrsd,bgsed->bgrse", grouped, diagonal))
@@ -83,19 +87,19 @@ def paged_attention(
     ancestors: Tensor | None = None,
     earlier: int = 0,
 ) -> Tensor:
-    """Causal attention of the newest T tokens of R rows over the rows' paged keys and values, including those of the
-    new tokens.
+    """Causal attention of the newest T tokens of R rows over the rows' paged keys and values,
+    including those of the new tokens.
 
-    Query t of row r has position context_lens[r] + t and sees positions up to its own. The Triton twin splits a context
-    in a way that depends on the batch and on the length of the block table, so the last bits of a row's output depend
-    on both.
+    Query t of row r has position context_lens[r] + t and sees positions up to its own. The Triton
+    twin splits a context in a way that depends on the batch and on the length of the block table,
+    so the last bits of a row's output depend on both.
 
-    With `ancestors` the rows are trees. Entry j of a tree lies at position context_lens[r] + j of the cache, and a
-    query sees the context and the entries in its mask.
+    With `ancestors` the rows are trees. Entry j of a tree lies at position context_lens[r] + j of
+    the cache, and a query sees the context and the entries in its mask.
 
     Args:
-        q: [R, T, heads, d]; or [R, T, kv_heads, heads / kv_heads, d] for a view of a fused projection whose heads have
-            no single stride.
+        q: [R, T, heads, d]; or [R, T, kv_heads, heads / kv_heads, d] for a view of a fused
+            projection whose heads have no single stride.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, d].
         block_tables: [R, B] int64; only blocks with positions below context_lens[r] + T are read.
         context_lens: [R] int64, number of tokens before the T new ones, or before the tree.
@@ -106,7 +110,9 @@ def paged_attention(
         [R, T, heads, d].
     """
     tree = None if ancestors is None else (ancestors, earlier)
-    return attend_paged(q.flatten(2, -2), key_cache, value_cache, block_tables, context_lens, tree=tree)
+    return attend_paged(
+        q.flatten(2, -2), key_cache, value_cache, block_tables, context_lens, tree=tree
+    )
 
 
 def attend_paged(
@@ -118,7 +124,8 @@ def attend_paged(
     scale: float | None = None,
     tree: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """`paged_attention` of q [R, T, heads, d] with values [num_blocks, block_size, kv_heads, e], to [R, T, heads, e].
+    """`paged_attention` of q [R, T, heads, d] with values [num_blocks, block_size, kv_heads, e], to
+    [R, T, heads, e].
 
     Args:
         scale: factor of the scores; None: 1 / sqrt(d).
@@ -129,10 +136,12 @@ def attend_paged(
     span = block_tables.shape[1] * block_size
     places = torch.arange(span, device=q.device)
     if tree is None:
-        mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]  # [R, T, span]
+        # [R, T, span]
+        mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]
     else:
         mask = _sees_in_tree(tree[0], places - context_lens[:, None])
-    # What no query sees may be NaN, and NaN times a weight of zero is NaN, so masking the scores is not enough.
+    # What no query sees may be NaN, and NaN times a weight of zero is NaN, so masking the scores is
+    # not enough.
     used = mask.any(1)[..., None, None]
     keys, values = (
         torch.where(used, cache[block_tables].view(rows, span, groups, -1), 0).to(q.dtype)
@@ -142,8 +151,10 @@ def attend_paged(
     rep = heads // groups
     stacked = q.reshape(rows, tokens, groups, rep, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = mask.repeat(1, rep, 1)[:, None]
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    # PyTorch adds the mask to the scores, so a key of NaN would reach the queries that do not see it, too.
+    keys = keys.transpose(1, 2)
+    values = values.transpose(1, 2)
+    # PyTorch adds the mask to the scores, so a key of NaN would reach the queries that do not see
+    # it, too.
     broken = ~keys.isfinite().all(-1)[:, :, None]  # [R, groups, 1, span]
     keys = keys.masked_fill(broken.transpose(2, 3), 0.0)
     bias = torch.where(mask, torch.where(broken, math.nan, 0.0), -torch.inf).to(q.dtype)
@@ -152,8 +163,8 @@ def attend_paged(
 
 
 def _sees_in_tree(ancestors: Tensor, entries: Tensor) -> Tensor:
-    """[R, T, span] bool, whether each query sees the tree entries with the numbers `entries` [R, span]; negative ones
-    are context, which all queries see."""
+    """[R, T, span] bool, whether each query sees the tree entries with the numbers `entries` [R,
+    span]; negative ones are context, which all queries see."""
     count = 1 + MOST_TREE_TOKENS
     own = seen_tokens(ancestors, count).gather(
         2, entries.clamp(0, count - 1)[:, None].expand(-1, ancestors.shape[1], -1)
@@ -171,18 +182,19 @@ def prefill_attention(
 ) -> Tensor:
     """`paged_attention` of R rows with any number of new tokens each, concatenated in q.
 
-    No size depends on the contents of `query_start`, so a CUDA graph can be captured. The Triton twin may split the
-    context of a single short row as `paged_attention` does.
+    No size depends on the contents of `query_start`, so a CUDA graph can be captured. The Triton
+    twin may split the context of a single short row as `paged_attention` does.
 
-    Example, query_start [4, 6, 9]: q has 5 tokens; the first 2 belong to row 0, the others to row 1.
+    Example, query_start [4, 6, 9]: q has 5 tokens; the first 2 belong to row 0, the others to row
+    1.
 
     Args:
         q: [T, heads, d] or [T, kv_heads, heads / kv_heads, d].
         key_cache, value_cache, block_tables: as for `paged_attention`.
-        context_lens: [R] int64, number of tokens before the new ones. A row with -1 is padding: its tokens read no
-            block, and their outputs are zero.
-        query_start: [R + 1] int64, first token of each row and the end of the last row; q begins at token
-            query_start[0]. Rows may be empty.
+        context_lens: [R] int64, number of tokens before the new ones. A row with -1 is padding: its
+            tokens read no block, and their outputs are zero.
+        query_start: [R + 1] int64, first token of each row and the end of the last row; q begins at
+            token query_start[0]. Rows may be empty.
 
     Returns:
         [T, heads, d].
@@ -194,7 +206,9 @@ def prefill_attention(
     return out
 
 
-def chunk_rows(query_start: Tensor, context_lens: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
+def chunk_rows(
+    query_start: Tensor, context_lens: Tensor, count: int
+) -> Iterator[tuple[slice, slice]]:
     """Yield (row, its tokens), both as slices, for each row that has tokens and is not padding; see
     `prefill_attention`.
 

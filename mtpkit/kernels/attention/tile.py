@@ -1,4 +1,5 @@
-"""Parts shared by the attention kernels: the running softmax, and loads and stores of rows of a strided tensor."""
+"""Parts shared by the attention kernels: the running softmax, and loads and stores of rows of a
+strided tensor."""
 
 import math
 from collections.abc import Iterable
@@ -36,16 +37,17 @@ def score_scale(width: int, scale: float | None = None) -> float:
 
 @triton.jit
 def empty_state(M, D):
-    """The fp32 state of a running softmax of M queries before any key: acc [M, D], the sum of values weighted by 2 **
-    (score - best); best [M], the largest score; total [M], the sum of the weights."""
+    """The fp32 state of a running softmax of M queries before any key: acc [M, D], the sum of
+    values weighted by 2 ** (score - best); best [M], the largest score; total [M], the sum of the
+    weights."""
     none = tl.full([M], float("-inf"), tl.float32)
     return tl.full([M, D], 0.0, tl.float32), none, tl.full([M], 0.0, tl.float32)
 
 
 @triton.jit
 def fold(state, scores, values, scale, MASKED):
-    """Fold values [N, D] with scores [M, N] into a running softmax. `scale` is the factor of the scores times log2(e);
-    MASKED: scores may be -inf."""
+    """Fold values [N, D] with scores [M, N] into a running softmax. `scale` is the factor of the
+    scores times log2(e); MASKED: scores may be -inf."""
     acc, best, total = state
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     shift = higher
@@ -60,7 +62,8 @@ def fold(state, scores, values, scale, MASKED):
 
 
 class Rows(NamedTuple):
-    """A tensor [b, s, heads, d] with contiguous channels, in the form that kernels take it: data and strides."""
+    """A tensor [b, s, heads, d] with contiguous channels, in the form that kernels take it: data
+    and strides."""
 
     data: Tensor
     batch: int
@@ -76,7 +79,8 @@ def rows_of(t: Tensor) -> Rows:
 
 
 class Inputs(NamedTuple):
-    """Rows of the queries of a depth, of depth 1's keys and values, and of the later depths' keys and values."""
+    """Rows of the queries of a depth, of depth 1's keys and values, and of the later depths' keys
+    and values."""
 
     q: Rows
     k: Rows
@@ -86,15 +90,16 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> "Inputs":
-        """The rows of q, k, v, the keys of all later depths and the values of all later depths, given in this order."""
+        """The rows of q, k, v, the keys of all later depths and the values of all later depths,
+        given in this order."""
         q, k, v, *later = map(rows_of, tensors)
         count = len(later) // 2
         return cls(q, k, v, tuple(later[:count]), tuple(later[count:]))
 
 
 class Bounds(NamedTuple):
-    """Bounds of each token's document, int32 [b, s] each: its first token, and the token after its last one, as indices
-    into the row."""
+    """Bounds of each token's document, int32 [b, s] each: its first token, and the token after its
+    last one, as indices into the row."""
 
     start: Tensor
     end: Tensor
@@ -103,7 +108,9 @@ class Bounds(NamedTuple):
 def document_bounds(documents: Tensor) -> Bounds:
     """Bounds of documents [b, s], which must not decrease along a row."""
     ids = documents.contiguous()
-    return Bounds(*(torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True)))
+    return Bounds(
+        *(torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True))
+    )
 
 
 @triton.jit
@@ -123,8 +130,8 @@ def _inside(first, length, WIDTH, ROWS, D):
 
 @triton.jit
 def load_rows(rows, batch, head, first, length, WIDTH, ROWS, D):
-    """Load ROWS tokens of a head from token `first` on, [ROWS, D]; zero from token `length` and from channel WIDTH
-    on."""
+    """Load ROWS tokens of a head from token `first` on, [ROWS, D]; zero from token `length` and
+    from channel WIDTH on."""
     place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
     return tl.load(place, mask=_inside(first, length, WIDTH, ROWS, D), other=0.0)
 
@@ -133,12 +140,15 @@ def load_rows(rows, batch, head, first, length, WIDTH, ROWS, D):
 def store_rows(rows, values, batch, head, first, length, WIDTH, ROWS, D):
     """Store values [ROWS, D] to the elements that `load_rows` loads."""
     place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
-    tl.store(place, values.to(rows.data.dtype.element_ty), mask=_inside(first, length, WIDTH, ROWS, D))
+    tl.store(
+        place, values.to(rows.data.dtype.element_ty), mask=_inside(first, length, WIDTH, ROWS, D)
+    )
 
 
 @triton.jit
 def load_numbers(ptr, line, token, length):
-    """Load the numbers of the tokens `token` from row `line` of a tensor [lines, length]; 0 from token `length` on."""
+    """Load the numbers of the tokens `token` from row `line` of a tensor [lines, length]; 0 from
+    token `length` on."""
     return tl.load(ptr + line.to(tl.int64) * length + token, mask=token < length, other=0)
 
 

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="attr-defined"
-"""Attention over a paged cache in Triton, for decode steps and prefill chunks; attention over sequences is in `flash`.
+"""Attention over a paged cache in Triton, for decode steps and prefill chunks; attention over
+sequences is in `flash`.
 
-All queries of a row that read the same keys are stacked in one dimension: T tokens times the REP = heads / kv_heads
-heads of a group. Query m belongs to token m // REP and to head m % REP of the group. A decode step thus fills a tensor
-core tile and reads each key once. The context of a decode row is split over programs (flash-decoding), and a second
-kernel combines the results of the splits.
+All queries of a row that read the same keys are stacked in one dimension: T tokens times the REP =
+heads / kv_heads heads of a group. Query m belongs to token m // REP and to head m % REP of the
+group. A decode step thus fills a tensor core tile and reads each key once. The context of a decode
+row is split over programs (flash-decoding), and a second kernel combines the results of the splits.
 """
 
 import torch
@@ -25,36 +26,42 @@ UNALIGNED = ["table_ptr", "lens_ptr", "start_ptr", "ancestors_ptr"]
 _MAX_PROGRAMS = 4096
 """Limit on the number of programs when long rows are split: empty programs are not free."""
 _LONG = 1024
-"""Most positions that one program should read, as far as `_MAX_PROGRAMS` allows, so that the programs of a long row do
-not finish long after all other programs. On an H200, with the context lengths of a mixed load, 64 rows take 63 us with
-this limit, and 102 us if no row is split."""
+"""Most positions that one program should read, as far as `_MAX_PROGRAMS` allows, so that the
+programs of a long row do not finish long after all other programs. On an H200, with the context
+lengths of a mixed load, 64 rows take 63 us with this limit, and 102 us if no row is split."""
 _FINE = 2
 """If filling the GPU takes more splits per row than this, rows are not split further."""
 _FEW_LINES = 2048
-"""Up to this many lines of output (one per token and head), one program combines each line, so that a batch of one
-fills the GPU."""
+"""Up to this many lines of output (one per token and head), one program combines each line, so that
+a batch of one fills the GPU."""
 
 
 def decode_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `queries` queries per row and group, of `width` channels each; loads of keys and values dominate."""
+    """Tiles for `queries` queries per row and group, of `width` channels each; loads of keys and
+    values dominate."""
     if dtype.itemsize > 2 or width > 256:
         return Tiles(16, 32 if width <= 128 else 16, num_warps=8, num_stages=3)
     m = min(64, max(16, triton.next_power_of_2(queries)))
     return Tiles(m, 64 if width <= 128 else 32, num_warps=4, num_stages=3)
 
 
-def split_plan(programs: int, span: int, n: int, resident: int = 2, longest: int | None = None) -> tuple[int, int, int]:
-    """Plan the splits of rows of up to `span` positions, where one split per row would need `programs` programs.
+def split_plan(
+    programs: int, span: int, n: int, resident: int = 2, longest: int | None = None
+) -> tuple[int, int, int]:
+    """Plan the splits of rows of up to `span` positions, where one split per row would need
+    `programs` programs.
 
-    Null rows count as rows: the number of real rows in a captured step changes from replay to replay, but the grid does
-    not.
+    Null rows count as rows: the number of real rows in a captured step changes from replay to
+    replay, but the grid does not.
 
     Args:
         resident: number of programs that run on a multiprocessor at once.
-        longest: positions that a split should have at most; None: a number that suits keys and values of a few heads.
+        longest: positions that a split should have at most; None: a number that suits keys and
+            values of a few heads.
 
     Returns:
-        (splits launched per row, splits that each row should use at least, positions that a split should have at most)
+        (splits launched per row, splits that each row should use at least, positions that a split
+        should have at most)
     """
     longest = longest or _LONG
     most = triton.cdiv(span, n)
@@ -66,8 +73,8 @@ def split_plan(programs: int, span: int, n: int, resident: int = 2, longest: int
 def prefill_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
     """Tiles for `queries` queries per group in all rows, of `width` channels each.
 
-    The number of queries of each row is not known here. On an H200 these tiles are the fastest or within 8% of the
-    fastest for rows of 128 to 4,096 tokens.
+    The number of queries of each row is not known here. On an H200 these tiles are the fastest or
+    within 8% of the fastest for rows of 128 to 4,096 tokens.
     """
     if dtype.itemsize > 2 or width > 256:
         return Tiles(32, 16, num_warps=8, num_stages=2)
@@ -84,16 +91,25 @@ def _grouped(q: Tensor, dims: int, key_cache: Tensor, value_cache: Tensor) -> Te
 def _sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
     """Compile-time arguments of a kernel, given q from `_grouped`."""
     groups, rep, width = q.shape[-3:]
-    return dict(GROUPS=groups, REP=rep, WIDTH=width, BLOCK_SIZE=key_cache.shape[1], D=padded(width), **tiles.launch())
+    return dict(
+        GROUPS=groups,
+        REP=rep,
+        WIDTH=width,
+        BLOCK_SIZE=key_cache.shape[1],
+        D=padded(width),
+        **tiles.launch(),
+    )
 
 
 @triton.jit
 def load_queries(q_ptr, m, count, q_token, q_head, REP, WIDTH, D):
-    """Load the queries `m` [M] of the row and group at `q_ptr` as [M, D]; zero from query `count` and from channel
-    WIDTH on."""
+    """Load the queries `m` [M] of the row and group at `q_ptr` as [M, D]; zero from query `count`
+    and from channel WIDTH on."""
     channel = tl.arange(0, D)[None, :]
     place = (m // REP).to(tl.int64) * q_token + (m % REP) * q_head
-    return tl.load(q_ptr + place[:, None] + channel, mask=(m < count)[:, None] & (channel < WIDTH), other=0.0)
+    return tl.load(
+        q_ptr + place[:, None] + channel, mask=(m < count)[:, None] & (channel < WIDTH), other=0.0
+    )
 
 
 @triton.jit
@@ -104,8 +120,8 @@ def line_of(group, m, GROUPS, REP):
 
 @triton.jit
 def store_lines(out_ptr, values, token, group, m, count, GROUPS, REP, WIDTH):
-    """Store values [M, D] of the queries m [M] below `count`, for the row that begins at token `token` of out [tokens,
-    heads, WIDTH]."""
+    """Store values [M, D] of the queries m [M] below `count`, for the row that begins at token
+    `token` of out [tokens, heads, WIDTH]."""
     channel = tl.arange(0, values.shape[1])[None, :]
     place = (token * (GROUPS * REP) + line_of(group, m, GROUPS, REP)) * WIDTH
     mask = (m < count)[:, None] & (channel < WIDTH)
@@ -114,21 +130,24 @@ def store_lines(out_ptr, values, token, group, m, count, GROUPS, REP, WIDTH):
 
 @triton.jit
 def load_blocks(table_ptr, place, last, BLOCK_SIZE):
-    """Load the int64 block numbers of the positions `place` [N] below `last`. Unsigned division is cheaper."""
+    """Load the int64 block numbers of the positions `place` [N] below `last`. Unsigned division is
+    cheaper."""
     return tl.load(table_ptr + place.to(tl.uint32) // BLOCK_SIZE, mask=place < last, other=0)
 
 
 @triton.jit
 def slots_of(block, place, BLOCK_SIZE):
-    """Cache slots [N] of the positions `place` [N], which lie in the blocks `block` [N]. The hint says that a slot may
-    be any number: without it, Triton 3.6 assumes that all slots are as aligned as the first one."""
+    """Cache slots [N] of the positions `place` [N], which lie in the blocks `block` [N]. The hint
+    says that a slot may be any number: without it, Triton 3.6 assumes that all slots are as aligned
+    as the first one."""
     return tl.multiple_of(block * BLOCK_SIZE + place.to(tl.uint32) % BLOCK_SIZE, [1])
 
 
 @triton.jit
 def sees(place, newest, tree):
-    """[M, N] bool, whether each query sees the positions `place` [N]. Without `tree`, a query sees the positions up to
-    `newest` [M]. With `tree`, see `tree_of`, a query sees all positions before the tree and the entries in its mask."""
+    """[M, N] bool, whether each query sees the positions `place` [N]. Without `tree`, a query sees
+    the positions up to `newest` [M]. With `tree`, see `tree_of`, a query sees all positions before
+    the tree and the entries in its mask."""
     if tree is None:
         return place[None, :] <= newest[:, None]
     else:
@@ -144,16 +163,17 @@ def _either(one, other):
 
 @triton.jit
 def tree_of(ancestors_ptr, first, token, inside):
-    """The tree of a tile of queries [M], as `sees` and `is_read` take it: the position of its first entry, the masks of
-    the queries' tokens `token` [M] at `ancestors_ptr`, 0 where not `inside` [M], and the union of all these masks."""
+    """The tree of a tile of queries [M], as `sees` and `is_read` take it: the position of its first
+    entry, the masks of the queries' tokens `token` [M] at `ancestors_ptr`, 0 where not `inside`
+    [M], and the union of all these masks."""
     masks = tl.load(ancestors_ptr + token, mask=inside, other=0)
     return first, masks, tl.reduce(masks, 0, _either)
 
 
 @triton.jit
 def is_read(place, last, tree):
-    """[N] bool, whether the positions `place` [N] lie before `last` and some query of the tile sees them. All others
-    may hold NaN, which must not be loaded: NaN times a weight of zero is NaN."""
+    """[N] bool, whether the positions `place` [N] lie before `last` and some query of the tile sees
+    them. All others may hold NaN, which must not be loaded: NaN times a weight of zero is NaN."""
     inside = place < last
     if tree is not None:
         entry = place - tree[0]
@@ -163,17 +183,19 @@ def is_read(place, last, tree):
 
 
 @triton.jit
-def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH, N, MASKED, tree=None):
+def _attend(
+    q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH, N, MASKED, tree=None
+):
     """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
 
     Args:
         q: [M, D].
-        newest: [M], the last position that each query sees, used only if MASKED. If not MASKED, all queries see all
-            positions, and last is a multiple of N.
+        newest: [M], the last position that each query sees, used only if MASKED. If not MASKED, all
+            queries see all positions, and last is a multiple of N.
         tree: see `sees`.
         state: as from `empty_state`.
-        cache: pointers to the head's keys and values in slot 0, and to the row's block table. Slots are SLOT elements
-            apart.
+        cache: pointers to the head's keys and values in slot 0, and to the row's block table. Slots
+            are SLOT elements apart.
         scale: factor of the scores times log2(e).
 
     Returns:
@@ -183,7 +205,8 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
     D: tl.constexpr = q.shape[1]
     channel = tl.arange(0, D)[None, :]
     place = first + tl.arange(0, N)
-    # Block numbers are loaded one iteration ahead, so that the addresses of keys and values are ready in time.
+    # Block numbers are loaded one iteration ahead, so that the addresses of keys and values are
+    # ready in time.
     block = load_blocks(table_ptr, place, last, BLOCK_SIZE)
     for start in range(first, last, N):
         place = start + tl.arange(0, N)
@@ -209,8 +232,8 @@ def _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH
 
 @triton.jit
 def row_range(lens_ptr, row, plan, splits, N):
-    """Context length of a row, its number of positions including the new tokens (0 if the context is -1), and its
-    positions per split, such that it needs at most `splits` splits."""
+    """Context length of a row, its number of positions including the new tokens (0 if the context
+    is -1), and its positions per split, such that it needs at most `splits` splits."""
     tokens, span, fill, longest = plan
     context = tl.load(lens_ptr + row).to(tl.int32)
     end = tl.where(context < 0, 0, tl.minimum(context + tokens, span))
@@ -248,22 +271,28 @@ def _decode_kernel(
 ):
     """Compute one split of a row for M queries of one kv group per program.
 
-    A row that needs only one split gets its output here, and a row with context -1 gets zeros. For other rows, split s
-    stores its part of the output in part [R, splits, tokens * heads, WIDTH] and the log2 of its sum of exponentials in
-    lse [R, splits, tokens * heads]. If the row is a tree, tiles that lie wholly in the context need no mask.
+    A row that needs only one split gets its output here, and a row with context -1 gets zeros. For
+    other rows, split s stores its part of the output in part [R, splits, tokens * heads, WIDTH] and
+    the log2 of its sum of exponentials in lse [R, splits, tokens * heads]. If the row is a tree,
+    tiles that lie wholly in the context need no mask.
     """
     wait_for_previous(EARLY)
     q_ptr, q_row, q_token, q_group, q_head = q_rows
-    row, split = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
     group = tl.program_id(0) % GROUPS
-    context, end, length = row_range(lens_ptr, row, (tokens + EARLIER, span, fill, longest), tl.num_programs(2), N)
+    context, end, length = row_range(
+        lens_ptr, row, (tokens + EARLIER, span, fill, longest), tl.num_programs(2), N
+    )
     first = split * length
     m = tl.program_id(0) // GROUPS * M + tl.arange(0, M)
     count = tokens * REP
     token = row.to(tl.int64) * tokens
     if first >= end:
         if first == 0:
-            store_lines(out_ptr, tl.zeros([M, D], tl.float32), token, group, m, count, GROUPS, REP, WIDTH)
+            store_lines(
+                out_ptr, tl.zeros([M, D], tl.float32), token, group, m, count, GROUPS, REP, WIDTH
+            )
         return
     q_base = q_ptr + row.to(tl.int64) * q_row + group * q_group
     q = load_queries(q_base, m, count, q_token, q_head, REP, WIDTH, D)
@@ -276,9 +305,13 @@ def _decode_kernel(
     if ancestors_ptr is not None:
         tree = tree_of(ancestors_ptr + row * tokens, context, m // REP, m < count)
         whole = tl.maximum(first, tl.minimum(last, context // N * N))
-        state = _attend(q, newest, state, first, whole, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False)
+        state = _attend(
+            q, newest, state, first, whole, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False
+        )
         first = whole
-    acc, best, total = _attend(q, newest, state, first, last, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True, tree)
+    acc, best, total = _attend(
+        q, newest, state, first, last, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True, tree
+    )
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
@@ -311,7 +344,8 @@ def _combine_kernel(
     D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Combine the splits of L of the row's `lines` = tokens * heads output lines per program, S splits at a time."""
+    """Combine the splits of L of the row's `lines` = tokens * heads output lines per program, S
+    splits at a time."""
     wait_for_previous(EARLY)
     row = tl.program_id(0)
     _, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), splits, N)
@@ -331,8 +365,8 @@ def _combine_kernel(
         mask = inside[:, :, None] & (channel < WIDTH)
         part = tl.load(part_ptr + place[:, :, None] * WIDTH + channel, mask=mask, other=0.0)
         higher = tl.maximum(best, tl.max(lse, 0))
-        # `higher` is finite from the first iteration on, since split 0 holds position 0; it is -inf only for lines past
-        # the last one.
+        # `higher` is finite from the first iteration on, since split 0 holds position 0; it is -inf
+        # only for lines past the last one.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(lse - shift[None, :])
         fade = tl.exp2(best - shift)
@@ -342,13 +376,24 @@ def _combine_kernel(
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     channel = tl.arange(0, D)[None, :]
     place = (row.to(tl.int64) * lines + line)[:, None] * WIDTH + channel
-    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(line < lines)[:, None] & (channel < WIDTH))
+    tl.store(
+        out_ptr + place,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(line < lines)[:, None] & (channel < WIDTH),
+    )
 
 
 def combine(
-    context_lens: Tensor, out: Tensor, part: Tensor, lse: Tensor, plan: tuple[int, ...], splits: int, n: int
+    context_lens: Tensor,
+    out: Tensor,
+    part: Tensor,
+    lse: Tensor,
+    plan: tuple[int, ...],
+    splits: int,
+    n: int,
 ) -> None:
-    """Combine the results of the splits of rows into out [R, T, heads, d]; see `_decode_kernel` for part and lse.
+    """Combine the results of the splits of rows into out [R, T, heads, d]; see `_decode_kernel` for
+    part and lse.
 
     Args:
         plan: tokens, span, and the last two results of `split_plan`.
@@ -392,7 +437,8 @@ def paged_attention(
     tiles = tiles or decode_tiles(tokens * rep, width, q.dtype)
     across = groups * triton.cdiv(tokens * rep, tiles.m)
     span = block_tables.shape[1] * key_cache.shape[1]
-    fill, longest = splits or 1, span
+    fill = splits or 1
+    longest = span
     if splits is None:
         splits, fill, longest = split_plan(rows * across, span, tiles.n)
     plan = tokens, span, fill, longest
@@ -443,10 +489,11 @@ def _prefill_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Compute M queries of one row and kv group per program, see `row_of_tile`. A row's tiles with the longest context
-    run first."""
+    """Compute M queries of one row and kv group per program, see `row_of_tile`. A row's tiles with
+    the longest context run first."""
     q_ptr, q_token, q_group, q_head = q_rows
-    tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    group = tl.program_id(1)
     row, begin, tokens, first = row_of_tile(start_ptr, rows, tile, REP, M, 1)
     count = tokens * REP
     if first >= count:
@@ -454,17 +501,25 @@ def _prefill_kernel(
     m = first + tl.arange(0, M)
     context = tl.load(lens_ptr + row).to(tl.int32)
     if context < 0:
-        store_lines(out_ptr, tl.zeros([M, D], tl.float32), begin, group, m, count, GROUPS, REP, WIDTH)
+        store_lines(
+            out_ptr, tl.zeros([M, D], tl.float32), begin, group, m, count, GROUPS, REP, WIDTH
+        )
         return
-    q = load_queries(q_ptr + begin * q_token + group * q_group, m, count, q_token, q_head, REP, WIDTH, D)
+    q = load_queries(
+        q_ptr + begin * q_token + group * q_group, m, count, q_token, q_head, REP, WIDTH, D
+    )
     newest = context + m // REP
     cache = key_ptr + group * WIDTH, value_ptr + group * WIDTH, table_ptr + row.to(tl.int64) * width
     slot: tl.constexpr = GROUPS * WIDTH
     seen_by_all = (context + first // REP + 1) // N * N
     end = context + (tl.minimum(first + M, count) - 1) // REP + 1
     state = empty_state(M, D)
-    state = _attend(q, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False)
-    acc, _, total = _attend(q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True)
+    state = _attend(
+        q, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False
+    )
+    acc, _, total = _attend(
+        q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True
+    )
     store_lines(out_ptr, acc / total[:, None], begin, group, m, count, GROUPS, REP, WIDTH)
 
 
@@ -478,7 +533,8 @@ def prefill_attention(
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """See the reference. A single short row is computed like a decode row, so that its context is split."""
+    """See the reference. A single short row is computed like a decode row, so that its context is
+    split."""
     q = _grouped(q, 4, key_cache, value_cache)
     (count, groups, rep, width), rows = q.shape, len(context_lens)
     if count == 0:

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from mtpkit.kernels.device import PROGRAMS, Early, only_if, row_of_tile, strided, wait_for_previous
 
-_TILE, _BLOCK = 16, 512
+_TILE = 16
+_BLOCK = 512
 """Tokens and channels per program of `causal_conv1d_varlen`."""
 
 
 @triton.jit
 def _load_tap(weight_ptr, channel, inside, j, WIDTH, PACKED):
-    """Load tap j of each channel, in fp32. PACKED: the four bf16 taps of a channel are loaded together, as one
-    int64."""
+    """Load tap j of each channel, in fp32. PACKED: the four bf16 taps of a channel are loaded
+    together, as one int64."""
     if PACKED:
         four = tl.load(weight_ptr + channel, mask=inside, other=0)
         return ((four >> (16 * j)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -55,8 +56,8 @@ def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
     """The WIDTH inputs that the taps of token t read along its path, the oldest first, in fp32.
 
     Args:
-        sources: pointers to the row's first token, the stride of tokens, pointers to the row's window, and the pointer
-            to the row's parents.
+        sources: pointers to the row's first token, the stride of tokens, pointers to the row's
+            window, and the pointer to the row's parents.
         newest: the token's own input.
     """
     x_ptrs, x_token, window_ptrs, parents_ptr = sources
@@ -65,9 +66,13 @@ def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
     for _ in tl.static_range(WIDTH - 1):
         parent = tl.load(parents_ptr + at, mask=at >= 0, other=0)
         at = tl.where(at >= 0, parent, at - 1)
-        new = tl.load(x_ptrs + at * x_token, mask=only_if(inside, at >= 0), other=0.0).to(tl.float32)
+        new = tl.load(x_ptrs + at * x_token, mask=only_if(inside, at >= 0), other=0.0).to(
+            tl.float32
+        )
         past = only_if(inside, at < 0)
-        old = tl.load(window_ptrs + (at + (WIDTH - 1)) * CHANNELS, mask=past, other=0.0).to(tl.float32)
+        old = tl.load(window_ptrs + (at + (WIDTH - 1)) * CHANNELS, mask=past, other=0.0).to(
+            tl.float32
+        )
         inputs = (tl.where(at >= 0, new, old),) + inputs  # noqa: RUF005
     return inputs
 
@@ -108,20 +113,30 @@ def _update_kernel(
     x_ptrs = x_ptr + row * x_row + channel
     inputs = ()  # the window, then the new tokens
     for i in tl.static_range(WIDTH - 1):
-        inputs = inputs + (tl.load(window_ptrs + i * CHANNELS, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+        value = tl.load(window_ptrs + i * CHANNELS, mask=inside, other=0.0).to(tl.float32)
+        inputs = inputs + (value,)  # noqa: RUF005
     for t in tl.static_range(TOKENS):
-        inputs = inputs + (tl.load(x_ptrs + t * x_token, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+        value = tl.load(x_ptrs + t * x_token, mask=inside, other=0.0).to(tl.float32)
+        inputs = inputs + (value,)  # noqa: RUF005
     taps, bias = _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED)
     for t in tl.static_range(TOKENS):
         if parents_ptr is None:
             y = _convolve(inputs, taps, bias, t, WIDTH)
         else:
             sources = x_ptrs, x_token, window_ptrs, parents_ptr + row * TOKENS
-            y = _convolve(_path(sources, inputs[WIDTH - 1 + t], t, inside, CHANNELS, WIDTH), taps, bias, 0, WIDTH)
+            y = _convolve(
+                _path(sources, inputs[WIDTH - 1 + t], t, inside, CHANNELS, WIDTH),
+                taps,
+                bias,
+                0,
+                WIDTH,
+            )
         tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # a thread may write columns that another thread still reads
     for i in tl.static_range(1, WIDTH - 1 + TOKENS):
-        tl.store(state_ptrs + (i - 1) * CHANNELS, inputs[i].to(state_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            state_ptrs + (i - 1) * CHANNELS, inputs[i].to(state_ptr.dtype.element_ty), mask=inside
+        )
 
 
 def causal_conv1d_update(
@@ -164,8 +179,8 @@ def causal_conv1d_update(
 
 @triton.jit
 def _load_input(x_ptrs, window, place, inside, continued, x_token, WIDTH):
-    """Load the input at `place` of a row, in the dtype of the window if there is one. Places -1, -2, .. lie in the
-    window, which counts as zero if the row is not `continued`.
+    """Load the input at `place` of a row, in the dtype of the window if there is one. Places -1,
+    -2, .. lie in the window, which counts as zero if the row is not `continued`.
 
     Args:
         x_ptrs: pointers to the row's first token.
@@ -179,7 +194,10 @@ def _load_input(x_ptrs, window, place, inside, continued, x_token, WIDTH):
     return value
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts_ptr", "slots_ptr", "contexts_ptr"])
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["starts_ptr", "slots_ptr", "contexts_ptr"],
+)
 def _varlen_kernel(
     x_ptr,
     weight_ptr,
@@ -199,36 +217,50 @@ def _varlen_kernel(
 ):
     """Compute BLOCK channels of one tile of up to TILE tokens per program, see `row_of_tile`.
 
-    The programs of a row run in any order, so only the program of its first tile reads and writes the window.
+    The programs of a row run in any order, so only the program of its first tile reads and writes
+    the window.
     """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     row, begin, count, first = row_of_tile(starts_ptr, rows, tl.program_id(1), 1, TILE, 1)
-    first, count = first.to(tl.int64), count.to(tl.int64)  # times the stride of a token they may exceed int32
+    # times the stride of a token they may exceed int32
+    first = first.to(tl.int64)
+    count = count.to(tl.int64)
     if first >= tl.maximum(count, 1):
         return
     x_ptrs = x_ptr + begin * x_token + channel
     y_ptrs = y_ptr + (begin + first) * CHANNELS + channel
-    window, continued = None, False
+    window = None
+    continued = False
     if windows is not None:
         slot = tl.load(slots_ptr + row)
         if slot < 0:
             for t in range(tl.minimum(TILE, count - first)):
-                tl.store(y_ptrs + t * CHANNELS, tl.zeros([BLOCK], y_ptr.dtype.element_ty), mask=inside)
+                tl.store(
+                    y_ptrs + t * CHANNELS, tl.zeros([BLOCK], y_ptr.dtype.element_ty), mask=inside
+                )
             return
         continued = tl.load(contexts_ptr + row) > 0
         window = windows[0] + slot * windows[1] + channel, windows[2]
     inputs = ()  # the inputs before the tile, then the tile's tokens
     for i in tl.static_range(WIDTH - 1):
-        before = _load_input(x_ptrs, window, first + (i - WIDTH + 1), inside, continued, x_token, WIDTH)
+        before = _load_input(
+            x_ptrs, window, first + (i - WIDTH + 1), inside, continued, x_token, WIDTH
+        )
         inputs = inputs + (before,)  # noqa: RUF005
     for t in tl.static_range(TILE):
-        value = tl.load(x_ptrs + (first + t) * x_token, mask=only_if(inside, first + t < count), other=0.0)
+        value = tl.load(
+            x_ptrs + (first + t) * x_token, mask=only_if(inside, first + t < count), other=0.0
+        )
         inputs = inputs + (value,)  # noqa: RUF005
     taps, bias = _load_taps(weight_ptr, bias_ptr, channel, inside, WIDTH, PACKED)
     for t in tl.static_range(TILE):
         y = _convolve(inputs, taps, bias, t, WIDTH)
-        tl.store(y_ptrs + t * CHANNELS, y.to(y_ptr.dtype.element_ty), mask=only_if(inside, first + t < count))
+        tl.store(
+            y_ptrs + t * CHANNELS,
+            y.to(y_ptr.dtype.element_ty),
+            mask=only_if(inside, first + t < count),
+        )
     if windows is not None and first == 0:
         _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH)
 
@@ -238,7 +270,9 @@ def _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH):
     """Store the last WIDTH - 1 inputs of a row of `count` tokens as its window."""
     inputs = ()
     for i in tl.static_range(WIDTH - 1):
-        value = _load_input(x_ptrs, window, count + (i - WIDTH + 1), inside, continued, x_token, WIDTH)
+        value = _load_input(
+            x_ptrs, window, count + (i - WIDTH + 1), inside, continued, x_token, WIDTH
+        )
         inputs = inputs + (value,)  # noqa: RUF005
     tl.debug_barrier()  # a thread may write columns that another thread still reads
     window_ptrs, stride = window
@@ -259,7 +293,8 @@ def causal_conv1d_varlen(
     """See the reference."""
     (tokens, channels), width, rows = x.shape, weight.shape[-1], len(starts) - 1
     assert x.stride(1) == 1 and weight.is_contiguous()
-    tile = max(_TILE, triton.next_power_of_2(width - 1))  # so that only a row's first tile needs the window
+    # so that only a row's first tile needs the window
+    tile = max(_TILE, triton.next_power_of_2(width - 1))
     taps, packed = _taps(weight)
     y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     _varlen_kernel[(triton.cdiv(channels, _BLOCK), tokens // tile + rows)](

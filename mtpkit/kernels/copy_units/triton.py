@@ -1,5 +1,6 @@
 # mypy: disable-error-code="assignment"
-"""Copies of units in Triton: one launch for many pairs of tensors with the same strides and dtypes."""
+"""Copies of units in Triton: one launch for many pairs of tensors with the same strides and
+dtypes."""
 
 from itertools import batched
 
@@ -27,8 +28,10 @@ def _copy_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copy BLOCK elements of one unit of one pair per program."""
-    copy, place = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    source, target = tl.load(sources_ptr + copy), tl.load(targets_ptr + copy)
+    copy = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(sources_ptr + copy)
+    target = tl.load(targets_ptr + copy)
     mask = only_if((place < WIDTH) & (source >= 0), target >= 0)
     for index in tl.static_range(COUNT):
         if tl.program_id(2) == index:
@@ -47,7 +50,8 @@ def _width(tensor: Tensor) -> int:
 
 
 def _form(read: Tensor, written: Tensor) -> tuple[int, int, int, torch.dtype, torch.dtype]:
-    """Elements of a unit, strides of units in both tensors, and both dtypes; a launch takes pairs with equal forms."""
+    """Elements of a unit, strides of units in both tensors, and both dtypes; a launch takes pairs
+    with equal forms."""
     width = _width(read)
     assert width == _width(written)
     return width, read.stride(0), written.stride(0), read.dtype, written.dtype
@@ -57,7 +61,8 @@ def copy_units(sources: Tensor, targets: Tensor, *pairs: tuple[Tensor, Tensor]) 
     """See the reference."""
     if not len(sources):
         return
-    sources, targets = sources.contiguous(), targets.contiguous()
+    sources = sources.contiguous()
+    targets = targets.contiguous()
     groups: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
     for pair in pairs:
         groups.setdefault(_form(*pair), []).append(pair)

@@ -8,8 +8,8 @@ from mtpkit.kernels import NO_TOKEN
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[M] int64, the first token with the largest of logits [M, V]. An invalid row, which has NaN or +inf or only -inf,
-    gets `NO_TOKEN`."""
+    """[M] int64, the first token with the largest of logits [M, V]. An invalid row, which has NaN
+    or +inf or only -inf, gets `NO_TOKEN`."""
     best, index = logits.max(-1)
     return torch.where(best.abs() < torch.inf, index, NO_TOKEN)
 
@@ -24,9 +24,11 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(top.isnan(), torch.inf, top), argmax(logits)
 
 
-def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The largest of hidden @ weight.T and the token of `linear_argmax`, in the form of `best`: [M] float32 and [M]
-    int64. A `weight` without rows gives -inf and `NO_TOKEN`."""
+def linear_best(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The largest of hidden @ weight.T and the token of `linear_argmax`, in the form of `best`: [M]
+    float32 and [M] int64. A `weight` without rows gives -inf and `NO_TOKEN`."""
     if not len(weight):
         values = torch.full((len(hidden),), -torch.inf, device=hidden.device)
         return values, torch.full_like(values, NO_TOKEN, dtype=torch.int64)
@@ -35,11 +37,13 @@ def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None)
 
 
 def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The token with the largest of hidden @ weight.T; among equals, the token of the first row of `weight`.
+    """The token with the largest of hidden @ weight.T; among equals, the token of the first row of
+    `weight`.
 
-    The Triton twin may compare fp32 sums instead of logits rounded to the model's dtype. It then tells apart two tokens
-    whose rounded logits are equal, where `argmax` takes the first one. Drafts may differ in this way, since they are
-    verified; the base model's own greedy choice is always `argmax` of its rounded logits.
+    The Triton twin may compare fp32 sums instead of logits rounded to the model's dtype. It then
+    tells apart two tokens whose rounded logits are equal, where `argmax` takes the first one.
+    Drafts may differ in this way, since they are verified; the base model's own greedy choice is
+    always `argmax` of its rounded logits.
 
     Args:
         hidden: [M, h] of any row stride.
@@ -53,14 +57,17 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` tokens with the largest of logits [M, V], the best first; among equals, the smaller token first.
+    """The `count` tokens with the largest of logits [M, V], the best first; among equals, the
+    smaller token first.
 
     Returns:
-        [M, count] int64 tokens and [M, count] float32 log-probabilities; `NO_TOKEN` and NaN in an invalid row, see
-        `argmax`, and for logits of -inf.
+        [M, count] int64 tokens and [M, count] float32 log-probabilities; `NO_TOKEN` and NaN in an
+        invalid row, see `argmax`, and for logits of -inf.
     """
     values, tokens = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
-    values, tokens, total = values[:, :count], tokens[:, :count], logits.float().logsumexp(-1, keepdim=True)
+    values = values[:, :count]
+    tokens = tokens[:, :count]
+    total = logits.float().logsumexp(-1, keepdim=True)
     valid = (argmax(logits) != NO_TOKEN)[:, None] & (values > -torch.inf)
     return torch.where(valid, tokens, NO_TOKEN), torch.where(valid, values - total, torch.nan)
 

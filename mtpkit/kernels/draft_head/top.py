@@ -1,7 +1,7 @@
 """`top_tokens` in Triton.
 
-Each program finds the best tokens of one part of the vocabulary, and a second kernel finds the best of all parts. NaN
-is treated as +inf, as in `argmax`.
+Each program finds the best tokens of one part of the vocabulary, and a second kernel finds the best
+of all parts. NaN is treated as +inf, as in `argmax`.
 """
 
 import torch
@@ -24,11 +24,17 @@ def _best(values, tokens):
 
 
 @triton.jit
-def _part_kernel(logits, values, tokens, sums, width, stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the COUNT best of BLOCK logits of a row, and the sum of exp(logit - largest logit) over the block."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _part_kernel(
+    logits, values, tokens, sums, width, stride, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store the COUNT best of BLOCK logits of a row, and the sum of exp(logit - largest logit) over
+    the block."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(
+        tl.float32
+    )
     x = tl.where(x == x, x, float("inf"))
     place = row * tl.num_programs(1) + part
     top = tl.max(x, 0)
@@ -40,26 +46,36 @@ def _part_kernel(logits, values, tokens, sums, width, stride, COUNT: tl.constexp
         tl.store(values + place * COUNT + rank, best)
         tl.store(tokens + place * COUNT + rank, token)
         taken = column == token
-        x, left = tl.where(taken, float("-inf"), x), tl.where(taken, _LAST, left)
+        x = tl.where(taken, float("-inf"), x)
+        left = tl.where(taken, _LAST, left)
 
 
 @triton.jit
-def _merge_kernel(values, tokens, sums, out, log_probs, parts, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+def _merge_kernel(
+    values, tokens, sums, out, log_probs, parts, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
     inside = lane < parts * COUNT
     x = tl.load(values + row * parts * COUNT + lane, mask=inside, other=float("-inf"))
     left = tl.load(tokens + row * parts * COUNT + lane, mask=inside, other=_LAST)
     top = tl.max(x, 0)
     valid = tl.abs(top) < float("inf")
-    share = tl.load(sums + row * parts + lane // COUNT, mask=inside & (lane % COUNT == 0), other=0.0)
-    total = tl.log(tl.sum(tl.where(share > 0, share * tl.exp(tl.where(valid, x - top, 0.0)), 0.0), 0)) + top
+    share = tl.load(
+        sums + row * parts + lane // COUNT, mask=inside & (lane % COUNT == 0), other=0.0
+    )
+    total = (
+        tl.log(tl.sum(tl.where(share > 0, share * tl.exp(tl.where(valid, x - top, 0.0)), 0.0), 0))
+        + top
+    )
     for rank in tl.static_range(COUNT):
         best, token = _best(x, left)
         kept = valid & (best > float("-inf"))
         tl.store(out + row * COUNT + rank, tl.where(kept, token.to(tl.int64), NO_TOKEN))
         tl.store(log_probs + row * COUNT + rank, tl.where(kept, best - total, float("nan")))
         taken = left == token
-        x, left = tl.where(taken, float("-inf"), x), tl.where(taken, _LAST, left)
+        x = tl.where(taken, float("-inf"), x)
+        left = tl.where(taken, _LAST, left)
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -68,12 +84,19 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(width))
     parts = triton.cdiv(width, block)
-    values, log_probs = (logits.new_empty(rows, size, dtype=torch.float32) for size in (parts * count, count))
+    values, log_probs = (
+        logits.new_empty(rows, size, dtype=torch.float32) for size in (parts * count, count)
+    )
     tokens = logits.new_empty(rows, parts * count, dtype=torch.int32)
-    sums, out = values.new_empty(rows, parts), tokens.new_empty(rows, count, dtype=torch.int64)
+    sums = values.new_empty(rows, parts)
+    out = tokens.new_empty(rows, count, dtype=torch.int64)
     if rows:
         sizes = dict(COUNT=count, num_warps=8)
-        _part_kernel[(rows, parts)](logits, values, tokens, sums, width, logits.stride(0), BLOCK=block, **sizes)
+        _part_kernel[(rows, parts)](
+            logits, values, tokens, sums, width, logits.stride(0), BLOCK=block, **sizes
+        )
         merged = triton.next_power_of_2(parts * count)
-        _merge_kernel[(rows,)](values, tokens, sums, out, log_probs, parts, BLOCK=merged, **sizes | dict(num_warps=4))
+        _merge_kernel[(rows,)](
+            values, tokens, sums, out, log_probs, parts, BLOCK=merged, **sizes | dict(num_warps=4)
+        )
     return out, log_probs

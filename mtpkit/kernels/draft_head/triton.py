@@ -1,4 +1,5 @@
-"""Best token in Triton: each program finds the best token of a part of the vocabulary, a second kernel the best part.
+"""Best token in Triton: each program finds the best token of a part of the vocabulary, a second
+kernel the best part.
 
 NaN is treated as +inf, so the largest logit shows without another pass whether the row is valid.
 """
@@ -34,13 +35,16 @@ STREAM_ROWS = 64
 CHUNK_ROWS = 1024
 """With more than STREAM_ROWS rows, logits are computed for chunks of this many rows."""
 TILES = {16: Tile(64, 128, 5, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4)}
-"""Tiles by padded number of rows of hidden states: two programs run on a multiprocessor, with three tiles in flight
-each. The weight's tile grows with the number of rows, since every program reads all hidden states from the cache."""
+"""Tiles by padded number of rows of hidden states: two programs run on a multiprocessor, with three
+tiles in flight each. The weight's tile grows with the number of rows, since every program reads all
+hidden states from the cache."""
 
 
 @Early
 @triton.jit
-def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _part_kernel(
+    logits, values, indices, width, stride, span, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * span
@@ -49,7 +53,9 @@ def _part_kernel(logits, values, indices, width, stride, span, BLOCK: tl.constex
     index = start + lane
     for offset in range(start, tl.minimum(start + span, width), BLOCK):
         column = offset + lane
-        value = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        value = tl.load(
+            logits + row * stride + column, mask=column < width, other=float("-inf")
+        ).to(tl.float32)
         value = tl.where(value == value, value, float("inf"))
         better = value > best
         best = tl.where(better, value, best)
@@ -83,12 +89,14 @@ def _linear_part_kernel(
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_K)
-    # Loads need no mask for rows: indices past the end read the last row again, and their results are discarded below.
+    # Loads need no mask for rows: indices past the end read the last row again, and their results
+    # are discarded below.
     token_start = tl.minimum(token, vocabulary - 1).to(tl.int64) * weight_stride
     row_start = tl.minimum(row, rows - 1).to(tl.int64) * hidden_stride
     weights = weight + token_start[:, None] + column[None, :]
     states = hidden + row_start[None, :] + column[:, None]
-    # The weight is the left operand: its many rows fill the tensor core, and the other operand may be as narrow as 16.
+    # The weight is the left operand: its many rows fill the tensor core, and the other operand may
+    # be as narrow as 16.
     logits = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     for start in range(0, width, BLOCK_K):
         if EVEN:
@@ -112,7 +120,15 @@ def _linear_part_kernel(
 @Early
 @triton.jit
 def _best_part_kernel(
-    values, indices, token_ids, out, tops, parts, MAPPED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    values,
+    indices,
+    token_ids,
+    out,
+    tops,
+    parts,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -129,12 +145,18 @@ def _best_part_kernel(
 
 
 def _part_buffers(rows: int, parts: int, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(rows, parts, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+    return tuple(
+        torch.empty(rows, parts, dtype=dtype, device=device)
+        for dtype in (torch.float32, torch.int32)
+    )
 
 
-def _best_part(values: Tensor, indices: Tensor, token_ids: Tensor | None, tops: Tensor | None) -> Tensor:
-    """[M] int64, the token of the largest of values [M, parts], among equals that of the smallest index; `NO_TOKEN` if
-    the largest value is not finite. The largest value is written to `tops` [M] float32, if given."""
+def _best_part(
+    values: Tensor, indices: Tensor, token_ids: Tensor | None, tops: Tensor | None
+) -> Tensor:
+    """[M] int64, the token of the largest of values [M, parts], among equals that of the smallest
+    index; `NO_TOKEN` if the largest value is not finite. The largest value is written to `tops` [M]
+    float32, if given."""
     rows, parts = values.shape
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     block = triton.next_power_of_2(parts)
@@ -181,7 +203,9 @@ def linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = Non
     return _linear_argmax(hidden, weight, token_ids, None)
 
 
-def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def linear_best(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See the reference."""
     tops = torch.full((len(hidden),), -torch.inf, dtype=torch.float32, device=hidden.device)
     if not len(weight):
@@ -189,7 +213,9 @@ def linear_best(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None)
     return tops, _linear_argmax(hidden, weight, token_ids, tops)
 
 
-def _linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None, tops: Tensor | None) -> Tensor:
+def _linear_argmax(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, tops: Tensor | None
+) -> Tensor:
     if len(hidden) <= STREAM_ROWS:
         return stream(hidden, weight, token_ids, tops)
     starts = range(0, len(hidden), CHUNK_ROWS)
@@ -201,9 +227,11 @@ def _linear_argmax(hidden: Tensor, weight: Tensor, token_ids: Tensor | None, top
     return to_token_ids(torch.cat(found) if len(found) > 1 else found[0], token_ids)
 
 
-def stream(hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None, tops: Tensor | None = None) -> Tensor:
-    """Compute `linear_argmax` of up to STREAM_ROWS rows without writing logits; write the largest logits to `tops` [M],
-    if given."""
+def stream(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor | None = None, tops: Tensor | None = None
+) -> Tensor:
+    """Compute `linear_argmax` of up to STREAM_ROWS rows without writing logits; write the largest
+    logits to `tops` [M], if given."""
     hidden = with_rows(hidden)
     rows, width = hidden.shape
     if not rows:

@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def embedding_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """Rows of `table`, which begins at token `first`; zeros for tokens outside the table. Summed over the ranks that
-    hold the parts of a vocabulary, this gives the rows of all tokens.
+    """Rows of `table`, which begins at token `first`; zeros for tokens outside the table. Summed
+    over the ranks that hold the parts of a vocabulary, this gives the rows of all tokens.
 
     Args:
         token_ids: [T] int64.

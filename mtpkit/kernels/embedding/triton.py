@@ -11,11 +11,16 @@ from mtpkit.kernels.device import only_if, strided, with_rows
 @triton.jit
 def _rows_kernel(token_ids, table_rows, out, first, count, width, BLOCK: tl.constexpr):
     table, stride = table_rows
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     place = tl.load(token_ids + token) - first
     mask = column < width
     held = only_if(mask & (place >= 0), place < count)
-    tl.store(out + token * width + column, tl.load(table + place * stride + column, mask=held, other=0.0), mask=mask)
+    tl.store(
+        out + token * width + column,
+        tl.load(table + place * stride + column, mask=held, other=0.0),
+        mask=mask,
+    )
 
 
 def embedding_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:

@@ -9,14 +9,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtpkit.kernels.exchange.window import BEST_ROWS, BUFFERS_AT, CHANNELS, MOST_RANKS, Windows, summed_in
+from mtpkit.kernels.exchange.window import (
+    BEST_ROWS,
+    BUFFERS_AT,
+    CHANNELS,
+    MOST_RANKS,
+    Windows,
+    summed_in,
+)
 
 
 def sum_over_ranks(values: Tensor, windows: Windows) -> Tensor:
     """Sum a tensor over the ranks, in place.
 
-    Every rank adds up the ranks' values in rank order, so all ranks get the same bits. float32 and bfloat16 are summed
-    in float32, float64 and int64 in their own dtype.
+    Every rank adds up the ranks' values in rank order, so all ranks get the same bits. float32 and
+    bfloat16 are summed in float32, float64 and int64 in their own dtype.
 
     Args:
         values: contiguous, one that the windows `fit`.
@@ -46,7 +53,9 @@ def gather_ranks(values: Tensor, windows: Windows) -> Tensor:
     return gathered.view(-1, *values.shape)
 
 
-def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) -> tuple[Tensor, Tensor]:
+def best_of_ranks(
+    values: Tensor, tokens: Tensor, first: int, windows: Windows
+) -> tuple[Tensor, Tensor]:
     """The largest value of all ranks and its token, for each row; among equals, the smallest token.
 
     Args:
@@ -58,7 +67,8 @@ def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) 
         [M] float32 and [M] int64.
     """
     assert len(values) <= windows.most_rows
-    best, token = torch.empty_like(values), torch.empty_like(tokens)
+    best = torch.empty_like(values)
+    token = torch.empty_like(tokens)
     for channel, start in enumerate(range(0, len(values), BEST_ROWS)):
         rows = slice(start, start + BEST_ROWS)
         mine = tokens[rows]
@@ -66,12 +76,16 @@ def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) 
         ends = BEST_ROWS * 4, BEST_ROWS * 12
         buffers = [(raw[: ends[0]], raw[ends[0] : ends[1]]) for raw in _buffers(windows, channel)]
         theirs = [
-            (part.view(torch.float32)[: len(mine)], number.view(torch.int64)[: len(mine)]) for part, number in buffers
+            (part.view(torch.float32)[: len(mine)], number.view(torch.int64)[: len(mine)])
+            for part, number in buffers
         ]
         for place, value in zip(theirs[windows.rank], own, strict=True):
             place.copy_(value)
         _meet(windows, channel)
-        every = torch.stack([part for part, _ in theirs]), torch.stack([number for _, number in theirs])
+        every = (
+            torch.stack([part for part, _ in theirs]),
+            torch.stack([number for _, number in theirs]),
+        )
         best[rows] = every[0].amax(0)
         none = torch.iinfo(torch.int64).max
         token[rows] = torch.where(every[0] == best[rows], every[1], none).amin(0)
@@ -79,8 +93,8 @@ def best_of_ranks(values: Tensor, tokens: Tensor, first: int, windows: Windows) 
 
 
 def _parts(values: Tensor, windows: Windows) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield, for each channel, this rank's part of the values, and the list of all ranks' parts once all ranks have
-    written them."""
+    """Yield, for each channel, this rank's part of the values, and the list of all ranks' parts
+    once all ranks have written them."""
     assert values.is_contiguous() and windows.fit(values)
     flat, (_, channels, share) = values.view(-1), windows.shares(values)
     for channel in range(channels):
@@ -92,11 +106,14 @@ def _parts(values: Tensor, windows: Windows) -> Iterator[tuple[Tensor, list[Tens
 
 
 def _meet(windows: Windows, channel: int) -> None:
-    """Signal that this rank has written its buffer of a channel, and wait until all ranks have written theirs."""
+    """Signal that this rank has written its buffer of a channel, and wait until all ranks have
+    written theirs."""
     epoch = windows.epochs[channel] + 1
     for window in windows.windows:
         _flags(window)[channel, windows.rank] = epoch
-    while bool((_flags(windows.windows[windows.rank])[channel, : len(windows.windows)] < epoch).any()):
+    while bool(
+        (_flags(windows.windows[windows.rank])[channel, : len(windows.windows)] < epoch).any()
+    ):
         time.sleep(0)  # on the host: other processes may need this core
     windows.epochs[channel] = epoch
 
@@ -109,4 +126,6 @@ def _flags(window: Tensor) -> Tensor:
 def _buffers(windows: Windows, channel: int) -> list[Tensor]:
     """Each rank's buffer of a channel in the coming epoch, [capacity] uint8."""
     parity = int(windows.epochs[channel] + 1) % 2
-    return [window[BUFFERS_AT:].view(2, CHANNELS, -1)[parity, channel] for window in windows.windows]
+    return [
+        window[BUFFERS_AT:].view(2, CHANNELS, -1)[parity, channel] for window in windows.windows
+    ]

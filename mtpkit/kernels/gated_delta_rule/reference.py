@@ -1,15 +1,18 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) in plain PyTorch: whole sequences and decode steps.
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) in plain PyTorch: whole sequences and
+decode steps.
 
-A head has a state S [v, k]. A token decays the state, corrects the value stored under its key, and reads the state:
+A head has a state S [v, k]. A token decays the state, corrects the value stored under its key, and
+reads the state:
 
     S_t = exp(g_t) S_{t-1} + u_t k_t^T,   u_t = beta_t (v_t - exp(g_t) S_{t-1} k_t),   o_t = S_t q_t
 
-Queries and keys have unit length, and queries are then scaled by 1 / sqrt(k); g = -exp(A_log) softplus(a + dt_bias) and
-beta = sigmoid(b), see `delta_inputs`. Given the corrections u, which never change once their tokens are committed, the
-state is a decayed sum of outer products u k^T. A ring therefore keeps u instead of v and beta.
+Queries and keys have unit length, and queries are then scaled by 1 / sqrt(k); g = -exp(A_log)
+softplus(a + dt_bias) and beta = sigmoid(b), see `delta_inputs`. Given the corrections u, which
+never change once their tokens are committed, the state is a decayed sum of outer products u k^T. A
+ring therefore keeps u instead of v and beta.
 
-Shape legend: R rows, T tokens (in decode steps: per row), h value heads, j key heads, each shared by h / j value heads,
-v and k the widths of values and keys, m readouts per token, L ring length.
+Shape legend: R rows, T tokens (in decode steps: per row), h value heads, j key heads, each shared
+by h / j value heads, v and k the widths of values and keys, m readouts per token, L ring length.
 """
 
 from collections.abc import Iterator
@@ -34,11 +37,12 @@ def delta_inputs(
     """Compute the inputs of the recurrence from the projections of a layer.
 
     Args:
-        q, k: [..., j, k], after the convolution; a, b: [..., h]; all four may be views. A_log, dt_bias: [h].
+        q, k: [..., j, k], after the convolution; a, b: [..., h]; all four may be views. A_log,
+            dt_bias: [h].
 
     Returns:
-        Queries and keys of unit length, with the queries scaled by 1 / sqrt(k), in their own dtypes; log decays g [...,
-        h], negative, and beta [..., h], both fp32.
+        Queries and keys of unit length, with the queries scaled by 1 / sqrt(k), in their own
+        dtypes; log decays g [..., h], negative, and beta [..., h], both fp32.
     """
     g = -torch.exp(A_log.float()) * F.softplus(a.float() + dt_bias.float())
     return unit(q, q.shape[-1] ** -0.5), unit(k), g, torch.sigmoid(b.float())
@@ -50,19 +54,23 @@ def unit(x: Tensor, scale: float = 1.0) -> Tensor:
     return (wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON) * scale)).to(x.dtype)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, wide: bool = False) -> Tensor:
-    """Compute the recurrence over R concatenated rows, each from a zero state. Differentiable in all but `starts`.
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, wide: bool = False
+) -> Tensor:
+    """Compute the recurrence over R concatenated rows, each from a zero state. Differentiable in
+    all but `starts`.
 
     Args:
-        q: [T, m, j, k], queries of m readouts of the state after each token; k: [T, j, k]; v: [T, h, v]; g, beta: [T,
-            h]. See `delta_inputs`.
+        q: [T, m, j, k], queries of m readouts of the state after each token; k: [T, j, k]; v: [T,
+            h, v]; g, beta: [T, h]. See `delta_inputs`.
         starts: [R + 1] int64, first token of each row and the end of the last row.
         wide: whether o is fp32 whatever the dtype of v.
 
     Returns:
         o [T, m, h, v] in the dtype of v, or fp32 with `wide`; computed in fp32.
     """
-    outputs, v = [], v.float() if wide else v
+    outputs = []
+    v = v.float() if wide else v
     for begin, end in pairwise(starts.tolist()):
         state = _zeros(v, k)
         for first in range(begin, end, CHUNK):
@@ -83,23 +91,24 @@ def delta_varlen(
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
 ) -> Tensor:
-    """Compute the recurrence over R concatenated rows, each from the state before the row, which the state after the
-    row replaces. Not differentiable.
+    """Compute the recurrence over R concatenated rows, each from the state before the row, which
+    the state after the row replaces. Not differentiable.
 
-    Row r continues states[slots[r]] if context_lens[r] > 0. Otherwise it starts from zeros, and the old contents of its
-    slot are ignored. Chunks end at positions (context_lens[r] plus the index in the row) that are multiples of `CHUNK`:
-    with fp32 states, a prompt that is split at such positions gives the same bits in fp32 wherever it is split. No size
-    depends on the contents of `starts`, so a CUDA graph can be captured.
+    Row r continues states[slots[r]] if context_lens[r] > 0. Otherwise it starts from zeros, and the
+    old contents of its slot are ignored. Chunks end at positions (context_lens[r] plus the index in
+    the row) that are multiples of `CHUNK`: with fp32 states, a prompt that is split at such
+    positions gives the same bits in fp32 wherever it is split. No size depends on the contents of
+    `starts`, so a CUDA graph can be captured.
 
     Args:
         q, k: [T, j, k]; v: [T, h, v]; g, beta: [T, h]; see `delta_inputs`.
-        starts: [R + 1] int64, first token of each row and the end of the last row; the tensors begin at token
-            starts[0]. Rows may be empty: an empty row leaves its state unchanged, or sets it to zero if the row has no
-            context.
-        states: [slots, h, v, k] of any float dtype, updated in place at `slots`; may be a view. None: every row starts
-            from zeros, and no state is kept.
-        slots, context_lens: [R] int64, needed with `states`. A row at slot -1 is padding: it touches no state, and its
-            outputs are zero.
+        starts: [R + 1] int64, first token of each row and the end of the last row; the tensors
+            begin at token starts[0]. Rows may be empty: an empty row leaves its state unchanged, or
+            sets it to zero if the row has no context.
+        states: [slots, h, v, k] of any float dtype, updated in place at `slots`; may be a view.
+            None: every row starts from zeros, and no state is kept.
+        slots, context_lens: [R] int64, needed with `states`. A row at slot -1 is padding: it
+            touches no state, and its outputs are zero.
 
     Returns:
         o [T, h, v] in the dtype of v, computed in fp32.
@@ -108,10 +117,12 @@ def delta_varlen(
     assert bounds[-1] == len(v), f"rows end at token {bounds[-1]} of {len(v)}"
     out = torch.zeros_like(v)
     for row, (begin, end) in enumerate(pairwise(bounds)):
-        context, state = 0, _zeros(v, k)
+        context = 0
+        state = _zeros(v, k)
         if states is not None:
             assert slots is not None and context_lens is not None
-            slot, context = int(slots[row]), int(context_lens[row])
+            slot = int(slots[row])
+            context = int(context_lens[row])
             if slot < 0 or (context > 0 and begin == end):
                 continue
             if context > 0:
@@ -121,7 +132,8 @@ def delta_varlen(
             span = slice(begin, stop)
             o, state = _chunk(q[span, None], k[span], v[span], g[span], beta[span], state)
             out[span] = o[:, 0]
-            context, begin = context + stop - begin, stop
+            context = context + stop - begin
+            begin = stop
         if states is not None:
             states[slot] = state.to(states)
     return out
@@ -131,37 +143,53 @@ def _zeros(v: Tensor, k: Tensor) -> Tensor:
     return v.new_zeros(*v.shape[1:], k.shape[-1], dtype=torch.float32)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """o [L, m, h, v] of a chunk of L tokens that follows `state` [h, v, k], and the state after the chunk.
+def _chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """o [L, m, h, v] of a chunk of L tokens that follows `state` [h, v, k], and the state after the
+    chunk.
 
-    The corrections u of a chunk solve a unit triangular system, see section 3.3 of the paper: with c the sums of log
-    decays, u_i = beta_i (v_i - exp(c_i) S k_i - sum_{j < i} exp(c_i - c_j) (k_i . k_j) u_j).
+    The corrections u of a chunk solve a unit triangular system, see section 3.3 of the paper: with
+    c the sums of log decays, u_i = beta_i (v_i - exp(c_i) S k_i - sum_{j < i} exp(c_i - c_j) (k_i .
+    k_j) u_j).
     """
     rep = v.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(rep, 1).transpose(0, 1)  # [h, L, k]
     queries = q.float().repeat_interleave(rep, 2).permute(1, 2, 0, 3)  # [m, h, L, k]
-    # In fp64, since after a token that forgets nearly everything, the small log decays of later tokens are differences
-    # of two large sums.
+    # In fp64, since after a token that forgets nearly everything, the small log decays of later
+    # tokens are differences of two large sums.
     since = torch.cumsum(g.double(), 0).t()  # [h, L]
     after = torch.ones(len(v), len(v), dtype=torch.bool, device=v.device).tril()
     log_pair = (since[:, :, None] - since[:, None]).float()
     decays = torch.exp(log_pair.masked_fill(~after, float("-inf")))
-    from_start, rate = torch.exp(since.float())[..., None], beta.float().t()[..., None]
+    from_start = torch.exp(since.float())[..., None]
+    rate = beta.float().t()[..., None]
     held = from_start * (keys @ state.transpose(1, 2))
     system = (rate * decays * (keys @ keys.transpose(1, 2))).tril(-1)
     wanted = rate * (v.float().transpose(0, 1) - held)
     u = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [h, L, v]
-    o = from_start * (queries @ state.transpose(1, 2)) + (decays * (queries @ keys.transpose(1, 2))) @ u
+    o = (
+        from_start * (queries @ state.transpose(1, 2))
+        + (decays * (queries @ keys.transpose(1, 2))) @ u
+    )
     to_end = torch.exp((since[:, -1:] - since).float())[..., None]
     state = from_start[:, -1:] * state + (u * to_end).transpose(1, 2) @ keys
     return o.permute(2, 0, 1, 3).to(v.dtype), state
 
 
 def _steps(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parents: Tensor | None = None
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    parents: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (o [R, h, v], u [R, h, v], state [R, h, v, k]) after each of T tokens of R rows, all fp32."""
-    rep, after = v.shape[2] // k.shape[2], [state]
+    """Yield (o [R, h, v], u [R, h, v], state [R, h, v, k]) after each of T tokens of R rows, all
+    fp32."""
+    rep = v.shape[2] // k.shape[2]
+    after = [state]
     for t in range(v.shape[1]):
         key, query = (x[:, t].float().repeat_interleave(rep, 1) for x in (k, q))
         if parents is not None:
@@ -187,29 +215,36 @@ def delta_snapshot_update(
     dt_bias: Tensor,
     parents: Tensor | None = None,
 ) -> Tensor:
-    """Step token by token from the committed snapshot of the state, and keep the state after every token.
+    """Step token by token from the committed snapshot of the state, and keep the state after every
+    token.
 
     Args:
-        state: [slots, at least T, h, v, k]; row r starts from state[slots[r], committed[r]], and entry t becomes the
-            state after its token t. Updated in place.
-        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its outputs are zero.
-        q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
-            A_log, dt_bias: [h].
-        parents: [R, T] int64, the token that each new token follows, see `kernels.ancestors`; only token 0 has the
-            parent -1. None: a chain.
+        state: [slots, at least T, h, v, k]; row r starts from state[slots[r], committed[r]], and
+            entry t becomes the state after its token t. Updated in place.
+        slots, committed: [R] int64. A row at slot -1 is padding: it touches no state, and its
+            outputs are zero.
+        q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be
+            views of larger tensors. A_log, dt_bias: [h].
+        parents: [R, T] int64, the token that each new token follows, see `kernels.ancestors`; only
+            token 0 has the parent -1. None: a chain.
 
     Returns:
         o [R, T, h, v] in the dtype of v.
     """
     if bool((slots < 0).any()):
-        live, out = slots >= 0, v.new_zeros(v.shape)
+        live = slots >= 0
+        out = v.new_zeros(v.shape)
         slots, committed, q, k, v, a, b = (t[live] for t in (slots, committed, q, k, v, a, b))
         parents = None if parents is None else parents[live]
-        out[live] = delta_snapshot_update(state, slots, committed, q, k, v, a, b, A_log, dt_bias, parents)
+        out[live] = delta_snapshot_update(
+            state, slots, committed, q, k, v, a, b, A_log, dt_bias, parents
+        )
         return out
     q, k, g, beta = delta_inputs(q, k, a, b, A_log, dt_bias)
     outputs = []
-    for t, (o, _, after) in enumerate(_steps(state[slots, committed].float(), q, k, v, g, beta, parents)):
+    for t, (o, _, after) in enumerate(
+        _steps(state[slots, committed].float(), q, k, v, g, beta, parents)
+    ):
         state[slots, t] = after.to(state.dtype)
         outputs.append(o)
     return torch.stack(outputs, 1).to(v.dtype)
@@ -232,47 +267,59 @@ def delta_replay_update(
     dt_bias: Tensor,
     ancestors: Tensor | None = None,
 ) -> Tensor:
-    """Compute the outputs of a step from a stored state and a ring of the updates that came after that state.
+    """Compute the outputs of a step from a stored state and a ring of the updates that came after
+    that state.
 
-    The committed state of row r is state[slots[r]] advanced by the ring's entries (key, correction and log decay) at
-    the last ring_lens[r] positions before context_lens[r]. The entries of the new tokens have the positions from
-    context_lens[r] on; the entry of position i lies at place i % L of the ring. If the new entries no longer fit, the
-    committed entries are folded into the state, which is written at no other time. Rejected tokens are rolled back by
-    dropping their ring entries.
+    The committed state of row r is state[slots[r]] advanced by the ring's entries (key, correction
+    and log decay) at the last ring_lens[r] positions before context_lens[r]. The entries of the new
+    tokens have the positions from context_lens[r] on; the entry of position i lies at place i % L
+    of the ring. If the new entries no longer fit, the committed entries are folded into the state,
+    which is written at no other time. Rejected tokens are rolled back by dropping their ring
+    entries.
 
-    If the new tokens are a tree, token t follows the committed entries and the tokens in its mask, with the decays of
-    its own path. The entry of token t goes to the same place as in a chain; before the next step, the entries of the
-    accepted path must be moved to adjacent places.
+    If the new tokens are a tree, token t follows the committed entries and the tokens in its mask,
+    with the decays of its own path. The entry of token t goes to the same place as in a chain;
+    before the next step, the entries of the accepted path must be moved to adjacent places.
 
     Args:
-        state: [slots, h, v, k]; ring_k: [slots, L, j, k], of unit length; ring_u: [slots, L, h, v]; ring_g: [slots, L,
-            h], log decays. L - `ring_capacity(L)` is at least T. Updated in place.
-        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: no state changes, outputs are zero.
-        q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be views of larger tensors.
-            A_log, dt_bias: [h].
+        state: [slots, h, v, k]; ring_k: [slots, L, j, k], of unit length; ring_u: [slots, L, h, v];
+            ring_g: [slots, L, h], log decays. L - `ring_capacity(L)` is at least T. Updated in
+            place.
+        slots, context_lens, ring_lens: [R] int64. A row at slot -1 is padding: no state changes,
+            outputs are zero.
+        q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be
+            views of larger tensors. A_log, dt_bias: [h].
         ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
 
     Returns:
-        o [R, T, h, v] in the dtype of v. `ring_base(ring_lens, T, L)` old entries of each row are still needed.
+        o [R, T, h, v] in the dtype of v. `ring_base(ring_lens, T, L)` old entries of each row are
+        still needed.
     """
     if bool((slots < 0).any()):
-        live, out = slots >= 0, v.new_zeros(v.shape)
+        live = slots >= 0
+        out = v.new_zeros(v.shape)
         where = (slots[live], context_lens[live], ring_lens[live])
         q, k, v, a, b = (t[live] for t in (q, k, v, a, b))
         rest = A_log, dt_bias, None if ancestors is None else ancestors[live]
         out[live] = delta_replay_update(state, ring_k, ring_u, ring_g, *where, q, k, v, a, b, *rest)
         return out
-    tokens, length, rep = v.shape[1], ring_k.shape[1], v.shape[2] // k.shape[2]
+    tokens = v.shape[1]
+    length = ring_k.shape[1]
+    rep = v.shape[2] // k.shape[2]
     capacity = ring_capacity(length)
     assert tokens <= length - capacity, f"{tokens} new tokens in a ring of {length}"
     entries = torch.arange(capacity, device=v.device)
     stored = (entries < ring_lens[:, None])[..., None]  # [R, E, 1]
     old = (slots[:, None], (context_lens[:, None] - ring_lens[:, None] + entries) % length)
     old_g = torch.where(stored, ring_g[old], 0.0).double()
-    old_k, old_u = (torch.where(stored[..., None], ring[old].float(), 0.0) for ring in (ring_k, ring_u))
+    old_k, old_u = (
+        torch.where(stored[..., None], ring[old].float(), 0.0) for ring in (ring_k, ring_u)
+    )
     whole = old_g.sum(1)  # [R, h]
     to_end = torch.exp((whole[:, None] - torch.cumsum(old_g, 1)).float())
-    added = torch.einsum("rehv,rehk->rhvk", old_u * to_end[..., None], old_k.repeat_interleave(rep, 2))
+    added = torch.einsum(
+        "rehv,rehk->rhvk", old_u * to_end[..., None], old_k.repeat_interleave(rep, 2)
+    )
     folded = state[slots].float() * torch.exp(whole.float())[..., None, None] + added
     q, k, g, beta = delta_inputs(q, k, a, b, A_log, dt_bias)
     parents = None if ancestors is None else parents_of(ancestors)
@@ -281,7 +328,10 @@ def delta_replay_update(
     full = ring_lens + tokens > capacity
     if bool(full.any()):
         state[slots[full]] = folded[full].to(state.dtype)
-    places = (slots[:, None], (context_lens[:, None] + torch.arange(tokens, device=v.device)) % length)
+    places = (
+        slots[:, None],
+        (context_lens[:, None] + torch.arange(tokens, device=v.device)) % length,
+    )
     for ring, new in ((ring_k, k), (ring_u, torch.stack(corrections, 1)), (ring_g, g)):
         ring[places] = new.to(ring.dtype)
     return torch.stack(outputs, 1).to(v.dtype)

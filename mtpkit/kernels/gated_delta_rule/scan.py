@@ -1,11 +1,13 @@
 # mypy: disable-error-code="assignment"
-"""The gated delta rule over concatenated rows in Triton, chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
+"""The gated delta rule over concatenated rows in Triton, chunk by chunk (Yang et al. 2024,
+arXiv:2412.06464).
 
-The corrections of a chunk solve a unit triangular system, whose inverse does not depend on the state. A first kernel
-computes the inverses of all chunks at once, and the sums of log decays. In the second kernel, a program owns some
-channels of one value head of one row, and their state stays in registers while the program walks over the row's chunks
-in order. Per chunk it computes six products on tensor cores: keys times state, queries times state, the inverse times
-the right-hand side of the system, queries times keys, the resulting scores times the corrections, and the chunk's
+The corrections of a chunk solve a unit triangular system, whose inverse does not depend on the
+state. A first kernel computes the inverses of all chunks at once, and the sums of log decays. In
+the second kernel, a program owns some channels of one value head of one row, and their state stays
+in registers while the program walks over the row's chunks in order. Per chunk it computes six
+products on tensor cores: keys times state, queries times state, the inverse times the right-hand
+side of the system, queries times keys, the resulting scores times the corrections, and the chunk's
 addition to the state.
 
 Sizes: L tokens of a chunk, P channels of a head per program, N key width, M readouts per token.
@@ -50,8 +52,8 @@ NOWHERE = Places()
 
 
 class Chunks(NamedTuple):
-    """Results of the first kernel: inverses [T, h, L] and sums of log decays [h, T] of tokens in chunks of `size` =
-    L."""
+    """Results of the first kernel: inverses [T, h, L] and sums of log decays [h, T] of tokens in
+    chunks of `size` = L."""
 
     inverses: Tensor
     since: Tensor
@@ -60,8 +62,8 @@ class Chunks(NamedTuple):
 
 @triton.jit
 def dot32(a, b, NARROW):
-    """Compute a @ b of fp32 tiles, accumulated in fp32: with tf32 products if NARROW is given, else in full
-    precision."""
+    """Compute a @ b of fp32 tiles, accumulated in fp32: with tf32 products if NARROW is given, else
+    in full precision."""
     if NARROW is None:
         return tl.dot(a, b, input_precision="ieee")
     else:
@@ -79,14 +81,18 @@ def dot_in(a, b, NARROW):
 
 @triton.jit
 def _inverse(A, BLOCK_L: tl.constexpr, NARROW):
-    """Compute (I + A)^-1 for A [L, L], which is zero on and above the diagonal. The diagonal blocks are inverted by
-    forward substitution, which stays exact where keys repeat. With X the inverses of these blocks and M = X (A outside
-    these blocks), the result is (I + M)^-1 X; only few powers of M are not zero."""
+    """Compute (I + A)^-1 for A [L, L], which is zero on and above the diagonal. The diagonal blocks
+    are inverted by forward substitution, which stays exact where keys repeat. With X the inverses
+    of these blocks and M = X (A outside these blocks), the result is (I + M)^-1 X; only few powers
+    of M are not zero."""
     COUNT: tl.constexpr = BLOCK_L // BLOCK
-    blocks, inner = tl.arange(0, COUNT), tl.arange(0, BLOCK)
+    blocks = tl.arange(0, COUNT)
+    inner = tl.arange(0, BLOCK)
     on_diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]
-    diagonal = tl.sum(tl.where(on_diagonal, tl.reshape(A, [COUNT, BLOCK, COUNT, BLOCK]), 0.0), 2)  # [C, B, B]
-    row, column = inner[None, :, None], inner[None, None, :]
+    # [C, B, B]
+    diagonal = tl.sum(tl.where(on_diagonal, tl.reshape(A, [COUNT, BLOCK, COUNT, BLOCK]), 0.0), 2)
+    row = inner[None, :, None]
+    column = inner[None, None, :]
     solved = tl.where(row == column, 1.0, 0.0) + tl.zeros([COUNT, BLOCK, BLOCK], tl.float32)
     for i in range(1, BLOCK):
         weights = tl.sum(tl.where(row == i, diagonal, 0.0), 1)  # [C, B]
@@ -104,7 +110,10 @@ def _inverse(A, BLOCK_L: tl.constexpr, NARROW):
     return X
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["starts_ptr", "contexts_ptr"])
+@triton.jit(
+    do_not_specialize=["tokens", "rows"],
+    do_not_specialize_on_alignment=["starts_ptr", "contexts_ptr"],
+)
 def _prepare_kernel(
     k_in,
     g_ptr,
@@ -132,7 +141,8 @@ def _prepare_kernel(
         first -= (tl.maximum(tl.load(contexts_ptr + row), 0) % SIZE).to(tl.int32)
     if first >= count:
         return
-    l, n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)  # noqa: E741
+    l = tl.arange(0, BLOCK_L)  # noqa: E741
+    n = tl.arange(0, BLOCK_N)
     t = first + l
     live = (t >= 0) & (t < tl.minimum(count, first + SIZE))
     token = (begin + t).to(tl.int64)
@@ -143,10 +153,16 @@ def _prepare_kernel(
     k_ptrs = k_ptr + token[:, None] * k_token + head // (HEADS // GROUPS) * k_head + n[None, :]
     k = tl.load(k_ptrs, mask=live[:, None] & (n < STATE)[None, :], other=0.0)
     decay = tl.exp(tl.minimum((since[:, None] - since[None, :]).to(tl.float32), 0.0))
-    A = tl.where(l[:, None] > l[None, :], dot_in(k, tl.trans(k), NARROW) * decay * beta[:, None], 0.0)
+    A = tl.where(
+        l[:, None] > l[None, :], dot_in(k, tl.trans(k), NARROW) * decay * beta[:, None], 0.0
+    )
     inverse = _inverse(A, BLOCK_L, NARROW)
     inverse_ptrs = inverse_ptr + (token[:, None] * HEADS + head) * SIZE + l[None, :]
-    tl.store(inverse_ptrs, inverse.to(inverse_ptr.dtype.element_ty), mask=live[:, None] & (l < SIZE)[None, :])
+    tl.store(
+        inverse_ptrs,
+        inverse.to(inverse_ptr.dtype.element_ty),
+        mask=live[:, None] & (l < SIZE)[None, :],
+    )
 
 
 @triton.jit
@@ -159,7 +175,10 @@ def _store_zeros(out_ptr, count, p, t, STRIDE, WIDTH):
         tl.store(ptrs, tl.zeros(mask.shape, out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts_ptr", "slots_ptr", "contexts_ptr"])
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["starts_ptr", "slots_ptr", "contexts_ptr"],
+)
 def _walk_kernel(
     q_in,
     k_in,
@@ -186,36 +205,46 @@ def _walk_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Walk over the chunks of one row per program, for BLOCK_P channels of one value head. With `kept_ptr`, the
-    corrections and the states at the starts of chunks are stored for the backward. Longer than 70 lines because its
-    parts share tiles."""
+    """Walk over the chunks of one row per program, for BLOCK_P channels of one value head. With
+    `kept_ptr`, the corrections and the states at the starts of chunks are stored for the backward.
+    Longer than 70 lines because its parts share tiles."""
     q_ptr, q_token, q_read, q_head = q_in
     k_ptr, k_token, k_head = k_in
     v_ptr, v_token, v_head = v_in
     PARTS: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
-    row, head = tl.program_id(1), tl.program_id(0) // PARTS
+    row = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
     group = head // (HEADS // GROUPS)
-    l, n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)  # noqa: E741
+    l = tl.arange(0, BLOCK_L)  # noqa: E741
+    n = tl.arange(0, BLOCK_N)
     p = tl.program_id(0) % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
     begin = tl.load(starts_ptr + row) - tl.load(starts_ptr)
     count = (tl.load(starts_ptr + row + 1) - tl.load(starts_ptr) - begin).to(tl.int32)
-    in_n, in_p = (n < STATE)[None, :], (p < WIDTH)[None, :]
+    in_n = (n < STATE)[None, :]
+    in_p = (p < WIDTH)[None, :]
     place = p[None, :] * STATE + n[:, None]  # of a state, [N, P]
     inside = (n < STATE)[:, None] & in_p
-    context, state = begin * 0, tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
+    context = begin * 0
+    state = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
     if states_in is not None:
         states_ptr, stride = states_in
-        slot, context = tl.load(slots_ptr + row), tl.load(contexts_ptr + row)
+        slot = tl.load(slots_ptr + row)
+        context = tl.load(contexts_ptr + row)
         if slot < 0:
-            _store_zeros(out_ptr + (begin * HEADS + head) * WIDTH, count, p, l, HEADS * WIDTH, WIDTH)
+            _store_zeros(
+                out_ptr + (begin * HEADS + head) * WIDTH, count, p, l, HEADS * WIDTH, WIDTH
+            )
             return
         if (context > 0) & (count == 0):
             return
         states_ptr += slot * stride + head * (WIDTH * STATE)
-        state = tl.load(states_ptr + place, mask=only_if(inside, context > 0), other=0.0).to(tl.float32)
+        state = tl.load(states_ptr + place, mask=only_if(inside, context > 0), other=0.0).to(
+            tl.float32
+        )
     since_ptr += head.to(tl.int64) * tokens
     later = l[:, None] >= l[None, :]
-    # Chunks end at positions that are multiples of SIZE: the first one is shorter if the context ends within a chunk.
+    # Chunks end at positions that are multiples of SIZE: the first one is shorter if the context
+    # ends within a chunk.
     for start in range(-(context % SIZE).to(tl.int32), count, SIZE):
         left = tl.minimum(count - start, SIZE)
         live = (l >= -start) & (l < left)
@@ -242,7 +271,9 @@ def _walk_kernel(
         if out_ptr is not None:
             decay = tl.exp(tl.minimum((since[:, None] - since[None, :]).to(tl.float32), 0.0))
             for read in tl.static_range(READS):
-                q_ptrs = q_ptr + token[:, None] * q_token + read * q_read + group * q_head + n[None, :]
+                q_ptrs = (
+                    q_ptr + token[:, None] * q_token + read * q_read + group * q_head + n[None, :]
+                )
                 q = tl.load(q_ptrs, mask=live[:, None] & in_n, other=0.0)
                 scores = tl.where(later, dot_in(q, tl.trans(k), NARROW) * decay, 0.0)
                 out = dot_in(q, state, NARROW) * from_start + dot_in(scores, u, NARROW)
@@ -261,24 +292,32 @@ def narrow(*tensors: Tensor) -> tl.dtype | None:
 
 def value_block(q: Tensor, v: Tensor) -> int:
     """Largest number of channels of a value head that a program computes at a time."""
-    return min(64 if narrow(q, v) is not None and q.shape[-1] <= 128 else SMALLEST_DOT, padded(v.shape[-1]))
+    return min(
+        64 if narrow(q, v) is not None and q.shape[-1] <= 128 else SMALLEST_DOT, padded(v.shape[-1])
+    )
 
 
 def walk_block(q: Tensor, v: Tensor, rows: int) -> int:
-    """`value_block` for programs that walk over the chunks of `rows` rows: heads are split to fill the GPU."""
+    """`value_block` for programs that walk over the chunks of `rows` rows: heads are split to fill
+    the GPU."""
     block, (heads, width) = value_block(q, v), v.shape[1:]
     while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < MULTIPROCESSORS:
         block //= 2
     return block
 
 
-def prepare(k: Tensor, g: Tensor, beta: Tensor, starts: Tensor, context_lens: Tensor | None = None) -> Chunks:
+def prepare(
+    k: Tensor, g: Tensor, beta: Tensor, starts: Tensor, context_lens: Tensor | None = None
+) -> Chunks:
     """Launch the first kernel: k [T, j, k], g and beta [T, h] contiguous, starts [R + 1]."""
     (tokens, groups, state_dim), heads, rows = k.shape, g.shape[1], len(starts) - 1
     low = narrow(k)
     size = SMALLEST_DOT if low is None or state_dim > 256 else CHUNK
-    # In full precision, the sums of log decays are fp64, since small log decays are differences of large sums.
-    since = torch.empty(heads, tokens, dtype=torch.float64 if low is None else torch.float32, device=k.device)
+    # In full precision, the sums of log decays are fp64, since small log decays are differences of
+    # large sums.
+    since = torch.empty(
+        heads, tokens, dtype=torch.float64 if low is None else torch.float32, device=k.device
+    )
     inverses = torch.empty(tokens, heads, size, dtype=k.dtype, device=k.device)
     _prepare_kernel[(heads, tokens // size + 2 * rows)](
         strided(k),
@@ -314,11 +353,12 @@ def walk(
     out: Tensor | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the second kernel for q [T, m, j, k] and v [T, h, v]. It writes contiguous `out` [T, m, h, v], if given;
-    and `kept`, if given: the states [tiles, h, v, k] at the starts of chunks, where chunk c of row r is tile starts[r]
-    // L + 2 r + c, and the corrections [T, h, v]."""
+    """Launch the second kernel for q [T, m, j, k] and v [T, h, v]. It writes contiguous `out` [T,
+    m, h, v], if given; and `kept`, if given: the states [tiles, h, v, k] at the starts of chunks,
+    where chunk c of row r is tile starts[r] // L + 2 r + c, and the corrections [T, h, v]."""
     (tokens, heads, width), (groups, state_dim), rows = v.shape, k.shape[1:], len(starts) - 1
-    low, states = narrow(q, k, v), places.states
+    low = narrow(q, k, v)
+    states = places.states
     block = walk_block(q, v, rows)
     assert states is None or states[:1].is_contiguous()
     _walk_kernel[(heads * triton.cdiv(width, block), rows)](
@@ -362,8 +402,11 @@ def delta_varlen(
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
 ) -> Tensor:
-    """See the reference. With bf16 inputs, operands of products are rounded to bf16; other inputs run in fp32."""
-    q, k, v = with_rows(q), with_rows(k), with_rows(v)
+    """See the reference. With bf16 inputs, operands of products are rounded to bf16; other inputs
+    run in fp32."""
+    q = with_rows(q)
+    k = with_rows(k)
+    v = with_rows(v)
     chunks = prepare(k, g.contiguous(), (beta := beta.contiguous()), starts, context_lens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     walk(q[:, None], k, v, beta, starts, chunks, Places(states, slots, context_lens), out)

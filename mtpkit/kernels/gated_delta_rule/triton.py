@@ -1,6 +1,7 @@
 """The gated delta rule in Triton: inputs of the recurrence and the snapshot update.
 
-`delta_replay_update` is in `replay.py`, concatenated rows are in `scan.py`, their gradients in `backward.py`.
+`delta_replay_update` is in `replay.py`, concatenated rows are in `scan.py`, their gradients in
+`backward.py`.
 """
 
 import torch
@@ -14,7 +15,13 @@ from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay
 from mtpkit.kernels.gated_delta_rule.scan import delta_varlen
 
-__all__ = ["delta_inputs", "delta_replay_update", "delta_rule", "delta_snapshot_update", "delta_varlen"]
+__all__ = [
+    "delta_inputs",
+    "delta_replay_update",
+    "delta_rule",
+    "delta_snapshot_update",
+    "delta_varlen",
+]
 
 _NEVER = float("-inf")
 """Lower bound of log decays that are not summed: they need none."""
@@ -22,7 +29,8 @@ _NEVER = float("-inf")
 
 @triton.jit
 def _unit_scale(x, axis: tl.constexpr, EPSILON):
-    """The factor that scales the fp32 vectors along an axis to unit length; the axis is kept, with size 1."""
+    """The factor that scales the fp32 vectors along an axis to unit length; the axis is kept, with
+    size 1."""
     return tl.rsqrt(tl.sum(x * x, axis, keep_dims=True) + EPSILON)
 
 
@@ -42,17 +50,20 @@ def _inputs_kernel(
     EPSILON: tl.constexpr,
     NEVER: tl.constexpr,
 ):
-    """Compute queries and keys of one token and key head per program; the first head's program also computes g and
-    beta."""
+    """Compute queries and keys of one token and key head per program; the first head's program also
+    computes g and beta."""
     q_ptr, q_token, q_head = q_in
     k_ptr, k_token, k_head = k_in
     a_ptr, a_token = a_in
     b_ptr, b_token = b_in
     A_log_ptr, bias_ptr = parameters
     q_out, k_out, g_out, beta_out = out
-    group, token = tl.program_id(1), tl.program_id(0).to(tl.int64)
-    n, h = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
-    in_n, in_h = n < STATE, h < HEADS
+    group = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    h = tl.arange(0, BLOCK_H)
+    in_n = n < STATE
+    in_h = h < HEADS
     place = (token * GROUPS + group) * STATE + n
     q = tl.load(q_ptr + token * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
     q *= _unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
@@ -72,8 +83,13 @@ def delta_inputs(
     q: Tensor, k: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the reference. One launch."""
-    shape, rates = q.shape, a.shape
-    q, k, a, b = q.reshape(-1, *q.shape[-2:]), k.reshape(-1, *k.shape[-2:]), *(t.reshape(-1, rates[-1]) for t in (a, b))
+    shape = q.shape
+    rates = a.shape
+    q, k, a, b = (
+        q.reshape(-1, *q.shape[-2:]),
+        k.reshape(-1, *k.shape[-2:]),
+        *(t.reshape(-1, rates[-1]) for t in (a, b)),
+    )
     out = (
         *(torch.empty(q.shape, dtype=t.dtype, device=t.device) for t in (q, k)),
         *(torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2)),
@@ -126,34 +142,59 @@ def _snapshot_kernel(
     a_ptr, a_row, a_token = a_in
     b_ptr, b_row, b_token = b_in
     A_log_ptr, bias_ptr = parameters
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
     group = head // (HEADS // GROUPS)
-    p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    in_p, in_n = p < WIDTH, n < STATE
+    p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    in_p = p < WIDTH
+    in_n = n < STATE
     out_ptrs = out_ptr + row * tokens * (HEADS * WIDTH) + head * WIDTH + p
     slot = tl.load(slots_ptr + row)
     if slot < 0:
         for t in range(tokens):
-            tl.store(out_ptrs + t * (HEADS * WIDTH), tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=in_p)
+            tl.store(
+                out_ptrs + t * (HEADS * WIDTH),
+                tl.zeros([BLOCK_P], out_ptr.dtype.element_ty),
+                mask=in_p,
+            )
         return
     entry: tl.constexpr = HEADS * WIDTH * STATE
-    state_ptrs = state_ptr + slot * ENTRIES * entry + head * (WIDTH * STATE) + p[:, None] * STATE + n[None, :]
+    state_ptrs = (
+        state_ptr
+        + slot * ENTRIES * entry
+        + head * (WIDTH * STATE)
+        + p[:, None] * STATE
+        + n[None, :]
+    )
     state_mask = in_p[:, None] & in_n[None, :]
-    state = tl.load(state_ptrs + tl.load(committed_ptr + row) * entry, mask=state_mask, other=0.0).to(tl.float32)
-    A_log, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
+    state = tl.load(
+        state_ptrs + tl.load(committed_ptr + row) * entry, mask=state_mask, other=0.0
+    ).to(tl.float32)
+    A_log = tl.load(A_log_ptr + head).to(tl.float32)
+    bias = tl.load(bias_ptr + head).to(tl.float32)
     for t in range(tokens):
         if parents_ptr is not None:
             parent = tl.load(parents_ptr + row * tokens + t)
             if parent != t - 1:
                 tl.debug_barrier()  # another thread may have written what this thread reads
-                state = tl.load(state_ptrs + parent * entry, mask=state_mask, other=0.0).to(tl.float32)
-        q = tl.load(q_ptr + row * q_row + t * q_token + group * q_head + n, mask=in_n, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + row * k_row + t * k_token + group * k_head + n, mask=in_n, other=0.0).to(tl.float32)
+                state = tl.load(state_ptrs + parent * entry, mask=state_mask, other=0.0).to(
+                    tl.float32
+                )
+        q = tl.load(
+            q_ptr + row * q_row + t * q_token + group * q_head + n, mask=in_n, other=0.0
+        ).to(tl.float32)
+        k = tl.load(
+            k_ptr + row * k_row + t * k_token + group * k_head + n, mask=in_n, other=0.0
+        ).to(tl.float32)
         # Rounded as in the other ways to compute the layer.
         q *= _unit_scale(q, 0, EPSILON) * (1.0 / tl.sqrt(STATE + 0.0))
         q = q.to(q_ptr.dtype.element_ty).to(tl.float32)
         k = (k * _unit_scale(k, 0, EPSILON)).to(k_ptr.dtype.element_ty).to(tl.float32)
-        v = tl.load(v_ptr + row * v_row + t * v_token + head * v_head + p, mask=in_p, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + row * v_row + t * v_token + head * v_head + p, mask=in_p, other=0.0).to(
+            tl.float32
+        )
         g = log_decay(tl.load(a_ptr + row * a_row + t * a_token + head), A_log, bias, NEVER)
         beta = tl.sigmoid(tl.load(b_ptr + row * b_row + t * b_token + head).to(tl.float32))
         state *= tl.exp(g)

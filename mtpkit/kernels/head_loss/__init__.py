@@ -1,4 +1,5 @@
-"""Losses of draft heads for a chunk of logits, and the gradient with respect to the logits, computed in place."""
+"""Losses of draft heads for a chunk of logits, and the gradient with respect to the logits,
+computed in place."""
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.head_loss import reference

@@ -1,4 +1,5 @@
-"""Passes over a chunk of logits that compute the losses of draft heads and the gradient with respect to the logits."""
+"""Passes over a chunk of logits that compute the losses of draft heads and the gradient with
+respect to the logits."""
 
 from collections.abc import Iterator
 
@@ -22,26 +23,29 @@ GROUP = 64
 
 
 class HeadLoss:
-    """Loss of one chunk: C target positions, at each of which the teacher and up to K depths predict the same token.
+    """Loss of one chunk: C target positions, at each of which the teacher and up to K depths
+    predict the same token.
 
-    The logits are overwritten: both twins work in place, and what their buffers hold between calls is up to each twin.
-    The reference keeps exponentials there, so that each exponential is computed once.
+    The logits are overwritten: both twins work in place, and what their buffers hold between calls
+    is up to each twin. The reference keeps exponentials there, so that each exponential is computed
+    once.
 
     Args:
         teacher: [C, V].
         students: [S, V], one row for each True of `mask`, in the order of `mask.nonzero()`.
         mask: [K, C] bool, the depths that predict at each position.
-        targets: [C] int64, for `ce` the column of the target token at each position. A column outside 0 .. V - 1
-            belongs to the slice of another rank.
-        kind: `kl` is KL(teacher || student) at a temperature, times the temperature squared; `tv` is total variation
-            distance; `ce` is cross-entropy against the targets.
+        targets: [C] int64, for `ce` the column of the target token at each position. A column
+            outside 0 .. V - 1 belongs to the slice of another rank.
+        kind: `kl` is KL(teacher || student) at a temperature, times the temperature squared; `tv`
+            is total variation distance; `ce` is cross-entropy against the targets.
         temperature: temperature of `kl`; 1 for the other kinds.
-        floor: [C], for `kl`: the teacher's distribution leaves out tokens whose teacher logit is below the floor, and
-            is renormalised over the remaining tokens. None: all tokens count.
+        floor: [C], for `kl`: the teacher's distribution leaves out tokens whose teacher logit is
+            below the floor, and is renormalised over the remaining tokens. None: all tokens count.
 
     Sums are fp32 whatever the dtype of the logits; in the reference they are fp64 for fp64 logits.
 
-    Shape legend: C positions, V vocabulary (one rank's slice of it), K depths, S student rows, P slices.
+    Shape legend: C positions, V vocabulary (one rank's slice of it), K depths, S student rows, P
+    slices.
     """
 
     def __init__(
@@ -54,8 +58,12 @@ class HeadLoss:
         temperature: float = 1.0,
         floor: Tensor | None = None,
     ):
-        self.kind, self.temperature, self.floor = kind, temperature, floor
-        self.mask, self.targets, self.out = mask, targets, students
+        self.kind = kind
+        self.temperature = temperature
+        self.floor = floor
+        self.mask = mask
+        self.targets = targets
+        self.out = students
         wide = torch.promote_types(students.dtype, torch.float32)
         self.teacher, self.students = teacher.to(wide), students.to(wide)
         self.parts = students.new_zeros(1, NUM_STATISTICS, len(students), dtype=wide)
@@ -65,7 +73,8 @@ class HeadLoss:
         """Statistics [P, 7, S], see `slices`; P = 1 here."""
         base = self._weigh_teacher()
         for span, rows in self._depths():
-            part, student = self.parts[0, :, span], self.students[span]
+            part = self.parts[0, :, span]
+            student = self.students[span]
             part[PEAK], part[TOKEN] = best(student)
             part[BASE_PEAK], part[BASE_TOKEN] = base[BASE_PEAK, rows], base[BASE_TOKEN, rows]
             if self.kind == "ce":
@@ -80,9 +89,9 @@ class HeadLoss:
     def overlap(self, whole: Tensor) -> Tensor:
         """Loss and gradient pull of `tv`, [P, 2, S], to be summed over P; call `statistics` first.
 
-        With p the teacher's probability of a token, q the student's and d = sign(q - p) / 2, the loss is the sum of
-        d (q - p), and the pull is the sum of d q. After `statistics` of `kl` at temperature 1 the result is the same,
-        but `gradient_` can no longer be called.
+        With p the teacher's probability of a token, q the student's and d = sign(q - p) / 2, the
+        loss is the sum of d (q - p), and the pull is the sum of d q. After `statistics` of `kl` at
+        temperature 1 the result is the same, but `gradient_` can no longer be called.
 
         Args:
             whole: [7, S], the folded statistics.
@@ -97,7 +106,8 @@ class HeadLoss:
         return parts
 
     def gradient_(self, whole: Tensor, pull: Tensor | None = None) -> None:
-        """Overwrite `students` with the gradient of each row's loss with respect to its logits, in their dtype.
+        """Overwrite `students` with the gradient of each row's loss with respect to its logits, in
+        their dtype.
 
         Args:
             whole: [7, S], the folded statistics.
@@ -108,7 +118,9 @@ class HeadLoss:
             student = self.students[span]
             if self.kind == "tv":
                 assert pull is not None
-                excess = torch.addcmul(student, self.weights[rows], base_scale[span, None], value=-1)
+                excess = torch.addcmul(
+                    student, self.weights[rows], base_scale[span, None], value=-1
+                )
                 student.mul_(excess.sign_().div_(2).sub_(pull[span, None]))
                 continue
             student.mul_(scale[span, None])
@@ -120,7 +132,8 @@ class HeadLoss:
             self.out.copy_(self.students)
 
     def _weigh_teacher(self) -> Tensor:
-        """Set `weights` and return the teacher's statistics [7, C], including the teacher's term of CROSS."""
+        """Set `weights` and return the teacher's statistics [7, C], including the teacher's term of
+        CROSS."""
         base = self.parts.new_zeros(NUM_STATISTICS, len(self.teacher))
         base[BASE_PEAK], base[BASE_TOKEN] = best(self.teacher)
         if self.kind == "ce":
@@ -139,11 +152,14 @@ class HeadLoss:
         return base
 
     def _scales(self, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors for student and teacher that turn weights relative to this slice's peaks into probabilities, times T
-        for `kl`."""
-        own, factor = self.parts[0], self.temperature
+        """Factors for student and teacher that turn weights relative to this slice's peaks into
+        probabilities, times T for `kl`."""
+        own = self.parts[0]
+        factor = self.temperature
         scale = ((own[PEAK] - whole[PEAK]) / self.temperature).exp() * (factor / whole[TOTAL])
-        base_scale = ((own[BASE_PEAK] - whole[BASE_PEAK]) / self.temperature).exp() * (factor / whole[BASE_TOTAL])
+        base_scale = ((own[BASE_PEAK] - whole[BASE_PEAK]) / self.temperature).exp() * (
+            factor / whole[BASE_TOTAL]
+        )
         return scale, base_scale
 
     def _depths(self) -> Iterator[tuple[slice, slice | Tensor]]:
@@ -159,7 +175,8 @@ class HeadLoss:
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit [n] of each row [n, V], and its column [n], the first among equals.
 
-    torch's maximum is many times faster than its argmax, so only one block of each row gets an argmax.
+    torch's maximum is many times faster than its argmax, so only one block of each row gets an
+    argmax.
     """
     width = logits.shape[1]
     whole = width // GROUP * GROUP
@@ -168,7 +185,8 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     tops = logits[:, :whole].unflatten(1, (-1, GROUP)).amax(-1)
     if whole < width:
         tops = torch.cat([tops, logits[:, whole:].amax(-1, keepdim=True)], 1)
-    # The last block is shorter and is extended to the left; if it wins, the logits added are smaller than its maximum.
+    # The last block is shorter and is extended to the left; if it wins, the logits added are
+    # smaller than its maximum.
     start = (tops.argmax(-1, keepdim=True) * GROUP).clamp_(max=width - GROUP)
     columns = start + torch.arange(GROUP, device=logits.device)
     peak, place = logits.gather(1, columns).max(-1)

@@ -1,8 +1,10 @@
-"""Losses of draft heads in Triton: each logit is read twice (for `tv` three times), and its gradient is written once.
+"""Losses of draft heads in Triton: each logit is read twice (for `tv` three times), and its
+gradient is written once.
 
-A program holds one block of a teacher row in registers and loops over the student rows of that position, so that the
-teacher's statistics are computed once for all depths. Rows that the mask leaves out take no memory. Each pass
-recomputes the exponentials, which is cheaper than storing them.
+A program holds one block of a teacher row in registers and loops over the student rows of that
+position, so that the teacher's statistics are computed once for all depths. Rows that the mask
+leaves out take no memory. Each pass recomputes the exponentials, which is cheaper than storing
+them.
 """
 
 import torch
@@ -24,8 +26,8 @@ _BASE = tl.constexpr(3)  # index of the teacher's first statistic, BASE_PEAK
 
 @triton.jit
 def _place(width, BLOCK):
-    """The position of this program, its slice of the vocabulary, the slice's columns, and a mask of the columns that
-    exist."""
+    """The position of this program, its slice of the vocabulary, the slice's columns, and a mask of
+    the columns that exist."""
     parts = tl.cdiv(width, BLOCK)
     part = tl.program_id(0) % parts
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -50,9 +52,10 @@ def _slot(slots, depth, positions, row):
 
 @triton.jit
 def _probabilities(x, whole, rows, slot, scale):
-    """Probabilities of the student's logits x, given its statistics in `whole`; those of the teacher if `whole` is
-    advanced by _BASE rows."""
-    peak, total = tl.load(whole + slot), tl.load(whole + 2 * rows + slot)
+    """Probabilities of the student's logits x, given its statistics in `whole`; those of the
+    teacher if `whole` is advanced by _BASE rows."""
+    peak = tl.load(whole + slot)
+    total = tl.load(whole + 2 * rows + slot)
     return tl.exp2((x - peak) * scale) * (1 / total)
 
 
@@ -62,7 +65,9 @@ def _half_sign(x):
 
 
 @triton.jit
-def _statistics_kernel(chunk, sizes, out, KIND: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _statistics_kernel(
+    chunk, sizes, out, KIND: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
     """Store the statistics in out [P, 7, S], see `slices`."""
     teacher, teacher_stride, students, student_stride, slots, targets, floor = chunk
     positions, depths, rows, width, temperature, scale = sizes
@@ -86,7 +91,10 @@ def _statistics_kernel(chunk, sizes, out, KIND: tl.constexpr, TOP_K: tl.constexp
                 lead = tl.where(inside, (t - base_peak) - (s - peak), 0.0)
                 cross = tl.sum(weight * lead, axis=0) / temperature
             elif KIND == "ce":
-                cross = tl.sum(tl.where(inside & (column == tl.load(targets + row).to(tl.int32)), s, 0.0), axis=0)
+                cross = tl.sum(
+                    tl.where(inside & (column == tl.load(targets + row).to(tl.int32)), s, 0.0),
+                    axis=0,
+                )
             else:
                 cross = 0.0
             place = out + part * _FIELDS * rows + slot
@@ -112,13 +120,15 @@ def _second_pass_kernel(
     DEPTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With GRADIENT, overwrite the students' logits with their gradient; otherwise store loss and pull of `tv` in out
-    [P, 2, S]."""
+    """With GRADIENT, overwrite the students' logits with their gradient; otherwise store loss and
+    pull of `tv` in out [P, 2, S]."""
     teacher, teacher_stride, students, student_stride, slots, targets, floor = chunk
     positions, depths, rows, width, temperature, scale = sizes
     row, part, column, inside = _place(width, BLOCK)
     each = tl.arange(0, DEPTHS)
-    any_slot = tl.max(tl.load(slots + each * positions + row, mask=each < depths, other=-1), axis=0).to(tl.int64)
+    any_slot = tl.max(
+        tl.load(slots + each * positions + row, mask=each < depths, other=-1), axis=0
+    ).to(tl.int64)
     if any_slot >= 0:
         if KIND != "ce":
             t = _load(teacher, row, teacher_stride, column, inside)
@@ -136,7 +146,9 @@ def _second_pass_kernel(
                     elif KIND == "tv":
                         gradient = q * (_half_sign(q - p) - tl.load(pulls + slot))
                     else:
-                        gradient = q - tl.where(column == tl.load(targets + row).to(tl.int32), 1.0, 0.0)
+                        gradient = q - tl.where(
+                            column == tl.load(targets + row).to(tl.int32), 1.0, 0.0
+                        )
                     place = students + slot * student_stride + column
                     tl.store(place, gradient.to(students.dtype.element_ty), mask=inside)
                 else:
@@ -147,7 +159,8 @@ def _second_pass_kernel(
 
 
 class HeadLoss:
-    """See the reference. Logits may have any row stride; loads are fastest if the stride is a multiple of 16 bytes."""
+    """See the reference. Logits may have any row stride; loads are fastest if the stride is a
+    multiple of 16 bytes."""
 
     def __init__(
         self,
@@ -159,15 +172,30 @@ class HeadLoss:
         temperature: float = 1.0,
         floor: Tensor | None = None,
     ):
-        assert students.stride(-1) == 1, "the gradient overwrites the students, whose columns must be contiguous"
-        chosen, teacher = mask.flatten(), with_rows(teacher)
+        assert students.stride(-1) == 1, (
+            "the gradient overwrites the students, whose columns must be contiguous"
+        )
+        chosen = mask.flatten()
+        teacher = with_rows(teacher)
         slots = (chosen.cumsum(0, dtype=torch.int32) - 1).masked_fill_(~chosen, -1)
-        self.students, self.depths = students, len(mask)
+        self.students = students
+        self.depths = len(mask)
         self.parts = triton.cdiv(students.shape[1], BLOCK)
         self.grid = (mask.shape[1] * self.parts,)
         logits = (teacher, teacher.stride(0), students, students.stride(0))
-        self.chunk = (*logits, slots, targets.contiguous(), slots if floor is None else floor.contiguous())
-        self.sizes = (mask.shape[1], self.depths, *students.shape, temperature, _LOG2_E / temperature)
+        self.chunk = (
+            *logits,
+            slots,
+            targets.contiguous(),
+            slots if floor is None else floor.contiguous(),
+        )
+        self.sizes = (
+            mask.shape[1],
+            self.depths,
+            *students.shape,
+            temperature,
+            _LOG2_E / temperature,
+        )
         self.settings = dict(KIND=kind, TOP_K=floor is not None, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
     def statistics(self) -> Tensor:

@@ -36,8 +36,8 @@ def _store_kernel(
     WIDTH_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT elements apart for keys and VALUE_SLOT for
-    values."""
+    """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT elements apart for keys
+    and VALUE_SLOT for values."""
     wait_for_previous(EARLY)
     key_ptr, key_token, key_head = key_rows
     value_ptr, value_token, value_head = value_rows
@@ -50,7 +50,9 @@ def _store_kernel(
     in_key = (head < KV_HEADS) & (channel < KEY_WIDTH)
     in_value = (head < KV_HEADS) & (channel < VALUE_WIDTH)
     key = tl.load(key_ptr + token * key_token + head * key_head + channel, mask=in_key)
-    value = tl.load(value_ptr + token * value_token + head * value_head + channel, mask=in_value, other=0.0)
+    value = tl.load(
+        value_ptr + token * value_token + head * value_head + channel, mask=in_value, other=0.0
+    )
     spoilt = broken(value)[:, None]
     key = (key + spoilt).to(key.dtype)
     value = whole(value, spoilt)
@@ -61,8 +63,8 @@ def _store_kernel(
 
 
 def slot_stride(cache: Tensor) -> int:
-    """Elements from one slot of a cache [num_blocks, block_size, kv_heads, d] to the next, within a block and across
-    blocks."""
+    """Elements from one slot of a cache [num_blocks, block_size, kv_heads, d] to the next, within a
+    block and across blocks."""
     blocks, size, heads, width = cache.shape
     stride = cache.stride(1) if size > 1 else cache.stride(0)
     assert cache.stride(-1) == 1 and (heads == 1 or cache.stride(2) == width)
@@ -71,9 +73,16 @@ def slot_stride(cache: Tensor) -> int:
 
 
 def store_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, *, program_elements: int = 1024
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    program_elements: int = 1024,
 ) -> None:
-    """See the reference. A program copies about `program_elements` elements of keys and the same number of values."""
+    """See the reference. A program copies about `program_elements` elements of keys and the same
+    number of values."""
     tokens, kv_heads, width = key.shape
     if tokens == 0:
         return

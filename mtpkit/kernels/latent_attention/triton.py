@@ -1,10 +1,11 @@
 # mypy: disable-error-code="attr-defined"
 """Multi-head latent attention over a paged cache in Triton, for decode steps and prefill chunks.
 
-As in `kernels.attention.triton`, all queries of a row are stacked in one dimension: query m belongs to token m // HEADS
-and head m % HEADS. All queries read the same cached rows, so the heads of a single token already fill tensor core
-tiles. A cached row is both key and value: one load of its latent serves the scores and the output. With 512 channels, a
-program's accumulator takes half of a multiprocessor's registers, so one program runs on each multiprocessor.
+As in `kernels.attention.triton`, all queries of a row are stacked in one dimension: query m belongs
+to token m // HEADS and head m % HEADS. All queries read the same cached rows, so the heads of a
+single token already fill tensor core tiles. A cached row is both key and value: one load of its
+latent serves the scores and the output. With 512 channels, a program's accumulator takes half of a
+multiprocessor's registers, so one program runs on each multiprocessor.
 """
 
 import torch
@@ -34,13 +35,13 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _RESIDENT = 1
 """Number of programs that run on a multiprocessor at once."""
 _LONG = 8192
-"""Most positions that one program should read, as far as the limit on programs allows. The limit is high because the
-partial results that splits leave to be combined are wide."""
+"""Most positions that one program should read, as far as the limit on programs allows. The limit is
+high because the partial results that splits leave to be combined are wide."""
 
 
 def latent_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `queries` queries per row and latents of `width` channels. The queries and two or three tiles of cached
-    rows fit into the 227 KB of shared memory of an H200's multiprocessor."""
+    """Tiles for `queries` queries per row and latents of `width` channels. The queries and two or
+    three tiles of cached rows fit into the 227 KB of shared memory of an H200's multiprocessor."""
     if dtype.itemsize > 2:
         return Tiles(16, 16, num_warps=8, num_stages=2)
     if width > 512:
@@ -50,13 +51,15 @@ def latent_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit
-def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, MASKED, tree=None):
+def _attend(
+    queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, MASKED, tree=None
+):
     """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
 
     Args:
         queries: [M, C] and [M, P].
-        newest: [M], the last position that each query sees, used only if MASKED. If not MASKED, all queries see all
-            positions, and last is a multiple of N.
+        newest: [M], the last position that each query sees, used only if MASKED. If not MASKED, all
+            queries see all positions, and last is a multiple of N.
         tree: see `sees`.
         state: as from `empty_state`.
         cache: pointers to the cached rows and to the block table of the row (request).
@@ -73,8 +76,12 @@ def _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTH
         slot = slots_of(block, place, BLOCK_SIZE)
         row = rows_ptr + (slot * (WIDTHS[0] + WIDTHS[1]))[:, None]
         inside = is_read(place, last, tree)[:, None]
-        latents = tl.load(row + channel, mask=inside & (channel < WIDTHS[0]), other=0.0).to(q_latent.dtype)
-        keys = tl.load(row + WIDTHS[0] + turned, mask=inside & (turned < WIDTHS[1]), other=0.0).to(q_latent.dtype)
+        latents = tl.load(row + channel, mask=inside & (channel < WIDTHS[0]), other=0.0).to(
+            q_latent.dtype
+        )
+        keys = tl.load(row + WIDTHS[0] + turned, mask=inside & (turned < WIDTHS[1]), other=0.0).to(
+            q_latent.dtype
+        )
         block = load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
         scores = tl.dot(q_latent, tl.trans(latents), input_precision="ieee")
         scores = tl.dot(q_rotary, tl.trans(keys), scores, input_precision="ieee")
@@ -110,28 +117,39 @@ def _decode_kernel(
     P: tl.constexpr,
     EARLIER: tl.constexpr,
 ):
-    """Compute one split of a row for M queries per program; results are stored as by `kernels.attention.triton`."""
+    """Compute one split of a row for M queries per program; results are stored as by
+    `kernels.attention.triton`."""
     q_ptr, q_row, q_token, q_head = latent_rows
     p_ptr, p_row, p_token, p_head = rotary_rows
-    row, split = tl.program_id(1), tl.program_id(2)
-    context, end, length = row_range(lens_ptr, row, (tokens + EARLIER, span, fill, longest), tl.num_programs(2), N)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    context, end, length = row_range(
+        lens_ptr, row, (tokens + EARLIER, span, fill, longest), tl.num_programs(2), N
+    )
     first = split * length
     m = tl.program_id(0) * M + tl.arange(0, M)
     count = tokens * HEADS
     token = row.to(tl.int64) * tokens
     if first >= end:
         if first == 0:
-            store_lines(out_ptr, tl.zeros([M, C], tl.float32), token, 0, m, count, 1, HEADS, WIDTHS[0])
+            store_lines(
+                out_ptr, tl.zeros([M, C], tl.float32), token, 0, m, count, 1, HEADS, WIDTHS[0]
+            )
         return
     row = row.to(tl.int64)
     q_latent = load_queries(q_ptr + row * q_row, m, count, q_token, q_head, HEADS, WIDTHS[0], C)
     q_rotary = load_queries(p_ptr + row * p_row, m, count, p_token, p_head, HEADS, WIDTHS[1], P)
     last = tl.minimum(first + length, end)
-    queries, cache = (q_latent, q_rotary), (cache_ptr, table_ptr + row * width)
-    newest, state, tree = context + m // HEADS, empty_state(M, C), None
+    queries = (q_latent, q_rotary)
+    cache = (cache_ptr, table_ptr + row * width)
+    newest = context + m // HEADS
+    state = empty_state(M, C)
+    tree = None
     if ancestors_ptr is not None:
         tree = tree_of(ancestors_ptr + row * tokens, context, m // HEADS, m < count)
-    acc, best, total = _attend(queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, True, tree)
+    acc, best, total = _attend(
+        queries, newest, state, first, last, cache, scale, BLOCK_SIZE, WIDTHS, N, True, tree
+    )
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
@@ -145,7 +163,9 @@ def _decode_kernel(
 
 def _sizes(q_latent: Tensor, q_rotary: Tensor, cache: Tensor, tiles: Tiles) -> dict[str, object]:
     """Compile-time arguments of a kernel."""
-    heads, latent, rotary = q_latent.shape[-2], q_latent.shape[-1], q_rotary.shape[-1]
+    heads = q_latent.shape[-2]
+    latent = q_latent.shape[-1]
+    rotary = q_rotary.shape[-1]
     assert cache.is_contiguous() and cache.shape[2] == latent + rotary
     widths: dict[str, object] = dict(WIDTHS=(latent, rotary), C=padded(latent), P=padded(rotary))
     return dict(HEADS=heads, BLOCK_SIZE=cache.shape[1], **widths, **tiles.launch())
@@ -167,8 +187,10 @@ def latent_attention(
     """See the reference. `splits` fixes the number of splits per row, whatever the batch."""
     rows, tokens, heads, width = q_latent.shape
     tiles = tiles or latent_tiles(tokens * heads, width, q_latent.dtype)
-    across, span = triton.cdiv(tokens * heads, tiles.m), block_tables.shape[1] * cache.shape[1]
-    fill, longest = splits or 1, span
+    across = triton.cdiv(tokens * heads, tiles.m)
+    span = block_tables.shape[1] * cache.shape[1]
+    fill = splits or 1
+    longest = span
     if splits is None:
         splits, fill, longest = split_plan(rows * across, span, tiles.n, _RESIDENT, _LONG)
     plan = tokens, span, fill, longest
@@ -236,11 +258,14 @@ def _context_kernel(
     q_latent = load_queries(q_ptr + begin * q_token, m, count, q_token, q_head, HEADS, WIDTHS[0], C)
     q_rotary = load_queries(p_ptr + begin * p_token, m, count, p_token, p_head, HEADS, WIDTHS[1], P)
     newest = tl.zeros([M], tl.int32) + (context - 1)
-    queries, cache = (q_latent, q_rotary), (cache_ptr, table_ptr + row.to(tl.int64) * width)
+    queries = (q_latent, q_rotary)
+    cache = (cache_ptr, table_ptr + row.to(tl.int64) * width)
     whole = context // N * N
     state = empty_state(M, C)
     state = _attend(queries, newest, state, 0, whole, cache, scale, BLOCK_SIZE, WIDTHS, N, False)
-    acc, best, total = _attend(queries, newest, state, whole, context, cache, scale, BLOCK_SIZE, WIDTHS, N, True)
+    acc, best, total = _attend(
+        queries, newest, state, whole, context, cache, scale, BLOCK_SIZE, WIDTHS, N, True
+    )
     store_lines(out_ptr, acc / total[:, None], begin, 0, m, count, 1, HEADS, WIDTHS[0])
     tl.store(line, (best + tl.log2(total)) * _LN_2, mask=m < count)
 
@@ -282,8 +307,9 @@ def latent_context_attention(
 
 @triton.jit
 def _fold_own(q, newest, state, k_rows, v_rows, first, last, count, scale, WIDTHS, N, MASKED):
-    """Fold the row's own keys first .. last - 1 into a running softmax; `k_rows` and `v_rows` are each a pointer to the
-    row's first token and the number of elements from one token to the next."""
+    """Fold the row's own keys first .. last - 1 into a running softmax; `k_rows` and `v_rows` are
+    each a pointer to the row's first token and the number of elements from one token to the
+    next."""
     k_ptr, k_token = k_rows
     v_ptr, v_token = v_rows
     D: tl.constexpr = q.shape[1]
@@ -317,13 +343,15 @@ def _chunk_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Compute M queries of one row and head per program. A row's tiles with the most keys run first. The running
-    softmax of a query starts with the result for the tokens before the row."""
+    """Compute M queries of one row and head per program. A row's tiles with the most keys run
+    first. The running softmax of a query starts with the result for the tokens before the row."""
     q_ptr, q_token, q_head = q_rows
     k_ptr, k_token, k_head = k_rows
     v_ptr, v_token, v_head = v_rows
     e_ptr, e_token, e_head = earlier_rows
-    tile, head, heads = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     row, begin, count, first = row_of_tile(start_ptr, rows, tile, 1, M, 1)
     if first >= count:
         return
@@ -336,7 +364,9 @@ def _chunk_kernel(
         tl.store(out_ptr + place, tl.zeros([M, E], tl.float32).to(dtype), mask=inside)
         return
     q = load_queries(q_ptr + begin * q_token + head * q_head, m, count, q_token, 0, 1, WIDTHS[0], D)
-    earlier = load_queries(e_ptr + begin * e_token + head * e_head, m, count, e_token, 0, 1, WIDTHS[1], E)
+    earlier = load_queries(
+        e_ptr + begin * e_token + head * e_head, m, count, e_token, 0, 1, WIDTHS[1], E
+    )
     lse = tl.load(lse_ptr + (begin + m) * heads + head, mask=m < count, other=float("-inf"))
     total = tl.where(lse == float("-inf"), 0.0, 1.0)
     state = earlier.to(tl.float32) * total[:, None], lse / _LN_2, total

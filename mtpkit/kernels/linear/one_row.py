@@ -1,7 +1,8 @@
-"""Linear layer of a single row in Triton, without tensor cores, since one row would leave them idle.
+"""Linear layer of a single row in Triton, without tensor cores, since one row would leave them
+idle.
 
-Each program computes a few outputs. It loads the next block of their weights while it multiplies the current one, and
-the first block before the previous kernel has ended.
+Each program computes a few outputs. It loads the next block of their weights while it multiplies
+the current one, and the first block before the previous kernel has ended.
 """
 
 from functools import partial
@@ -16,7 +17,8 @@ from mtpkit.kernels.device import Early, wait_for_previous
 _OUTPUTS = 4
 """Outputs per program."""
 _BLOCKS = (512, 256)
-"""Choices of input channels per block, of which the largest that divides the number of channels is taken."""
+"""Choices of input channels per block, of which the largest that divides the number of channels is
+taken."""
 
 
 @partial(Early, most=None)
@@ -40,12 +42,16 @@ def _one_row_kernel(
 ):
     """Compute OUTPUTS outputs per program."""
     NORMED: tl.constexpr = norm_ptr is not None
-    n, k = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, BLOCK)
     # Outputs past the end repeat the last one, so that loads need no mask.
-    weight_ptrs = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * weight_stride + k[None, :]
+    weight_ptrs = (
+        weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * weight_stride + k[None, :]
+    )
     weight = tl.load(weight_ptrs)
     wait_for_previous(EARLY)
-    product, squares = tl.zeros([OUTPUTS, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    product = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         x = tl.load(x_ptr + start + k).to(tl.float32)
         if NORMED:
@@ -82,7 +88,8 @@ def one_row_linear(
     relu2: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """Compute `linear` of x [1, K] without a gated norm; all rows must be contiguous, and `fits(K)` must hold."""
+    """Compute `linear` of x [1, K] without a gated norm; all rows must be contiguous, and `fits(K)`
+    must hold."""
     outputs, width = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(outputs, _OUTPUTS),)](

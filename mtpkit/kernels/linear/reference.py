@@ -36,21 +36,33 @@ def linear(
         weight: [N, K].
         norm_weight: [K], weight of the RMS norm of x; None: no norm.
         zero_centered: the norm multiplies by 1 + norm_weight; not for the gated norm.
-        group_size, gate: arguments of Mamba2's gated norm, which normalises x * silu(gate) in groups of `group_size`
-            channels. gate [M, K] may be a slice of a wider projection.
+        group_size, gate: arguments of Mamba2's gated norm, which normalises x * silu(gate) in
+            groups of `group_size` channels. gate [M, K] may be a slice of a wider projection.
         bias: [N]; must be None if there is a residual.
         activation: `relu2` is max(y, 0)^2.
         residual: [M, N]; the result may overwrite it.
-        early: let the kernel for several rows start before the previous kernel has ended, and prefetch its weight into
-            the L2 cache meanwhile. Results are the same. This pays off after an exchange with other GPUs. The kernel
-            for one row always starts early where the GPU supports it.
+        early: let the kernel for several rows start before the previous kernel has ended, and
+            prefetch its weight into the L2 cache meanwhile. Results are the same. This pays off
+            after an exchange with other GPUs. The kernel for one row always starts early where the
+            GPU supports it.
 
     Returns:
-        [M, N] in the dtype of x. The reference rounds after every op, but if a residual directly follows the product,
-        it adds the residual before it rounds.
+        [M, N] in the dtype of x. The reference rounds after every op, but if a residual directly
+        follows the product, it adds the residual before it rounds.
     """
     return compose(
-        norms, activations, x, weight, norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual
+        norms,
+        activations,
+        x,
+        weight,
+        norm_weight,
+        eps,
+        zero_centered,
+        group_size,
+        gate,
+        bias,
+        activation,
+        residual,
     )
 
 
@@ -85,7 +97,8 @@ def compose(
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise x [..., n] to fp8, each row scaled so that its largest magnitude becomes 448.
 
-    An entry x of a row with largest magnitude a is restored as x (1 + d) + e with |d| <= 1/16, |e| <= a / 448 / 1024.
+    An entry x of a row with largest magnitude a is restored as x (1 + d) + e with |d| <= 1/16 and
+    |e| <= a / 448 / 1024.
 
     Returns:
         values [..., n] e4m3, and the scales that restore them, [..., 1] fp32; 1 for a row of zeros.

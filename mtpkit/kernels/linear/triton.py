@@ -1,12 +1,14 @@
-"""Linear layers of a few rows in Triton: one pass over the weight, fused with activation and residual, and for up to
-NORMED_ROWS rows with the norm.
+"""Linear layers of a few rows in Triton: one pass over the weight, fused with activation and
+residual, and for up to NORMED_ROWS rows with the norm.
 
-The norm's factor 1 / rms is one number per row and is applied after the product; the same loop over K sums the squares.
-(A gated norm has its own kernel: fused, its silu would be recomputed for every tile of outputs, which costs more than
-it saves.) If one program per tile of outputs would leave the GPU idle, several programs share the input channels; the
-last to finish adds up the parts, always in the same order.
+The norm's factor 1 / rms is one number per row and is applied after the product; the same loop over
+K sums the squares. (A gated norm has its own kernel: fused, its silu would be recomputed for every
+tile of outputs, which costs more than it saves.) If one program per tile of outputs would leave the
+GPU idle, several programs share the input channels; the last to finish adds up the parts, always in
+the same order.
 
-In fp8, a kernel with one program per row quantises x, and torch picks cuBLAS or CUTLASS for the product.
+In fp8, a kernel with one program per row quantises x, and torch picks cuBLAS or CUTLASS for the
+product.
 """
 
 from typing import Literal
@@ -37,8 +39,8 @@ from mtpkit.kernels.linear.reference import FP8, FP8_MAX, compose
 MAX_ROWS = 32
 """Most rows that the kernel takes; with more, cuBLAS makes better use of tensor cores."""
 NORMED_ROWS = 16
-"""Most rows for which the kernel computes the norm too; with more, repeating the norm in every program costs more than
-a separate kernel."""
+"""Most rows for which the kernel computes the norm too; with more, repeating the norm in every
+program costs more than a separate kernel."""
 _AHEAD = 4
 """Tiles of its weight that a program prefetches while the previous kernel is still running."""
 _MAX_SPLITS = 8
@@ -54,19 +56,20 @@ TILES: dict[tuple[int, int], Tile] = {
     (4096, 8192): Tile(64, 128, 4, 4, splits=4),
     (4096, 21504): Tile(64, 128, 4, 4, splits=4),
 }
-"""Tiles by (N, K) of the weight. Except with the vocabulary's weight, all programs are resident at once, so that they
-share the bandwidth evenly and end together. 64 outputs are the fewest that Hopper's tensor cores take from shared
-memory as their left operand."""
+"""Tiles by (N, K) of the weight. Except with the vocabulary's weight, all programs are resident at
+once, so that they share the bandwidth evenly and end together. 64 outputs are the fewest that
+Hopper's tensor cores take from shared memory as their left operand."""
 _OTHER = {16: (Tile(64, 128, 3, 4), 3), 32: (Tile(64, 128, 4, 4), 1)}
-"""Padded number of rows -> the tile for weights that are not in `TILES`, before `splits` is chosen, and the number of
-programs per multiprocessor that `splits` aims at."""
+"""Padded number of rows -> the tile for weights that are not in `TILES`, before `splits` is chosen,
+and the number of programs per multiprocessor that `splits` aims at."""
 
 
 def choose_tile(outputs: int, width: int, rows: int = 1) -> Tile | None:
-    """Take the tile from `TILES`; for other weights or more than NORMED_ROWS rows, fit a tile to the GPU.
+    """Take the tile from `TILES`; for other weights or more than NORMED_ROWS rows, fit a tile to
+    the GPU.
 
-    The programs of a fitted tile fill the GPU and are resident at once. Return None if `width` channels do not divide
-    into whole tiles.
+    The programs of a fitted tile fill the GPU and are resident at once. Return None if `width`
+    channels do not divide into whole tiles.
     """
     if rows <= NORMED_ROWS and (outputs, width) in TILES:
         return TILES[outputs, width]
@@ -85,12 +88,14 @@ def _store_part(products, squares, product, square, live, NORMED):
     tl.store(products, product, mask=live)
     if NORMED:
         tl.store(squares, square)
-    tl.debug_barrier()  # all threads must have stored their part before one thread increments the counter
+    # all threads must have stored their part before one thread increments the counter
+    tl.debug_barrier()
 
 
 @triton.jit
 def _sum_parts(products, squares, live, PART, SPLITS, NORMED):
-    """Add up all parts of a tile; the pointers are those of the first part, and parts are PART elements apart."""
+    """Add up all parts of a tile; the pointers are those of the first part, and parts are PART
+    elements apart."""
     product = tl.zeros(products.shape, tl.float32)
     square = tl.zeros(squares.shape, tl.float32)
     for part in tl.static_range(SPLITS):
@@ -128,13 +133,15 @@ def _linear_kernel(
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of all rows per program, summed over SPAN of the WIDTH input channels. The weight is the
-    left operand of the product; the right one may have as few as 16 columns, rows of x. Longer than 70 lines because
-    its parts share nearly all pointers."""
+    """Compute BLOCK_N outputs of all rows per program, summed over SPAN of the WIDTH input
+    channels. The weight is the left operand of the product; the right one may have as few as 16
+    columns, rows of x. Longer than 70 lines because its parts share nearly all pointers."""
     SPLITS: tl.constexpr = WIDTH // SPAN
     NORMED: tl.constexpr = norm_ptr is not None
-    tile, split = tl.program_id(0), tl.program_id(1)
-    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, ROWS)
     k = split * SPAN + tl.arange(0, BLOCK_K)
     live = (m < rows)[None, :]
     # Outputs past the end repeat the last one, so that loads need no mask.
@@ -147,7 +154,8 @@ def _linear_kernel(
     product = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_K, ROWS], tl.float32)
     if NORMED:
-        # Loaded one tile ahead and in the layout of x, so that threads exchange no data; the L1 cache serves repeats.
+        # Loaded one tile ahead and in the layout of x, so that threads exchange no data; the L1
+        # cache serves repeats.
         scale_ptrs = norm_ptr + k[:, None] + tl.zeros([1, ROWS], tl.int32)
         scale = tl.load(scale_ptrs)
     for start in range(0, SPAN, BLOCK_K):
@@ -167,7 +175,12 @@ def _linear_kernel(
     if SPLITS > 1:
         # A part holds products [ROWS, BLOCK_N], then sums of squares [ROWS].
         PART: tl.constexpr = ROWS * (BLOCK_N + 1)
-        places = parts_ptr + tile * (SPLITS * PART) + m[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        places = (
+            parts_ptr
+            + tile * (SPLITS * PART)
+            + m[None, :] * BLOCK_N
+            + tl.arange(0, BLOCK_N)[:, None]
+        )
         last = parts_ptr + tile * (SPLITS * PART) + ROWS * BLOCK_N + m
         _store_part(places + split * PART, last + split * PART, product, square, live, NORMED)
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
@@ -179,19 +192,29 @@ def _linear_kernel(
     if bias_ptr is not None:
         product += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
     if RELU2:
-        product = tl.where(product < 0, 0.0, product * product)  # tl.maximum would turn a NaN into 0
+        # tl.maximum would turn a NaN into 0
+        product = tl.where(product < 0, 0.0, product * product)
     mask = (n < outputs)[:, None] & live
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=mask, other=0.0)
+        residual = tl.load(
+            residual_ptr + m[None, :] * residual_stride + n[:, None], mask=mask, other=0.0
+        )
         product += residual.to(tl.float32)
-    tl.store(out_ptr + m[None, :] * outputs + n[:, None], product.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + m[None, :] * outputs + n[:, None], product.to(out_ptr.dtype.element_ty), mask=mask
+    )
 
 
-def _room(device: torch.device, tiles: int, tile: Tile, rows: int) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate room for the partial sums of programs that split the input channels, and get their counters."""
+def _room(
+    device: torch.device, tiles: int, tile: Tile, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate room for the partial sums of programs that split the input channels, and get their
+    counters."""
     if tile.splits == 1:
         return None, None
-    return torch.empty(tiles, tile.splits, rows, tile.block_n + 1, device=device), counters_of(device, tiles)
+    return torch.empty(tiles, tile.splits, rows, tile.block_n + 1, device=device), counters_of(
+        device, tiles
+    )
 
 
 def linear(
@@ -209,12 +232,14 @@ def linear(
     early: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once; a gated norm, and any norm of
-    more than NORMED_ROWS rows, runs in a kernel before it. Other inputs run as separate ops. `tile` overrides
-    `choose_tile` and rules out the kernel for one row.
+    """See the reference. Up to MAX_ROWS rows in bf16 take one kernel that rounds once; a gated
+    norm, and any norm of more than NORMED_ROWS rows, runs in a kernel before it. Other inputs run
+    as separate ops. `tile` overrides `choose_tile` and rules out the kernel for one row.
     """
     assert (
-        activation in (None, "relu2") and (bias is None or residual is None) and (gate is None) == (group_size is None)
+        activation in (None, "relu2")
+        and (bias is None or residual is None)
+        and (gate is None) == (group_size is None)
     )
     (rows, width), outputs = x.shape, len(weight)
     fits = x.dtype == torch.bfloat16 and 0 < rows <= MAX_ROWS
@@ -226,14 +251,18 @@ def linear(
     assert weight.stride(1) == 1
     if gate is not None:
         assert norm_weight is not None and group_size is not None and not zero_centered
-        x, norm_weight = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps), None
+        x = norms.gated_rms_norm(x, gate, norm_weight, group_size, eps)
+        norm_weight = None
     elif norm_weight is not None and rows > NORMED_ROWS:
-        x, norm_weight = norms.rms_norm(x, norm_weight, eps, zero_centered), None
+        x = norms.rms_norm(x, norm_weight, eps, zero_centered)
+        norm_weight = None
     x = with_rows(x)
     residual = None if residual is None else with_rows(residual)
     if rows == 1 and tile is None and one_row.fits(width) and overlaps(x.device):
         relu2 = activation is not None
-        return one_row.one_row_linear(x, weight, norm_weight, eps, zero_centered, bias, relu2, residual)
+        return one_row.one_row_linear(
+            x, weight, norm_weight, eps, zero_centered, bias, relu2, residual
+        )
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     block_m = padded(rows)
     tiles = triton.cdiv(outputs, chosen.block_n)
@@ -285,7 +314,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(rows.shape[1])
     warps = min(16, max(1, block // 512))
     _quantize_kernel[(len(rows),)](
-        rows, values, scales, rows.shape[1], rows.stride(0), MAX=FP8_MAX, BLOCK=block, num_warps=warps
+        rows,
+        values,
+        scales,
+        rows.shape[1],
+        rows.stride(0),
+        MAX=FP8_MAX,
+        BLOCK=block,
+        num_warps=warps,
     )
     return values, scales
 
@@ -293,4 +329,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """See the reference. x must be bf16; in and out must be multiples of 16."""
     values, rows = quantize_rows(x)
-    return torch._scaled_mm(values, weight.t(), rows, scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+    return torch._scaled_mm(
+        values, weight.t(), rows, scale.t(), out_dtype=x.dtype, use_fast_accum=True
+    )

@@ -1,7 +1,8 @@
-"""Norm before a mixture of experts and logits of the router in Triton, in a single kernel for a few tokens.
+"""Norm before a mixture of experts and logits of the router in Triton, in a single kernel for a few
+tokens.
 
-Router weights are small (2 MB for 512 experts of 2,048 channels), so that a launch takes longer than reading them. Each
-program therefore normalises its token itself.
+Router weights are small (2 MB for 512 experts of 2,048 channels), so that a launch takes longer
+than reading them. Each program therefore normalises its token itself.
 """
 
 import torch
@@ -14,7 +15,8 @@ from mtpkit.kernels.moe.reference import logits_of
 from mtpkit.kernels.norm.triton import normalise, rms_norm
 
 _MOST_READ = 9 * 2**20
-"""Most numbers that the kernel reads, the whole weight once per token; beyond that, separate launches cost less."""
+"""Most numbers that the kernel reads, the whole weight once per token; beyond that, separate
+launches cost less."""
 _MOST_EXPERTS = 8
 """Most experts per program."""
 _WARP_ITEMS = 512
@@ -40,13 +42,18 @@ def _router_logits_kernel(
     EARLY: tl.constexpr,
 ):
     """Compute EXPERTS logits of one token per program, and store a part of the normed token."""
-    part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    expert, column = part * EXPERTS + tl.arange(0, EXPERTS)[:, None], tl.arange(0, BLOCK)[None, :]
-    inside, real = column < WIDTH, expert < experts
+    part = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    expert = part * EXPERTS + tl.arange(0, EXPERTS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < WIDTH
+    real = expert < experts
     weight = tl.load(weight_ptr + expert * weight_stride + column, mask=real & inside, other=0.0)
     wait_for_previous(EARLY)
     value = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    normed = normalise(value, norm_ptr, column, WIDTH, eps, ZERO_CENTERED).to(normed_ptr.dtype.element_ty)
+    normed = normalise(value, norm_ptr, column, WIDTH, eps, ZERO_CENTERED).to(
+        normed_ptr.dtype.element_ty
+    )
     share = tl.cdiv(WIDTH, tl.num_programs(0))
     own = (column >= part * share) & (column < (part + 1) * share)
     tl.store(normed_ptr + token * WIDTH + column, normed, mask=inside & own)
@@ -57,13 +64,16 @@ def _router_logits_kernel(
 def router_logits(
     x: Tensor, norm_weight: Tensor | None, eps: float, zero_centered: bool, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. A few tokens in bf16 take one kernel, other inputs a norm kernel and a matrix product."""
+    """See the reference. A few tokens in bf16 take one kernel, other inputs a norm kernel and a
+    matrix product."""
     (tokens, width), experts = x.shape, len(weight)
     few = 0 < tokens * weight.numel() <= _MOST_READ and x.dtype == weight.dtype == torch.bfloat16
     if norm_weight is None or not few:
         normed = x if norm_weight is None else rms_norm(x, norm_weight, eps, zero_centered)
         return normed, logits_of(normed, weight)
-    x, weight, block = with_rows(x), with_rows(weight), triton.next_power_of_2(width)
+    x = with_rows(x)
+    weight = with_rows(weight)
+    block = triton.next_power_of_2(width)
     normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     each = min(_MOST_EXPERTS, triton.next_power_of_2(triton.cdiv(experts, MULTIPROCESSORS)))

@@ -1,7 +1,7 @@
 """Experts of a single token in Triton, without tensor cores, since one token would leave them idle.
 
-Each program multiplies one row of a weight at a time, so that thousands of small programs share the bandwidth evenly. A
-program of the second product adds up one output channel over all experts.
+Each program multiplies one row of a weight at a time, so that thousands of small programs share the
+bandwidth evenly. A program of the second product adds up one output channel over all experts.
 """
 
 from functools import partial
@@ -36,13 +36,15 @@ def _inner_kernel(
     WHOLE: tl.constexpr = WIDTH % BLOCK == 0
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     wait_for_previous(EARLY)
-    channel, place = tl.program_id(0), tl.program_id(1)
+    channel = tl.program_id(0)
+    place = tl.program_id(1)
     expert = tl.load(ids_ptr + place).to(tl.int64)
     if expert >= EXPERTS:
         return
     row = weight_ptr + (expert * inner * (2 if GATED else 1) + channel) * WIDTH
     k = tl.arange(0, BLOCK)
-    product, value = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    product = tl.zeros([BLOCK], tl.float32)
+    value = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         inside = start + k < WIDTH
         x = load(x_ptr + start + k, inside, WHOLE).to(tl.float32)
@@ -72,10 +74,12 @@ def _outer_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one output channel per program: the sum over the token's experts, plus the residual."""
+    """Compute one output channel per program: the sum over the token's experts, plus the
+    residual."""
     WHOLE: tl.constexpr = WIDTH % BLOCK == 0
     wait_for_previous(EARLY)
-    channel, k = tl.program_id(0), tl.arange(0, BLOCK)
+    channel = tl.program_id(0)
+    k = tl.arange(0, BLOCK)
     every = tl.full([BLOCK], True, tl.int1)
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.range(0, TOP_K, loop_unroll_factor=2):
@@ -85,8 +89,12 @@ def _outer_kernel(
         mixing = tl.load(mixing_ptr + place, mask=here, other=0.0)
         for start in tl.static_range(0, WIDTH, BLOCK):
             inside = only_if(every if WHOLE else start + k < WIDTH, here)
-            hidden = tl.load(hidden_ptr + place * WIDTH + start + k, mask=inside, other=0.0).to(tl.float32)
-            total += tl.load(row + start + k, mask=inside, other=0.0).to(tl.float32) * hidden * mixing
+            hidden = tl.load(hidden_ptr + place * WIDTH + start + k, mask=inside, other=0.0).to(
+                tl.float32
+            )
+            total += (
+                tl.load(row + start + k, mask=inside, other=0.0).to(tl.float32) * hidden * mixing
+            )
     result = tl.sum(total, 0)
     if residual_ptr is not None:
         result += tl.load(residual_ptr + channel).to(tl.float32)
@@ -102,16 +110,34 @@ def one_token_mlp(
     activation: Activation,
     residual: Tensor | None,
 ) -> Tensor:
-    """Compute `expert_mlp` of one token; all rows must be contiguous, and ids past the last expert add nothing."""
+    """Compute `expert_mlp` of one token; all rows must be contiguous, and ids past the last expert
+    add nothing."""
     top_k, (experts, width, inner) = expert_ids.shape[1], fc2.shape
     hidden = torch.empty(top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(1, width, dtype=x.dtype, device=x.device)
     blocks = [min(_BLOCK, triton.next_power_of_2(channels)) for channels in (width, inner)]
     rest = dict(EXPERTS=experts, num_warps=1)
     _inner_kernel[(inner, top_k)](
-        x, fc1, expert_ids, hidden, inner, WIDTH=width, ACTIVATION=activation, BLOCK=blocks[0], **rest
+        x,
+        fc1,
+        expert_ids,
+        hidden,
+        inner,
+        WIDTH=width,
+        ACTIVATION=activation,
+        BLOCK=blocks[0],
+        **rest,
     )
     _outer_kernel[(width,)](
-        hidden, fc2, expert_ids, weights, residual, out, TOP_K=top_k, WIDTH=inner, BLOCK=blocks[1], **rest
+        hidden,
+        fc2,
+        expert_ids,
+        weights,
+        residual,
+        out,
+        TOP_K=top_k,
+        WIDTH=inner,
+        BLOCK=blocks[1],
+        **rest,
     )
     return out

@@ -1,6 +1,7 @@
 """Mixture of experts: routing of tokens to experts, and the experts' feed-forward networks.
 
-Shape legend: T tokens, E experts, k experts per token, h width of a token, f inner width of an expert.
+Shape legend: T tokens, E experts, k experts per token, h width of a token, f inner width of an
+expert.
 """
 
 from typing import Literal
@@ -15,8 +16,8 @@ from mtpkit.kernels.norm.reference import rms_norm
 
 Activation = Literal["relu2", "swiglu"]
 Shared = Literal["apart", "whole", "gated"]
-"""Treatment of the shared expert by `route`: left out (`apart`), or chosen by every token, with weight 1 (`whole`) or
-with the weight of its gate (`gated`)."""
+"""Treatment of the shared expert by `route`: left out (`apart`), or chosen by every token, with
+weight 1 (`whole`) or with the weight of its gate (`gated`)."""
 
 
 def router_logits(
@@ -59,18 +60,20 @@ def route(
     """Choose the experts of each token (DeepSeek-V3, arXiv:2412.19437).
 
     Args:
-        logits: [T, E] float32; [T, E + 1] with a `gated` shared expert, whose weight is the sigmoid of the last logit.
+        logits: [T, E] float32; [T, E + 1] with a `gated` shared expert, whose weight is the sigmoid
+            of the last logit.
         bias: [E] float32, added to the scores for the choice of experts, not for their weights.
         scale: factor of the weights.
-        num_groups, top_groups: choose experts only from the best `top_groups` of `num_groups` groups of neighbours.
+        num_groups, top_groups: choose experts only from the best `top_groups` of `num_groups`
+            groups of neighbours.
         group_best: number of best experts of a group whose scores add up to the score of the group.
         score: `sigmoid` of each logit, or `softmax` over all experts.
         normalize: divide the scores of the chosen experts by their sum.
         shared: if not `apart`, every token also chooses expert E, as the last of its k + 1 experts.
 
     Returns:
-        Distinct experts [T, k] int64, in any order, and their weights [T, k] float32; k + 1 of each unless `shared` is
-        `apart`.
+        Distinct experts [T, k] int64, in any order, and their weights [T, k] float32; k + 1 of each
+        unless `shared` is `apart`.
     """
     gate = None
     if shared == "gated":
@@ -104,7 +107,8 @@ def expert_mlp(
     residual: Tensor | None = None,
     some_elsewhere: bool = False,
 ) -> Tensor:
-    """Compute for each token residual + the sum over its k experts e of weight * fc2[e] @ activation(fc1[e] @ x).
+    """Compute for each token residual + the sum over its k experts e of weight * fc2[e] @
+    activation(fc1[e] @ x).
 
     Args:
         x: [T, h].
@@ -113,14 +117,18 @@ def expert_mlp(
         expert_ids: [T, k] int64.
         weights: [T, k] float32.
         residual: [T, h].
-        some_elsewhere: `expert_ids` may hold E, which stands for experts of other ranks and adds nothing here.
+        some_elsewhere: `expert_ids` may hold E, which stands for experts of other ranks and adds
+            nothing here.
 
     Returns:
-        [T, h] in the dtype of x, summed in float32 and rounded once. The reference needs a host-device sync.
+        [T, h] in the dtype of x, summed in float32 and rounded once. The reference needs a
+        host-device sync.
     """
     outputs = x.new_zeros(*expert_ids.shape, fc2.shape[1])
     act = relu2 if activation == "relu2" else swiglu
-    for expert in [expert for expert in expert_ids.unique().tolist() if expert < len(fc1) or not some_elsewhere]:
+    for expert in [
+        expert for expert in expert_ids.unique().tolist() if expert < len(fc1) or not some_elsewhere
+    ]:
         tokens, places = torch.where(expert_ids == expert)
         outputs[tokens, places] = F.linear(act(F.linear(x[tokens], fc1[expert])), fc2[expert])
     total = (outputs.float() * weights[..., None]).sum(1)

@@ -1,4 +1,5 @@
-"""Choice of experts in Triton: one program per token, which searches k times for the best expert that is left."""
+"""Choice of experts in Triton: one program per token, which searches k times for the best expert
+that is left."""
 
 import torch
 import triton
@@ -17,7 +18,8 @@ LEAST = tl.constexpr(-(2**31))
 
 @triton.jit
 def _best(values, taken, index):
-    """The index of the largest value that is not taken, the first among equals; NaN counts as the smallest."""
+    """The index of the largest value that is not taken, the first among equals; NaN counts as the
+    smallest."""
     values = tl.where(values == values, values, -1e30)
     values = tl.where(taken, float("-inf"), values)
     return tl.min(tl.where((values == tl.max(values)) & ~taken, index, 2147483647))
@@ -25,8 +27,8 @@ def _best(values, taken, index):
 
 @triton.jit
 def _order(values, taken):
-    """int32 keys that sort as the values do, with NaN as the smallest value that is not taken; a warp finds the largest
-    integer in one instruction. No value may be -0."""
+    """int32 keys that sort as the values do, with NaN as the smallest value that is not taken; a
+    warp finds the largest integer in one instruction. No value may be -0."""
     bits = tl.where(values == values, values, -1e30).to(tl.int32, bitcast=True)
     return tl.where(taken, LEAST, tl.where(bits < 0, bits ^ LAST, bits))
 
@@ -53,12 +55,17 @@ def _route_kernel(
     PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP experts."""
+    """Route one token per program; its scores are [ROWS, COLUMNS], one row per group of GROUP
+    experts."""
     wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     first_place = token * (TOP_K + (SHARED != "apart"))
-    logits_ptr, ids_ptr, weights_ptr = logits_ptr + token * stride, ids_ptr + first_place, weights_ptr + first_place
-    row, column, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    logits_ptr = logits_ptr + token * stride
+    ids_ptr = ids_ptr + first_place
+    weights_ptr = weights_ptr + first_place
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    place = tl.arange(0, PLACES)
     index = row[:, None] * GROUP + column[None, :]
     real = (row < NUM_GROUPS)[:, None] & (column < GROUP)[None, :]
     logits = tl.load(logits_ptr + index, mask=real, other=0.0)
@@ -102,7 +109,10 @@ def _route_kernel(
     if SHARED != "apart":
         tl.store(ids_ptr + TOP_K, tl.full([], NUM_GROUPS * GROUP, tl.int64))
         gate_ptr = logits_ptr + NUM_GROUPS * GROUP
-        tl.store(weights_ptr + TOP_K, 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr))) if SHARED == "gated" else 1.0)
+        tl.store(
+            weights_ptr + TOP_K,
+            1.0 / (1.0 + tl.exp(-tl.load(gate_ptr))) if SHARED == "gated" else 1.0,
+        )
 
 
 def route(
@@ -119,14 +129,18 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Padding tokens may hold NaN; they are routed to some experts too.
 
-    If the group size is not a power of two, the reference runs, which needs no host-device sync either.
+    If the group size is not a power of two, the reference runs, which needs no host-device sync
+    either.
     """
-    tokens, experts = len(logits), logits.shape[1] - (shared == "gated")
+    tokens = len(logits)
+    experts = logits.shape[1] - (shared == "gated")
     group = experts // num_groups
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert bias is None or bias.dtype == torch.float32
     if num_groups > 1 and group != triton.next_power_of_2(group):
-        return reference.route(logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared)
+        return reference.route(
+            logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared
+        )
     of_each = top_k + (shared != "apart")
     ids = torch.empty(tokens, of_each, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, of_each, dtype=torch.float32, device=logits.device)

@@ -1,9 +1,11 @@
-"""Mixture of experts in Triton without host-device syncs: every grid has the size of the worst case.
+"""Mixture of experts in Triton without host-device syncs: every grid has the size of the worst
+case.
 
-A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert into blocks of a
-fixed size, and the last block of an expert is padded. A program multiplies one block by one tile of its expert's
-weight. With few tokens there are many small blocks, each of which streams an expert's weights once; with many tokens,
-blocks fill the tensor cores. A single token has kernels of its own.
+A pair is a token and one of its k experts, numbered token * k + place. Pairs are sorted by expert
+into blocks of a fixed size, and the last block of an expert is padded. A program multiplies one
+block by one tile of its expert's weight. With few tokens there are many small blocks, each of which
+streams an expert's weights once; with many tokens, blocks fill the tensor cores. A single token has
+kernels of its own.
 """
 
 from typing import NamedTuple
@@ -13,7 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import NARROW, WIDE_TILE, Early, Tile, load, only_if, padded, wait_for_previous, with_rows
+from mtpkit.kernels.device import (
+    NARROW,
+    WIDE_TILE,
+    Early,
+    Tile,
+    load,
+    only_if,
+    padded,
+    wait_for_previous,
+    with_rows,
+)
 from mtpkit.kernels.moe.logits import router_logits
 from mtpkit.kernels.moe.one_token import one_token_mlp
 from mtpkit.kernels.moe.reference import Activation
@@ -28,18 +40,30 @@ _FEW_PAIRS = 128
 _COMBINE_BLOCK = 1024
 """Channels of a token per program of the final sum."""
 
-TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 4, 8)}
+TILES = {
+    16: Tile(64, 128, 4, 4),
+    32: Tile(64, 128, 4, 4),
+    64: Tile(128, 64, 4, 4),
+    128: Tile(256, 64, 4, 8),
+}
 """Tiles by pairs per block."""
 
 
 @triton.jit
 def _sort_kernel(
-    ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    ids_ptr,
+    blocks,
+    pairs,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Store the pairs of one expert per program in order, and the expert of each block that they fill; `blocks`: see
-    `_Blocks`. Pairs of expert EXPERTS are left out."""
+    """Store the pairs of one expert per program in order, and the expert of each block that they
+    fill; `blocks`: see `_Blocks`. Pairs of expert EXPERTS are left out."""
     expert = tl.program_id(0)
-    bin, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
+    bin = tl.arange(0, BINS)
+    lane = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
         ids = tl.load(ids_ptr + start + lane, mask=start + lane < pairs, other=EXPERTS).to(tl.int32)
@@ -65,7 +89,13 @@ def _sort_kernel(
 @Early
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_few_kernel(
-    ids_ptr, blocks, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    ids_ptr,
+    blocks,
+    pairs,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Do the work of `_sort_kernel` for at most PAIRS pairs in one program."""
     wait_for_previous(EARLY)
@@ -73,8 +103,10 @@ def _sort_few_kernel(
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     live = ids < EXPERTS
     same = (ids[:, None] == ids[None, :]) & live[:, None] & live[None, :]
-    rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)  # among the pairs of its expert
-    earlier = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)  # equals rank, along the other dimension
+    # among the pairs of its expert
+    rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
+    # equals rank, along the other dimension
+    earlier = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)
     opens = live & (earlier % BLOCK == 0)
     before = tl.sum((opens[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
     used = tl.sum(opens.to(tl.int32))
@@ -115,8 +147,9 @@ def _expert_kernel(
     NARROW: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read the same row of x.
-    The weight is the left operand of the product; the right operand may have as few as 16 columns, the pairs."""
+    """Compute BLOCK_N outputs of one block of pairs per program; SHARED_BY neighbouring pairs read
+    the same row of x. The weight is the left operand of the product; the right operand may have as
+    few as 16 columns, the pairs."""
     wait_for_previous(EARLY)
     block = tl.program_id(1)
     if block >= tl.load(blocks.used):
@@ -126,8 +159,10 @@ def _expert_kernel(
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     ROWS: tl.constexpr = 2 if GATED else 1
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    real, live = (pair < pairs)[None, :], (n < outputs)[:, None]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    real = (pair < pairs)[None, :]
+    live = (n < outputs)[:, None]
     x_ptrs = x_ptr + (pair // SHARED_BY).to(tl.int64)[None, :] * x_stride + k[:, None]
     # Outputs past the end repeat the last one.
     rows = expert * outputs * ROWS + tl.minimum(n, outputs - 1)
@@ -143,7 +178,8 @@ def _expert_kernel(
             w = load(weight_ptrs + outputs * WIDTH + start, inside[None, :], WHOLE)
             value = _dot(w, x, value, NARROW)
     if ACTIVATION == "relu2":
-        product = tl.where(product < 0, 0.0, product * product)  # tl.maximum would turn a NaN into 0
+        # tl.maximum would turn a NaN into 0
+        product = tl.where(product < 0, 0.0, product * product)
     if GATED:
         product = product / (1.0 + tl.exp(-product)) * value
     if scale_ptr is not None:
@@ -166,8 +202,8 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add up the outputs of a token's pairs. With `ids_ptr`, skip pairs of experts that are not here, whose outputs
-    were never written."""
+    """Add up the outputs of a token's pairs. With `ids_ptr`, skip pairs of experts that are not
+    here, whose outputs were never written."""
     wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -177,9 +213,13 @@ def _combine_kernel(
         here = mask
         if ids_ptr is not None:
             here = only_if(mask, tl.load(ids_ptr + token * TOP_K + k) < EXPERTS)
-        total += tl.load(parts_ptr + (token * TOP_K + k) * width + column, mask=here, other=0.0).to(tl.float32)
+        total += tl.load(parts_ptr + (token * TOP_K + k) * width + column, mask=here, other=0.0).to(
+            tl.float32
+        )
     if residual_ptr is not None:
-        total += tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0).to(
+            tl.float32
+        )
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -191,13 +231,15 @@ class _Blocks(NamedTuple):
     experts: Tensor
     """[blocks] int32, the expert of each block."""
     used: Tensor
-    """[1] int32, the number of blocks in use; later entries of `order` and `experts` are undefined."""
+    """[1] int32, the number of blocks in use; later entries of `order` and `experts` are
+    undefined."""
 
 
 def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
     """Sort the pairs of expert_ids [T, k] into blocks of `size`."""
     pairs = expert_ids.numel()
-    most = min(experts, pairs)  # largest number of experts with pairs; the last block of each may be padded
+    # largest number of experts with pairs; the last block of each may be padded
+    most = min(experts, pairs)
     blocks = most + (pairs - most) // size
 
     def ints(*shape: int) -> Tensor:
@@ -231,9 +273,11 @@ def _tile(size: int, dtype: torch.dtype, width: int, activation: str) -> Tile:
     """The tile for blocks of `size` pairs with `width` input channels."""
     tile = TILES[size] if dtype == torch.bfloat16 else WIDE_TILE
     if activation == "swiglu" and tile.block_n > 64:
-        tile = tile._replace(block_n=tile.block_n // 2)  # there are two accumulators, for the gate and for the value
+        # there are two accumulators, for the gate and for the value
+        tile = tile._replace(block_n=tile.block_n // 2)
     if width <= 4 * tile.block_k:
-        tile = tile._replace(num_stages=2)  # there is little to overlap, and more programs fit a multiprocessor
+        # there is little to overlap, and more programs fit a multiprocessor
+        tile = tile._replace(num_stages=2)
     return tile
 
 
@@ -248,16 +292,18 @@ def expert_mlp(
     some_elsewhere: bool = False,
     size: int | None = None,
 ) -> Tensor:
-    """See the reference. With several tokens, each expert's output is rounded before the sum. `size` overrides
-    `block_size` and rules out the kernels for one token."""
+    """See the reference. With several tokens, each expert's output is rounded before the sum.
+    `size` overrides `block_size` and rules out the kernels for one token."""
     assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
     (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    x, pairs = with_rows(x), tokens * top_k
+    x = with_rows(x)
+    pairs = tokens * top_k
     residual = None if residual is None else with_rows(residual)
-    expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
+    expert_ids = expert_ids.contiguous()
+    weights = weights.contiguous()
     if tokens == 1 and size is None:
         return one_token_mlp(x, fc1, fc2, expert_ids, weights, activation, residual)
     size = size or block_size(pairs, experts)
@@ -265,7 +311,9 @@ def expert_mlp(
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
 
-    def multiply(source: Tensor, weight: Tensor, scale: Tensor | None, into: Tensor, shared_by: int, act: str) -> None:
+    def multiply(
+        source: Tensor, weight: Tensor, scale: Tensor | None, into: Tensor, shared_by: int, act: str
+    ) -> None:
         tile = _tile(size, x.dtype, source.shape[1], act)
         _expert_kernel[(triton.cdiv(into.shape[1], tile.block_n), len(blocks.experts))](
             source,

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="assignment"
-"""Move cache entries in Triton: one launch for many tensors whose entries have the same size and dtype."""
+"""Move cache entries in Triton: one launch for many tensors whose entries have the same size and
+dtype."""
 
 from itertools import batched, groupby
 from math import prod
@@ -24,8 +25,13 @@ def _move(ptr, sources_ptr, targets_ptr, channel, ENTRIES, WIDTH):
         values = values + (value,)  # noqa: RUF005
     tl.debug_barrier()  # a thread may write entries that another thread still reads
     for i in tl.static_range(ENTRIES):
-        source, target = tl.load(sources_ptr + i), tl.load(targets_ptr + i)
-        tl.store(ptr + target * WIDTH + channel, values[i], mask=only_if(inside & (source >= 0), source != target))
+        source = tl.load(sources_ptr + i)
+        target = tl.load(targets_ptr + i)
+        tl.store(
+            ptr + target * WIDTH + channel,
+            values[i],
+            mask=only_if(inside & (source >= 0), source != target),
+        )
 
 
 @triton.jit
@@ -56,7 +62,8 @@ def move_entries(sources: Tensor, targets: Tensor, *tensors: Tensor) -> None:
     rows, entries = sources.shape
     if not sources.numel():
         return
-    sources, targets = sources.contiguous(), targets.contiguous()
+    sources = sources.contiguous()
+    targets = targets.contiguous()
     assert all(tensor.is_contiguous() for tensor in tensors)
     for (width, _), group in groupby(sorted(tensors, key=_form), key=_form):
         block = min(1024, triton.next_power_of_2(width))

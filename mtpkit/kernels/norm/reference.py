@@ -11,7 +11,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     """Compute x / sqrt(mean(x^2) + eps) * weight for x [..., h] and weight [h], in the dtype of x.
 
     Args:
-        zero_centered: multiply by 1 + weight instead, in fp32 (Megatron's `layernorm_zero_centered_gamma`).
+        zero_centered: multiply by 1 + weight instead, in fp32 (Megatron's
+            `layernorm_zero_centered_gamma`).
     """
     if not zero_centered:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -19,7 +20,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
-    """Normalise x * silu(z) over groups of `group_size` channels, as Mamba2 does before its output projection.
+    """Normalise x * silu(z) over groups of `group_size` channels, as Mamba2 does before its output
+    projection.
 
     Args:
         x, z: [..., h] of any strides; z may be a slice of a wider projection.
@@ -32,8 +34,11 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
     return F.rms_norm(gated, (group_size,), eps=eps).flatten(-2).to(x.dtype) * weight
 
 
-def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """Normalise each head of x, then multiply it by silu(z), as gated delta nets do before their output projection.
+def norm_gate(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> Tensor:
+    """Normalise each head of x, then multiply it by silu(z), as gated delta nets do before their
+    output projection.
 
     Args:
         x, z: [..., heads * width] of any strides; z may be a slice of a wider projection.
@@ -59,8 +64,8 @@ def mtp_input(
     zero_centered: bool = False,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Concatenate enorm(embedding of the token) and hnorm(hidden), the input of an MTP depth's `eh_proj` (DeepSeek-V3,
-    arXiv:2412.19437, section 2.2).
+    """Concatenate enorm(embedding of the token) and hnorm(hidden), the input of an MTP depth's
+    `eh_proj` (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
     Args:
         token_ids: [T] int64, the token `depth` places after each position.
@@ -68,7 +73,8 @@ def mtp_input(
         embedding: [V, h], or a table of integers.
         enorm_weight, hnorm_weight: [h], weights of the two RMS norms.
         zero_centered: as for `rms_norm`.
-        positions: [T] int64; zeros replace the embedding at position 0. None: no embedding is replaced.
+        positions: [T] int64; zeros replace the embedding at position 0. None: no embedding is
+            replaced.
 
     Returns:
         [T, 2h] in the dtype of `hidden`, embedding first.

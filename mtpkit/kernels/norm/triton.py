@@ -1,5 +1,5 @@
-"""RMS norms in Triton: each program keeps its rows (or one group of a row) in registers and reads and writes them
-once."""
+"""RMS norms in Triton: each program keeps its rows (or one group of a row) in registers and reads
+and writes them once."""
 
 import torch
 import triton
@@ -16,8 +16,8 @@ TILE = 2048
 
 @triton.jit
 def normalise(value, weight, column, width, eps, ZERO_CENTERED):
-    """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by weight[column], or by
-    1 + weight[column] with ZERO_CENTERED."""
+    """Normalise value [rows, block], fp32 and zero from column `width` on, and multiply by
+    weight[column], or by 1 + weight[column] with ZERO_CENTERED."""
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / width + eps)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -51,7 +51,9 @@ def _rms_norm_kernel(
 
 @Early
 @triton.jit
-def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gated_rms_norm_kernel(
+    x_rows, z_rows, weight, out, eps, groups, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     wait_for_previous(EARLY)
     x, x_stride = x_rows
     z, z_stride = z_rows
@@ -63,7 +65,9 @@ def _gated_rms_norm_kernel(x_rows, z_rows, weight, out, eps, groups, width, BLOC
     value = tl.load(x + row * x_stride + start + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_stride + start + column, mask=mask, other=0.0).to(tl.float32)
     normed = normalise(value * gate * tl.sigmoid(gate), weight + start, column, width, eps, False)
-    tl.store(out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + (row * groups + group) * width + column, normed.to(out.dtype.element_ty), mask=mask
+    )
 
 
 @Early
@@ -86,7 +90,8 @@ def _norm_gate_kernel(
     x, x_stride = x_rows
     z, z_stride = z_rows
     row = tl.program_id(0).to(tl.int64)
-    head, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
     mask = (head < heads) & (column < width)
     place = head * width + column
     value = tl.load(x + row * x_stride + place, mask=mask, other=0.0).to(tl.float32)
@@ -109,7 +114,8 @@ def _embedding_row(rows, scales, row, column, known, BITS):
     BITS: the bits of `IntegerRows`; 0: the table has plain numbers.
     """
     table, stride = rows
-    values, mask = table + row * stride, column < known
+    values = table + row * stride
+    mask = column < known
     if BITS == 0:
         value = tl.load(values + column, mask=mask, other=0.0).to(tl.float32)
     else:
@@ -156,7 +162,9 @@ def _mtp_input_kernel(
         embedded = _embedding_row(embedding_rows, embedding_scales, row, column, known, BITS)
         _norm_row(embedded, enorm_weight, out, column, width, eps, ZERO_CENTERED)
     else:
-        value = tl.load(hidden + token * hidden_stride + column, mask=column < width, other=0.0).to(tl.float32)
+        value = tl.load(hidden + token * hidden_stride + column, mask=column < width, other=0.0).to(
+            tl.float32
+        )
         _norm_row(value, hnorm_weight, out + width, column, width, eps, ZERO_CENTERED)
 
 
@@ -169,17 +177,23 @@ def _tile(width: int) -> dict[str, int]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """See the reference."""
-    rows, out, settings = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), _tile(x.shape[-1])
+    rows = as_rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    settings = _tile(x.shape[-1])
     grid = (triton.cdiv(len(rows), settings["ROWS"]),)
-    _rms_norm_kernel[grid](rows, weight, out, eps, *rows.shape, rows.stride(0), ZERO_CENTERED=zero_centered, **settings)
+    _rms_norm_kernel[grid](
+        rows, weight, out, eps, *rows.shape, rows.stride(0), ZERO_CENTERED=zero_centered, **settings
+    )
     return out
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
     """See the reference. One program per group of a row."""
-    left, right = as_rows(x), as_rows(z)
+    left = as_rows(x)
+    right = as_rows(z)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    groups, block = x.shape[-1] // group_size, triton.next_power_of_2(group_size)
+    groups = x.shape[-1] // group_size
+    block = triton.next_power_of_2(group_size)
     _gated_rms_norm_kernel[(len(left) * groups,)](
         strided(left),
         strided(right),
@@ -194,10 +208,16 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
     return out
 
 
-def norm_gate(x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+def norm_gate(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> Tensor:
     """See the reference."""
-    left, right, width = as_rows(x), as_rows(z), len(weight)
-    out, heads, settings = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1] // width, _tile(width)
+    left = as_rows(x)
+    right = as_rows(z)
+    width = len(weight)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads = x.shape[-1] // width
+    settings = _tile(width)
     grid = (len(left), triton.cdiv(heads, settings["ROWS"]))
     _norm_gate_kernel[grid](
         strided(left),
@@ -223,16 +243,22 @@ def mtp_input(
     zero_centered: bool = False,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """See the reference. Gather, both norms and the concatenation are one launch, two programs per token."""
-    hidden, token_ids = as_rows(hidden), token_ids.contiguous()
+    """See the reference. Gather, both norms and the concatenation are one launch, two programs per
+    token."""
+    hidden = as_rows(hidden)
+    token_ids = token_ids.contiguous()
     tokens, width = hidden.shape
     out = torch.empty(tokens, 2 * width, dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(width)
     if isinstance(embedding, IntegerRows):
         groups = embedding.scales.shape[1]
-        table, scales, bits = embedding.values, (embedding.scales, groups, width // groups), int(embedding.bits)
+        table = embedding.values
+        scales = (embedding.scales, groups, width // groups)
+        bits = int(embedding.bits)
     else:
-        table, scales, bits = embedding, (enorm_weight, 1, width), 0
+        table = embedding
+        scales = (enorm_weight, 1, width)
+        bits = 0
     _mtp_input_kernel[(tokens, 2)](
         token_ids,
         token_ids if positions is None else positions.contiguous(),

@@ -1,4 +1,5 @@
-"""Ops between the input projection of attention and its scores: norms, rotation, and writes to the caches."""
+"""Ops between the input projection of attention and its scores: norms, rotation, and writes to the
+caches."""
 
 from torch import Tensor
 
@@ -23,7 +24,8 @@ def place_qkv(
     keep: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Normalise each head's queries and keys, rotate them, and write keys and values into a paged cache.
+    """Normalise each head's queries and keys, rotate them, and write keys and values into a paged
+    cache.
 
     Args:
         q: [T, groups, heads, d], heads of each group; k, v: [T, groups, d]; all of any strides.
@@ -44,7 +46,8 @@ def place_qkv(
         k = rotate(k[:, None], positions[None], frequencies, factor)[:, 0]
     store_kv(k, v, key_cache, value_cache, slots)
     if keep is not None:
-        q, positions = q[keep], positions[keep]
+        q = q[keep]
+        positions = positions[keep]
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, zero_centered)
     return q if frequencies is None else rotate(q, positions[None], frequencies, factor)

@@ -10,32 +10,45 @@ from mtpkit.kernels.kv_store.triton import broken, slot_stride, store_kv, whole
 
 
 @triton.jit
-def _turn(x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED):
+def _turn(
+    x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED
+):
     """Normalise and rotate heads.
 
     Args:
-        x_ptrs, out_ptrs: [H, 1], pointers to the first channels of the heads that are read and written.
+        x_ptrs, out_ptrs: [H, 1], pointers to the first channels of the heads that are read and
+            written.
         heads: [H, 1], which heads exist.
-        turns: cos, sin [1, BLOCK_W] of the angles, times the factor of rotated channels; then 0, or NaN to write heads
-            of NaN, or None for 0.
+        turns: cos, sin [1, BLOCK_W] of the angles, times the factor of rotated channels; then 0, or
+            NaN to write heads of NaN, or None for 0.
     """
     cos, sin, spoilt = turns
     dtype = x_ptrs.dtype.element_ty
-    w, rest = tl.arange(0, BLOCK_W)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-    turned, left = heads & (w < HALF), heads & (rest < WIDTH)
+    w = tl.arange(0, BLOCK_W)[None, :]
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    turned = heads & (w < HALF)
+    left = heads & (rest < WIDTH)
     first = tl.load(x_ptrs + w, mask=turned, other=0.0).to(tl.float32)
     second = tl.load(x_ptrs + HALF + w, mask=turned, other=0.0).to(tl.float32)
     third = tl.load(x_ptrs + rest, mask=left, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        squares = tl.sum(first * first, 1, keep_dims=True) + tl.sum(second * second, 1, keep_dims=True)
+        squares = tl.sum(first * first, 1, keep_dims=True) + tl.sum(
+            second * second, 1, keep_dims=True
+        )
         scale = tl.rsqrt((squares + tl.sum(third * third, 1, keep_dims=True)) / WIDTH + eps)
         shift = 1.0 if ZERO_CENTERED else 0.0
         first *= scale * (tl.load(norm_ptr + w, mask=w < HALF, other=0.0).to(tl.float32) + shift)
-        second *= scale * (tl.load(norm_ptr + HALF + w, mask=w < HALF, other=0.0).to(tl.float32) + shift)
-        third *= scale * (tl.load(norm_ptr + rest, mask=rest < WIDTH, other=0.0).to(tl.float32) + shift)
-        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        second *= scale * (
+            tl.load(norm_ptr + HALF + w, mask=w < HALF, other=0.0).to(tl.float32) + shift
+        )
+        third *= scale * (
+            tl.load(norm_ptr + rest, mask=rest < WIDTH, other=0.0).to(tl.float32) + shift
+        )
+        first = first.to(dtype).to(tl.float32)
+        second = second.to(dtype).to(tl.float32)
     if spoilt is not None:
-        cos, third = cos + spoilt, third + spoilt
+        cos = cos + spoilt
+        third = third + spoilt
     into = out_ptrs.dtype.element_ty
     tl.store(out_ptrs + w, (first * cos - second * sin).to(dtype).to(into), mask=turned)
     tl.store(out_ptrs + HALF + w, (second * cos + first * sin).to(dtype).to(into), mask=turned)
@@ -55,7 +68,8 @@ def _angles(positions_ptr, frequencies_ptr, token, factor, HALF, BLOCK_W):
 
 @Early
 @triton.jit(
-    do_not_specialize=["tokens", "kept"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "keep_ptr"]
+    do_not_specialize=["tokens", "kept"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "keep_ptr"],
 )
 def _place_kernel(
     q_rows,
@@ -85,15 +99,18 @@ def _place_kernel(
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write one group's key and value of token i to the caches, and make its queries of kept token i, per program."""
+    """Write one group's key and value of token i to the caches, and make its queries of kept token
+    i, per program."""
     wait_for_previous(EARLY)
     q_ptr, q_token, q_group, q_head = q_rows
     k_ptr, k_token, k_group = k_rows
     v_ptr, v_token, v_group = v_rows
     key_cache_ptr, value_cache_ptr = caches
     q_norm_ptr, k_norm_ptr = norms
-    index, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    one, head = tl.zeros([1, 1], tl.int64), tl.arange(0, BLOCK_H)[:, None]
+    index = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    one = tl.zeros([1, 1], tl.int64)
+    head = tl.arange(0, BLOCK_H)[:, None]
     if index < tokens:
         slot = tl.load(slots_ptr + index)
         if slot >= 0:
@@ -102,12 +119,28 @@ def _place_kernel(
             channel = tl.arange(0, BLOCK_V)
             value_ptrs = value_cache_ptr + slot * VALUE_SLOT + group * VALUE_WIDTH + channel
             mask = channel < VALUE_WIDTH
-            value = tl.load(v_ptr + index * v_token + group * v_group + channel, mask=mask, other=0.0)
+            value = tl.load(
+                v_ptr + index * v_token + group * v_group + channel, mask=mask, other=0.0
+            )
             spoilt = broken(value)
             cos, sin = _angles(positions_ptr, frequencies_ptr, index, factor, HALF, BLOCK_W)
             turns = cos, sin, spoilt
-            _turn(k_ptrs, k_norm_ptr, turns, key_ptrs, one == 0, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
-            tl.store(value_ptrs, whole(value, spoilt).to(value_cache_ptr.dtype.element_ty), mask=mask)
+            _turn(
+                k_ptrs,
+                k_norm_ptr,
+                turns,
+                key_ptrs,
+                one == 0,
+                eps,
+                WIDTH,
+                HALF,
+                BLOCK_W,
+                BLOCK_REST,
+                ZERO_CENTERED,
+            )
+            tl.store(
+                value_ptrs, whole(value, spoilt).to(value_cache_ptr.dtype.element_ty), mask=mask
+            )
     if index < kept:
         token = index if keep_ptr is None else tl.load(keep_ptr + index)
         q_cos, q_sin = _angles(positions_ptr, frequencies_ptr, token, factor, HALF, BLOCK_W)
@@ -115,7 +148,19 @@ def _place_kernel(
         q_ptrs = q_ptr + token * q_token + group * q_group + head * q_head
         out_ptrs = out_ptr + ((index * tl.num_programs(1) + group) * HEADS + head) * WIDTH
         real = head < HEADS
-        _turn(q_ptrs, q_norm_ptr, q_turns, out_ptrs, real, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED)
+        _turn(
+            q_ptrs,
+            q_norm_ptr,
+            q_turns,
+            out_ptrs,
+            real,
+            eps,
+            WIDTH,
+            HALF,
+            BLOCK_W,
+            BLOCK_REST,
+            ZERO_CENTERED,
+        )
 
 
 def warps(items: int) -> int:

@@ -1,6 +1,7 @@
 """Fold the rings of recurrent states into the states: the plain-PyTorch twin.
 
-Shape legend: R rows, L ring length, E entries, h heads, p rows of a head's state, g key heads, n columns.
+Shape legend: R rows, L ring length, E entries, h heads, p rows of a head's state, g key heads, n
+columns.
 """
 
 import torch
@@ -19,33 +20,45 @@ def fold_ring(
     ring_lens: Tensor,
     A_log: Tensor | None = None,
 ) -> None:
-    """Advance states by the committed entries of their rings, so that a prefill chunk can continue from them.
+    """Advance states by the committed entries of their rings, so that a prefill chunk can continue
+    from them.
 
-    Each entry first decays the state by exp(its log decay), then adds the outer product of its value and its key. The
-    entries of row r are those of the last ring_lens[r] positions before context_lens[r]; position i is at place i % L.
+    Each entry first decays the state by exp(its log decay), then adds the outer product of its
+    value and its key. The entries of row r are those of the last ring_lens[r] positions before
+    context_lens[r]; position i is at place i % L.
 
     Args:
-        state: [slots, h, p, n], updated in place; ring_values: [slots, L, h, p]; ring_keys: [slots, L, g, n].
-        ring_rates: [slots, L, h], log decays; with `A_log`, step sizes dt: then the log decay is -exp(A_log) dt, and
-            the value is multiplied by dt.
+        state: [slots, h, p, n], updated in place; ring_values: [slots, L, h, p]; ring_keys: [slots,
+            L, g, n].
+        ring_rates: [slots, L, h], log decays; with `A_log`, step sizes dt: then the log decay is
+            -exp(A_log) dt, and the value is multiplied by dt.
         slots, context_lens, ring_lens: [R] int64, no slot twice. A row at slot -1 is padding.
         A_log: [h].
     """
     live = slots >= 0
-    slots, context_lens, ring_lens = slots[live], context_lens[live], ring_lens[live]
+    slots = slots[live]
+    context_lens = context_lens[live]
+    ring_lens = ring_lens[live]
     length, heads = ring_values.shape[1:3]
     entries = torch.arange(ring_capacity(length), device=state.device)
     stored = entries < ring_lens[:, None]  # [R, E]
     old = (slots[:, None], (context_lens[:, None] - ring_lens[:, None] + entries) % length)
 
     def entry(ring: Tensor) -> Tensor:
-        return torch.where(stored.view(*stored.shape, *[1] * (ring.dim() - 2)), ring[old].float(), 0.0)
+        return torch.where(
+            stored.view(*stored.shape, *[1] * (ring.dim() - 2)), ring[old].float(), 0.0
+        )
 
-    rates, values = entry(ring_rates), entry(ring_values)
+    rates = entry(ring_rates)
+    values = entry(ring_values)
     keys = entry(ring_keys).repeat_interleave(heads // ring_keys.shape[2], 2)
     if A_log is not None:
-        values, rates = values * rates[..., None], rates * -torch.exp(A_log.float())
-    decay = torch.cumsum(rates.double(), 1)  # [R, E, h]; in fp64 since small decays are differences of large sums
+        values = values * rates[..., None]
+        rates = rates * -torch.exp(A_log.float())
+    # [R, E, h]; in fp64 since small decays are differences of large sums
+    decay = torch.cumsum(rates.double(), 1)
     to_end = torch.exp((decay[:, -1:] - decay).float())
     added = torch.einsum("rehp,rehn->rhpn", values * to_end[..., None], keys)
-    state[slots] = (state[slots].float() * torch.exp(decay[:, -1].float())[..., None, None] + added).to(state.dtype)
+    state[slots] = (
+        state[slots].float() * torch.exp(decay[:, -1].float())[..., None, None] + added
+    ).to(state.dtype)

@@ -34,17 +34,26 @@ def _fold_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Advance BLOCK_P rows of the state of one head of one row per program. STEPS: the rates are step sizes."""
+    """Advance BLOCK_P rows of the state of one head of one row per program. STEPS: the rates are
+    step sizes."""
     row = tl.program_id(2).to(tl.int64)
-    head, part = tl.program_id(1), tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
         return
-    context, count = tl.load(contexts_ptr + row), tl.load(lens_ptr + row)
-    p, n, e = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
-    in_p, in_n, first = p < WIDTH, n < STATE, context - count + LENGTH
+    context = tl.load(contexts_ptr + row)
+    count = tl.load(lens_ptr + row)
+    p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    e = tl.arange(0, BLOCK_E)
+    in_p = p < WIDTH
+    in_n = n < STATE
+    first = context - count + LENGTH
     is_old = (e < count) & (e < CAPACITY)
-    rates = tl.load(rates_ptr + (slot * LENGTH + (first + e) % LENGTH) * HEADS + head, mask=is_old, other=0.0)
+    rates = tl.load(
+        rates_ptr + (slot * LENGTH + (first + e) % LENGTH) * HEADS + head, mask=is_old, other=0.0
+    )
     logs = rates.to(tl.float32)
     if STEPS:
         logs = logs * -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
@@ -54,15 +63,21 @@ def _fold_kernel(
     if STEPS:
         weights = weights * rates.to(tl.float32)
     mask = in_p[:, None] & in_n[None, :]
-    state_ptrs = state_ptr + (slot * HEADS + head) * (WIDTH * STATE) + p[:, None] * STATE + n[None, :]
+    state_ptrs = (
+        state_ptr + (slot * HEADS + head) * (WIDTH * STATE) + p[:, None] * STATE + n[None, :]
+    )
     state = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(tl.sum(logs, 0))
     group = head // (HEADS // GROUPS)
     for entry in range(CAPACITY):
         if entry < count:
             place = slot * LENGTH + (first + entry) % LENGTH
             weight = tl.sum(tl.where(e == entry, weights, 0.0), 0)
-            value = tl.load(values_ptr + (place * HEADS + head) * WIDTH + p, mask=in_p, other=0.0).to(tl.float32)
-            key = tl.load(keys_ptr + (place * GROUPS + group) * STATE + n, mask=in_n, other=0.0).to(tl.float32)
+            value = tl.load(
+                values_ptr + (place * HEADS + head) * WIDTH + p, mask=in_p, other=0.0
+            ).to(tl.float32)
+            key = tl.load(keys_ptr + (place * GROUPS + group) * STATE + n, mask=in_n, other=0.0).to(
+                tl.float32
+            )
             state += (value * weight)[:, None] * key[None, :]
     tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty), mask=mask)
 

@@ -35,16 +35,21 @@ def _rotate_kernel(
     wait_for_previous(EARLY)
     x_ptr, x_token, x_batch, x_head = x_in
     line = tl.program_id(0).to(tl.int64)
-    token, sequence = line // batch, line % batch
-    head, w = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_W)
+    token = line // batch
+    sequence = line % batch
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    w = tl.arange(0, BLOCK_W)
     x_ptrs = x_ptr + token * x_token + sequence * x_batch + head * x_head
     out_ptrs = out_ptr + (line * HEADS + head) * WIDTH
     position = tl.load(positions_ptr + sequence * positions_batch + token * positions_token)
     angle = position.to(tl.float32) * tl.load(frequencies_ptr + w, mask=w < HALF, other=0.0)
-    cos, sin = (tl.cos(angle) * factor)[None, :], (tl.sin(angle) * factor)[None, :]
+    cos = (tl.cos(angle) * factor)[None, :]
+    sin = (tl.sin(angle) * factor)[None, :]
     w, mask = w[None, :], (head < HEADS) & (w < HALF)[None, :]
     first = tl.load(x_ptrs + (2 * w if PAIRED else w), mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptrs + (2 * w + 1 if PAIRED else HALF + w), mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_ptrs + (2 * w + 1 if PAIRED else HALF + w), mask=mask, other=0.0).to(
+        tl.float32
+    )
     dtype = out_ptr.dtype.element_ty
     tl.store(out_ptrs + w, (first * cos - second * sin).to(dtype), mask=mask)
     tl.store(out_ptrs + HALF + w, (second * cos + first * sin).to(dtype), mask=mask)
@@ -54,14 +59,19 @@ def _rotate_kernel(
         tl.store(out_ptrs + rest, tl.load(x_ptrs + rest, mask=mask, other=0.0), mask=mask)
 
 
-def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float = 1.0, paired: bool = False) -> Tensor:
+def rotate(
+    x: Tensor, positions: Tensor, frequencies: Tensor, factor: float = 1.0, paired: bool = False
+) -> Tensor:
     """See the reference."""
     length, batch, heads, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
-    half, x = len(frequencies), with_rows(x)
-    block_h = min(triton.next_power_of_2(heads), max(1, _PROGRAM_ELEMENTS // triton.next_power_of_2(width)))
+    half = len(frequencies)
+    x = with_rows(x)
+    block_h = min(
+        triton.next_power_of_2(heads), max(1, _PROGRAM_ELEMENTS // triton.next_power_of_2(width))
+    )
     _rotate_kernel[(length * batch, triton.cdiv(heads, block_h))](
         strided(x),
         positions,

@@ -1,4 +1,5 @@
-"""Sampling from logits, with random numbers that depend only on seed, position, stream and branch."""
+"""Sampling from logits, with random numbers that depend only on seed, position, stream and
+branch."""
 
 from mtpkit.kernels.dispatch import pick
 from mtpkit.kernels.sampling import reference

@@ -1,14 +1,15 @@
 """Find where top-k, top-p and min-p cut a row, without a sort: one program per row.
 
-The weight of a logit x is w(x) = 2^((x - m) * scale), its probability up to a factor, with m the row's largest logit
-and scale = log2(e) / temperature. A cut is (t, last): tokens with x > t are kept, and tokens with x == t if their index
-is <= last. t is the largest number such that the tokens >= t reach a target: k tokens for top-k, the share p of the
-weight for top-p.
+The weight of a logit x is w(x) = 2^((x - m) * scale), its probability up to a factor, with m the
+row's largest logit and scale = log2(e) / temperature. A cut is (t, last): tokens with x > t are
+kept, and tokens with x == t if their index is <= last. t is the largest number such that the tokens
+>= t reach a target: k tokens for top-k, the share p of the weight for top-p.
 
-The pass over the logits that finds m also stores the largest logit of each group of 32 tokens. These maxima bound t
-from below: if k groups reach a value, at least k tokens do; the same holds for weight. Usually few groups reach the
-bound; then only their tokens are read, and bisection over the bits of floats finds t among them (`_cut_groups`). In a
-flat distribution several passes over the row find t (`_cut_row`).
+The pass over the logits that finds m also stores the largest logit of each group of 32 tokens.
+These maxima bound t from below: if k groups reach a value, at least k tokens do; the same holds for
+weight. Usually few groups reach the bound; then only their tokens are read, and bisection over the
+bits of floats finds t among them (`_cut_groups`). In a flat distribution several passes over the
+row find t (`_cut_row`).
 """
 
 from typing import NamedTuple
@@ -31,7 +32,8 @@ from mtpkit.kernels.sampling.weights import (
 
 GROUP = tl.constexpr(32)
 """Neighbouring tokens in a group."""
-_COARSE = tl.constexpr(4096)  # resolution of the bound in keys, a relative 2^-11; it need not be exact
+# resolution of the bound in keys, a relative 2^-11; it need not be exact
+_COARSE = tl.constexpr(4096)
 
 
 class Tuning(NamedTuple):
@@ -42,7 +44,8 @@ class Tuning(NamedTuple):
     tile: int = 4096
     """Tokens that a pass over a row reads at a time."""
     pivot_tile: int = 2048
-    """Tokens that a pass with pivots reads at a time; it keeps eight sums per token in registers."""
+    """Tokens that a pass with pivots reads at a time; it keeps eight sums per token in
+    registers."""
     stages: int = 4
     """Pipeline stages of a pass: tiles in flight, the current one included."""
     num_warps: int = 16
@@ -60,15 +63,20 @@ class Cut(NamedTuple):
     """[N] float32."""
 
 
-FEW, MANY = Tuning(), Tuning(tile=2048, pivot_tile=1024, num_warps=8)
-"""Sizes for at most one row per multiprocessor, and for more rows, where two programs share a multiprocessor."""
+FEW = Tuning()
+MANY = Tuning(tile=2048, pivot_tile=1024, num_warps=8)
+"""Sizes for at most one row per multiprocessor, and for more rows, where two programs share a
+multiprocessor."""
 
 
 @triton.jit
 def _bound(row, heads, inside, k, p, floor, total, num_groups):
     """Lower bound of the cut's t, from the largest logits of the groups, heads [HEADS]."""
-    vocab_size, m, scale = row[1], row[2], row[3]
-    low, high = key_of(floor), key_of(m) + 1
+    vocab_size = row[1]
+    m = row[2]
+    scale = row[3]
+    low = key_of(floor)
+    high = key_of(m) + 1
     one = tl.where(inside, 1.0, 0.0)
     if k < vocab_size:
         if k <= num_groups:
@@ -86,9 +94,11 @@ def _bound(row, heads, inside, k, p, floor, total, num_groups):
 
 @triton.jit
 def _filters(top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K, TOP_P, MIN_P):
-    """(k, p, floor) of a row, where floor is the smallest logit that min-p keeps; V, 1 and -inf if a filter is off."""
+    """(k, p, floor) of a row, where floor is the smallest logit that min-p keeps; V, 1 and -inf if
+    a filter is off."""
     floor = tl.full([], float("-inf"), tl.float32)
-    k, p = tl.zeros([], tl.int32) + vocab_size, tl.full([], 1.0, tl.float32)
+    k = tl.zeros([], tl.int32) + vocab_size
+    p = tl.full([], 1.0, tl.float32)
     if TOP_K:
         k = tl.load(top_k + place).to(tl.int32)
     if TOP_P:
@@ -100,21 +110,26 @@ def _filters(top_k, top_p, min_p, place, vocab_size, m, scale, TOP_K, TOP_P, MIN
 
 @triton.jit
 def _cut_groups(row, buffer, found, num_found, bound, floor, k, p, total, uniform, DRAW, ROOM):
-    """Return (t, last, weight of the kept tokens, token drawn) for a row whose tokens >= bound are all in the groups
-    `found` [HEADS]."""
+    """Return (t, last, weight of the kept tokens, token drawn) for a row whose tokens >= bound are
+    all in the groups `found` [HEADS]."""
     line, vocab_size, m, scale = row
     groups = found.to(tl.int32)
-    tl.store(buffer + tl.cumsum(groups, 0) - 1, tl.arange(0, groups.shape[0]).to(tl.int64), mask=found)
+    tl.store(
+        buffer + tl.cumsum(groups, 0) - 1, tl.arange(0, groups.shape[0]).to(tl.int64), mask=found
+    )
     tl.debug_barrier()
     slot = tl.arange(0, ROOM)
     inside = slot < num_found * GROUP
-    index = tl.load(buffer + slot // GROUP, mask=inside, other=0).to(tl.int32) * GROUP + slot % GROUP
+    index = (
+        tl.load(buffer + slot // GROUP, mask=inside, other=0).to(tl.int32) * GROUP + slot % GROUP
+    )
     inside = inside & (index < vocab_size)
     x = tl.load(line + index, mask=inside, other=float("-inf")).to(tl.float32)
     one = tl.where(inside, 1.0, 0.0)
     w = one * weight_of(x, m, scale)
 
-    low, high = key_of(bound), key_of(m) + 1
+    low = key_of(bound)
+    high = key_of(m) + 1
     t = floor
     kept = total
     last = tl.zeros([], tl.int32) + vocab_size
@@ -140,7 +155,9 @@ def _cut_groups(row, buffer, found, num_found, bound, floor, k, p, total, unifor
 
 
 @triton.jit
-def _cut_row(row, buffer, bound, floor, k, p, total, TOP_K, TOP_P, MIN_P, ROOM, TILE, PIVOT_TILE, STAGES):
+def _cut_row(
+    row, buffer, bound, floor, k, p, total, TOP_K, TOP_P, MIN_P, ROOM, TILE, PIVOT_TILE, STAGES
+):
     """Return (t, last, weight of the kept tokens) for any row, however many tokens are >= bound."""
     vocab_size = row[1]
     t = floor
@@ -150,11 +167,16 @@ def _cut_row(row, buffer, bound, floor, k, p, total, TOP_K, TOP_P, MIN_P, ROOM, 
         kept = weight_from(row, floor, TILE, STAGES)
     if TOP_K and k < vocab_size:
         nothing = tl.full([], float("-inf"), tl.float32)
-        target, most = k.to(tl.float32), last.to(tl.float32)
-        t, last, kept = search(row, buffer, bound, nothing, target, most, False, ROOM, TILE, PIVOT_TILE, STAGES)
+        target = k.to(tl.float32)
+        most = last.to(tl.float32)
+        t, last, kept = search(
+            row, buffer, bound, nothing, target, most, False, ROOM, TILE, PIVOT_TILE, STAGES
+        )
     if TOP_P and p < 1:
         bound = tl.maximum(bound, t)
-        t, last, kept = search(row, buffer, bound, t, p * kept, kept, True, ROOM, TILE, PIVOT_TILE, STAGES)
+        t, last, kept = search(
+            row, buffer, bound, t, p * kept, kept, True, ROOM, TILE, PIVOT_TILE, STAGES
+        )
     return t, last, kept
 
 
@@ -185,8 +207,8 @@ def cut_kernel(
 ):
     """Store the cut of each row.
 
-    With DRAW, also store the drawn token of each row that `_cut_groups` cuts, and -1 for other rows. Rows of
-    temperature 0 and invalid rows have no cut.
+    With DRAW, also store the drawn token of each row that `_cut_groups` cuts, and -1 for other
+    rows. Rows of temperature 0 and invalid rows have no cut.
     """
     place = tl.program_id(0).to(tl.int64)
     if DRAW:
@@ -213,12 +235,27 @@ def cut_kernel(
         num_found = tl.sum(found.to(tl.int32), 0)
         if num_found * GROUP <= ROOM:
             uniform = tl.load(uniforms + place * uniform_stride) if DRAW else 0.0
-            t, last, kept, token = _cut_groups(row, buffer, found, num_found, bound, t, k, p, kept, uniform, DRAW, ROOM)
+            t, last, kept, token = _cut_groups(
+                row, buffer, found, num_found, bound, t, k, p, kept, uniform, DRAW, ROOM
+            )
             if DRAW:
                 tl.store(tokens + place, token.to(tl.int64))
         else:
             t, last, kept = _cut_row(
-                row, buffer, bound, t, k, p, kept, TOP_K, TOP_P, MIN_P, ROOM, TILE, PIVOT_TILE, STAGES
+                row,
+                buffer,
+                bound,
+                t,
+                k,
+                p,
+                kept,
+                TOP_K,
+                TOP_P,
+                MIN_P,
+                ROOM,
+                TILE,
+                PIVOT_TILE,
+                STAGES,
             )
     tl.store(cut.t + place, t)
     tl.store(cut.last + place, last)

@@ -1,7 +1,8 @@
-"""Find the cut of any row, even a flat one: passes over the row narrow an interval until its tokens fit into a buffer.
+"""Find the cut of any row, even a flat one: passes over the row narrow an interval until its tokens
+fit into a buffer.
 
-A `row` is the tuple of its pointer, V, its largest logit m and its scale. Scalars named low and high are keys. The
-number that tokens `reach` is their count for top-k and their weight for top-p.
+A `row` is the tuple of its pointer, V, its largest logit m and its scale. Scalars named low and
+high are keys. The number that tokens `reach` is their count for top-k and their weight for top-p.
 """
 
 import triton
@@ -9,7 +10,8 @@ import triton.language as tl
 
 from mtpkit.kernels.sampling.weights import bisect, key_of, value_of, weight_of
 
-_EVEN_PASSES = tl.constexpr(4)  # later passes spread pivots by key, so that the search ends for any distribution
+# later passes spread pivots by key, so that the search ends for any distribution
+_EVEN_PASSES = tl.constexpr(4)
 _RUN = tl.constexpr(8)  # neighbouring tokens per lane of `_gather`
 _COARSE = tl.constexpr(256)  # resolution of a guess in keys
 
@@ -33,9 +35,11 @@ def weight_from(row, floor, TILE, STAGES):
 
 @triton.jit
 def _guess(row, low, high, floor, target, most, BY_WEIGHT, ROOM):
-    """Guess an interval from a sample of ROOM tokens across the row; it misses t in a few cases in a thousand.
+    """Guess an interval from a sample of ROOM tokens across the row; it misses t in a few cases in
+    a thousand.
 
-    The sample estimates the weight below t. The estimate is good because many tokens of little weight add up to it.
+    The sample estimates the weight below t. The estimate is good because many tokens of little
+    weight add up to it.
     """
     line, vocab_size, m, scale = row
     distance = tl.maximum(vocab_size // ROOM, 1)
@@ -50,34 +54,42 @@ def _guess(row, low, high, floor, target, most, BY_WEIGHT, ROOM):
     variance = tl.sum(below * w, 0) - sum_below * sum_below / tl.minimum(ROOM, vocab_size)
     spread = 3 * tl.sqrt(tl.maximum(variance, 0.0)) + 1e-6 * sum_below
     bottom = bisect(x, w, 0.0, wanted + spread, low, key_of(t) + 1, _COARSE)
-    return bottom, tl.minimum(bisect(x, w, 0.0, wanted - spread, key_of(t), high, _COARSE) + _COARSE, high)
+    return bottom, tl.minimum(
+        bisect(x, w, 0.0, wanted - spread, key_of(t), high, _COARSE) + _COARSE, high
+    )
 
 
 @triton.jit
 def _pivot(low, high, part, by_value):
     """The key at the fraction `part` of [low, high), measured in values or in keys."""
-    bottom, top = value_of(low), value_of(high)
+    bottom = value_of(low)
+    top = value_of(high)
     by_key = low + ((high - low).to(tl.float64) * part).to(tl.int64)
     return tl.where(by_value, key_of(bottom + (top - bottom) * part), by_key)
 
 
 @triton.jit
 def _narrow(row, target, low, high, below, above, keys, BY_WEIGHT, TILE, STAGES):
-    """Narrow [low, high) to the part between two of eight `keys`; also return what logits >= low and >= high reach."""
+    """Narrow [low, high) to the part between two of eight `keys`; also return what logits >= low
+    and >= high reach."""
     line, vocab_size, m, scale = row
     pivots = [value_of(key) for key in keys]
     reach = [tl.zeros([TILE], tl.float32) for _ in keys]
     for start in tl.range(0, vocab_size, TILE, num_stages=STAGES):
         index, x = _tile(line, start, vocab_size, TILE)
         measure = weight_of(x, m, scale) if BY_WEIGHT else tl.where(index < vocab_size, 1.0, 0.0)
-        reach = [reach[i] + tl.where(x >= pivots[i], measure, 0.0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+        reach = [
+            reach[i] + tl.where(x >= pivots[i], measure, 0.0) for i in (0, 1, 2, 3, 4, 5, 6, 7)
+        ]
     for i in tl.static_range(8):
         total = tl.sum(reach[i], 0)
         within = (keys[i] > low) & (keys[i] < high)
         reached = within & (total >= target)
         missed = within & ~reached  # true for NaN too, so that every search ends
-        low, below = tl.where(reached, keys[i], low), tl.where(reached, total, below)
-        high, above = tl.where(missed, keys[i], high), tl.where(missed, total, above)
+        low = tl.where(reached, keys[i], low)
+        below = tl.where(reached, total, below)
+        high = tl.where(missed, keys[i], high)
+        above = tl.where(missed, total, above)
     return low, high, below, above
 
 
@@ -88,14 +100,15 @@ def _gather(row, low, high, buffer, ROOM, TILE, STAGES):
     Each lane of a thread has a column of the buffer to itself, so that threads exchange no data.
 
     Returns:
-        The number of logits that each lane found, including those that did not fit, and the weight of the logits >=
-        high.
+        The number of logits that each lane found, including those that did not fit, and the weight
+        of the logits >= high.
     """
     line, vocab_size, m, scale = row
     LANES: tl.constexpr = TILE // _RUN
     lane = tl.arange(0, LANES)[:, None]
     offset = lane * _RUN + tl.arange(0, _RUN)[None, :]
-    bottom, top = value_of(low), value_of(high)
+    bottom = value_of(low)
+    top = value_of(high)
     held = tl.zeros([LANES], tl.int32)
     above = tl.zeros([LANES, _RUN], tl.float32)
     tl.debug_barrier()  # all threads have finished reading the buffer
@@ -114,19 +127,25 @@ def _gather(row, low, high, buffer, ROOM, TILE, STAGES):
 
 @triton.jit
 def _read_buffer(buffer, held, ROOM, TILE):
-    """Read [ROOM] slots of the buffer: whether each holds a token, the token's logit, and its index."""
+    """Read [ROOM] slots of the buffer: whether each holds a token, the token's logit, and its
+    index."""
     LANES: tl.constexpr = TILE // _RUN
     place = tl.arange(0, ROOM // LANES)[:, None]
     inside = place < held[None, :]
     packed = tl.load(buffer + place * LANES + tl.arange(0, LANES)[None, :], mask=inside, other=0)
     packed = tl.reshape(tl.where(inside, packed, -1), [ROOM])
-    return packed.to(tl.int32) >= 0, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), packed.to(tl.int32)
+    return (
+        packed.to(tl.int32) >= 0,
+        (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True),
+        packed.to(tl.int32),
+    )
 
 
 @triton.jit
 def _nth_index(index, equal, nth, vocab_size):
     """The nth smallest index (from 1) of the tokens marked in `equal`."""
-    low, high = vocab_size * 0 - 1, vocab_size - 1
+    low = vocab_size * 0 - 1
+    high = vocab_size - 1
     while low + 1 < high:
         middle = (low + high) // 2
         if tl.sum((equal & (index <= middle)).to(tl.int32), 0) >= nth:
@@ -139,7 +158,8 @@ def _nth_index(index, equal, nth, vocab_size):
 @triton.jit
 def _nth_in_row(row, t, nth, TILE, STAGES):
     """Index of the nth token (from 1) whose logit is t."""
-    line, vocab_size = row[0], row[1]
+    line = row[0]
+    vocab_size = row[1]
     seen = 0
     place = 0
     for start in tl.range(0, vocab_size, TILE, num_stages=STAGES):
@@ -153,9 +173,11 @@ def _nth_in_row(row, t, nth, TILE, STAGES):
 
 @triton.jit
 def settle(t, m, scale, target, heavier, equal):
-    """Return how many of the `equal` tokens at t are kept, and the kept weight; the tokens > t weigh `heavier`.
+    """Return how many of the `equal` tokens at t are kept, and the kept weight; the tokens > t
+    weigh `heavier`.
 
-    Tokens at t are kept in the order of their indices while the weight before them is below the target.
+    Tokens at t are kept in the order of their indices while the weight before them is below the
+    target.
     """
     w = weight_of(t, m, scale)
     stay = tl.minimum(tl.maximum(tl.ceil((target - heavier) / w), 1.0), equal.to(tl.float32))
@@ -164,7 +186,8 @@ def settle(t, m, scale, target, heavier, equal):
 
 @triton.jit
 def search(row, buffer, bound, floor, target, most, BY_WEIGHT, ROOM, TILE, PIVOT_TILE, STAGES):
-    """Cut at the largest t >= bound such that the tokens >= t reach the target; at the bound if there is no such t.
+    """Cut at the largest t >= bound such that the tokens >= t reach the target; at the bound if
+    there is no such t.
 
     Args:
         buffer: [ROOM] int64, private to the program.
@@ -172,29 +195,41 @@ def search(row, buffer, bound, floor, target, most, BY_WEIGHT, ROOM, TILE, PIVOT
         most: the number that the tokens >= floor reach.
 
     Returns:
-        t, the last index kept among the tokens at t (all are kept unless BY_WEIGHT), the weight of the kept tokens.
+        t, the last index kept among the tokens at t (all are kept unless BY_WEIGHT), the weight of
+        the kept tokens.
     """
-    vocab_size, m, scale = row[1], row[2], row[3]
+    vocab_size = row[1]
+    m = row[2]
+    scale = row[3]
     LANES: tl.constexpr = TILE // _RUN
-    low, high = key_of(bound), key_of(m) + 1
-    below, above = most, most * 0
+    low = key_of(bound)
+    high = key_of(m) + 1
+    below = most
+    above = most * 0
     heavier = above
-    held, passes = tl.zeros([LANES], tl.int32), 0
+    held = tl.zeros([LANES], tl.int32)
+    passes = 0
     size = tl.full([], ROOM, tl.float32)  # upper bound of the number of tokens in [low, high)
     bottom, top = _guess(row, low, high, floor, target, most, BY_WEIGHT, ROOM)
     searching = low < high
     while searching:
         # If a quarter of the buffer is filled on average, a column of it rarely overflows.
         while (size > ROOM // 4) & (low + 1 < high):
-            first = tl.where(passes == 0, 0.0, 1 / 9.0)  # the guess may be too narrow: include its ends
+            # the guess may be too narrow: include its ends
+            first = tl.where(passes == 0, 0.0, 1 / 9.0)
             step = tl.where(passes == 0, 1 / 7.0, 1 / 9.0)
             by_value = (passes < _EVEN_PASSES) & (value_of(bottom) > float("-inf"))
-            keys = [_pivot(bottom, top, first + i * step, by_value) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
-            low, high, below, above = _narrow(row, target, low, high, below, above, keys, BY_WEIGHT, PIVOT_TILE, STAGES)
+            keys = [
+                _pivot(bottom, top, first + i * step, by_value) for i in (0, 1, 2, 3, 4, 5, 6, 7)
+            ]
+            low, high, below, above = _narrow(
+                row, target, low, high, below, above, keys, BY_WEIGHT, PIVOT_TILE, STAGES
+            )
             size = below - above
             if BY_WEIGHT:  # no token in the interval weighs less than its lower end
                 size = size / weight_of(value_of(low), m, scale)
-            bottom, top = low, high
+            bottom = low
+            top = high
             passes += 1
         held, heavier = _gather(row, low, high, buffer, ROOM, TILE, STAGES)
         size = tl.where(tl.max(held, 0) <= ROOM // LANES, 0.0, ROOM)

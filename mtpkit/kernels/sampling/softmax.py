@@ -1,14 +1,22 @@
-"""Kernels around the cut: statistics of the logits before it, probabilities or a draw after it; and draws from weights.
+"""Kernels around the cut: statistics of the logits before it, probabilities or a draw after it; and
+draws from weights.
 
-The two kernels that draw have one program per row, the others one per chunk of a row. Rows of temperature 0 take their
-best token.
+The two kernels that draw have one program per row, the others one per chunk of a row. Rows of
+temperature 0 take their best token.
 """
 
 import triton
 import triton.language as tl
 
 from mtpkit.kernels.device import NO_TOKEN
-from mtpkit.kernels.sampling.weights import first_above, has_token, pick_chunk, row_statistics, scale_of, weight_of
+from mtpkit.kernels.sampling.weights import (
+    first_above,
+    has_token,
+    pick_chunk,
+    row_statistics,
+    scale_of,
+    weight_of,
+)
 
 
 @triton.jit
@@ -24,11 +32,14 @@ def _load(logits, row, index):
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
-def statistics_kernel(logits, temperature, heads, HEADS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+def statistics_kernel(
+    logits, temperature, heads, HEADS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr
+):
     """Store each chunk's largest logit, and the sum of its weights relative to that logit.
 
-    In a greedy row, store the chunk's best token in place of the sum. With HEADS, also store the largest logit of each
-    group. NaN is replaced by +inf, so that a row's largest logit tells without another pass whether the row is valid.
+    In a greedy row, store the chunk's best token in place of the sum. With HEADS, also store the
+    largest logit of each group. NaN is replaced by +inf, so that a row's largest logit tells
+    without another pass whether the row is valid.
     """
     row, chunk = _row_and_chunk(logits.num_chunks)
     place = tl.program_id(0).to(tl.int64)
@@ -43,7 +54,10 @@ def statistics_kernel(logits, temperature, heads, HEADS: tl.constexpr, CHUNK: tl
     tl.store(logits.maxima + place, m)
     heat = tl.load(temperature + row).to(tl.float32)
     if heat == 0:
-        tl.store(logits.best + place, tl.min(tl.min(tl.where(x == m, index, logits.vocab_size - 1), 1), 0))
+        tl.store(
+            logits.best + place,
+            tl.min(tl.min(tl.where(x == m, index, logits.vocab_size - 1), 1), 0),
+        )
     else:
         # A chunk of -inf alone has weight 0.
         w = tl.where(x > float("-inf"), weight_of(x, m, scale_of(heat)), 0.0)
@@ -54,20 +68,29 @@ def statistics_kernel(logits, temperature, heads, HEADS: tl.constexpr, CHUNK: tl
 def _best_token(logits, row, CHUNKS):
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < logits.num_chunks
-    each = tl.load(logits.maxima + row * logits.num_chunks + chunk, mask=inside, other=float("-inf"))
+    each = tl.load(
+        logits.maxima + row * logits.num_chunks + chunk, mask=inside, other=float("-inf")
+    )
     index = tl.load(logits.best + row * logits.num_chunks + chunk, mask=inside, other=0)
     m = tl.max(each, 0)
-    return tl.where(has_token(m), tl.min(tl.where(inside & (each == m), index, logits.vocab_size - 1), 0), NO_TOKEN)
+    return tl.where(
+        has_token(m),
+        tl.min(tl.where(inside & (each == m), index, logits.vocab_size - 1), 0),
+        NO_TOKEN,
+    )
 
 
 @triton.jit
 def _kept_weights(x, index, row, m, scale, cut):
-    t, last = tl.load(cut.t + row), tl.load(cut.last + row)
+    t = tl.load(cut.t + row)
+    last = tl.load(cut.last + row)
     return tl.where((x > t) | ((x == t) & (index <= last)), weight_of(x, m, scale), 0.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
-def probabilities_kernel(logits, temperature, cut, probs, CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+def probabilities_kernel(
+    logits, temperature, cut, probs, CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
     """Store probs [N, V] of the kept tokens; NaN in invalid rows."""
     row, chunk = _row_and_chunk(logits.num_chunks)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -92,8 +115,11 @@ def probabilities_kernel(logits, temperature, cut, probs, CUT: tl.constexpr, CHU
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
-def kept_sums_kernel(logits, temperature, cut, tokens, kept_sums, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Store kept_sums [N, num_chunks] float64, the weight of each chunk's kept tokens, for rows without a token yet."""
+def kept_sums_kernel(
+    logits, temperature, cut, tokens, kept_sums, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Store kept_sums [N, num_chunks] float64, the weight of each chunk's kept tokens, for rows
+    without a token yet."""
     row, chunk = _row_and_chunk(logits.num_chunks)
     if tl.load(tokens + row) >= 0:
         return
@@ -141,29 +167,38 @@ def draw_logits_kernel(
         return
     each = tl.arange(0, CHUNKS)
     if CUT:
-        weights = tl.load(kept + row * logits.num_chunks + each, mask=each < logits.num_chunks, other=0.0)
+        weights = tl.load(
+            kept + row * logits.num_chunks + each, mask=each < logits.num_chunks, other=0.0
+        )
     else:
         weights = parts.to(tl.float64)
     chunk, threshold = pick_chunk(weights, tl.load(uniforms + row * stride), CHUNKS)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     x = _load(logits, row, index)
     w = _kept_weights(x, index, row, m, scale, cut) if CUT else weight_of(x, m, scale)
-    tl.store(tokens + row, (chunk * CHUNK + first_above(w.to(tl.float64), threshold, CHUNK)).to(tl.int64))
+    tl.store(
+        tokens + row, (chunk * CHUNK + first_above(w.to(tl.float64), threshold, CHUNK)).to(tl.int64)
+    )
 
 
 @triton.jit
 def sum_chunks_kernel(parts, sums, CHUNK: tl.constexpr):
-    """Store sums [N, num_chunks] float64 of weights [N, V]; parts: weights, their row stride, V, num_chunks."""
+    """Store sums [N, num_chunks] float64 of weights [N, V]; parts: weights, their row stride, V,
+    num_chunks."""
     weights, row_stride, vocab_size, num_chunks = parts
-    row, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
+    row = tl.program_id(0) // num_chunks
+    chunk = tl.program_id(0) % num_chunks
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     w = tl.load(weights + row.to(tl.int64) * row_stride + index, mask=index < vocab_size, other=0.0)
     tl.store(sums + tl.program_id(0), tl.sum(w.to(tl.float64), 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["uniforms"])
-def draw_kernel(parts, sums, uniforms, uniform_stride, tokens, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Draw tokens [N] int64 given the parts and sums of `sum_chunks_kernel`; NO_TOKEN if no sum is positive."""
+def draw_kernel(
+    parts, sums, uniforms, uniform_stride, tokens, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Draw tokens [N] int64 given the parts and sums of `sum_chunks_kernel`; NO_TOKEN if no sum is
+    positive."""
     weights, row_stride, vocab_size, num_chunks = parts
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, CHUNKS)

@@ -1,11 +1,11 @@
 """Sampling in Triton, without a sort; see `cut` and `softmax`.
 
-A row of logits is read once for its statistics, and again if probabilities are written. A filtered row usually needs
-only a few more groups of tokens; a flat one takes several passes for each of top-k and top-p (`_cut_row` in `cut`), and
-a draw from it one more.
+A row of logits is read once for its statistics, and again if probabilities are written. A filtered
+row usually needs only a few more groups of tokens; a flat one takes several passes for each of
+top-k and top-p (`_cut_row` in `cut`), and a draw from it one more.
 
-All functions can be captured in a CUDA graph. Padding rows may hold anything; they yield a token of the vocabulary or
-`NO_TOKEN`.
+All functions can be captured in a CUDA graph. Padding rows may hold anything; they yield a token of
+the vocabulary or `NO_TOKEN`.
 """
 
 import torch
@@ -23,20 +23,36 @@ Filters = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 BLOCK = 1024
 """Elements per program of the elementwise kernels."""
-_SMALLEST, _LARGEST = tl.constexpr(reference.SMALLEST), tl.constexpr(reference.LARGEST)
+_SMALLEST = tl.constexpr(reference.SMALLEST)
+_LARGEST = tl.constexpr(reference.LARGEST)
 
 
-@triton.jit(do_not_specialize=["count", "stream"], do_not_specialize_on_alignment=["seeds", "positions", "branches"])
+@triton.jit(
+    do_not_specialize=["count", "stream"],
+    do_not_specialize_on_alignment=["seeds", "positions", "branches"],
+)
 def _uniform_kernel(
-    seeds, seed_stride, positions, position_stride, branches, branch_stride, out, count, stream, BLOCK: tl.constexpr
+    seeds,
+    seed_stride,
+    positions,
+    position_stride,
+    branches,
+    branch_stride,
+    out,
+    count,
+    stream,
+    BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     seed = tl.load(seeds + place * seed_stride, mask=inside, other=0)
     position = tl.load(positions + place * position_stride, mask=inside, other=0)
-    key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0, c1 = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    c2, c3 = tl.zeros([BLOCK], tl.uint32) + stream, tl.zeros([BLOCK], tl.uint32)
+    key0 = seed.to(tl.uint32)
+    key1 = (seed >> 32).to(tl.uint32)
+    c0 = position.to(tl.uint32)
+    c1 = (position >> 32).to(tl.uint32)
+    c2 = tl.zeros([BLOCK], tl.uint32) + stream
+    c3 = tl.zeros([BLOCK], tl.uint32)
     if branches is not None:
         c3 = tl.load(branches + place * branch_stride, mask=inside, other=0).to(tl.uint32)
     for _ in tl.static_range(10):
@@ -44,7 +60,8 @@ def _uniform_kernel(
         right = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (right >> 32).to(tl.uint32) ^ c1 ^ key0
         c2 = (left >> 32).to(tl.uint32) ^ c3 ^ key1
-        c1, c3 = right.to(tl.uint32), left.to(tl.uint32)
+        c1 = right.to(tl.uint32)
+        c3 = left.to(tl.uint32)
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
     bits = (c0.to(tl.int64) << 16) + (c1 >> 16).to(tl.int64)
@@ -82,9 +99,12 @@ def _penalties_kernel(
     slot = tl.where(slot < 0, slot + num_slots, slot)
     x = tl.load(logits + row * logits_stride + index, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(repetition + slot).to(tl.float32)
-    a_count, a_token = tl.load(frequency + slot).to(tl.float32), tl.load(presence + slot).to(tl.float32)
+    a_count = tl.load(frequency + slot).to(tl.float32)
+    a_token = tl.load(presence + slot).to(tl.float32)
     if (factor != 1) | (a_count != 0) | (a_token != 0):
-        count = tl.load(output_counts + slot * counts_stride + index, mask=inside, other=0).to(tl.float32)
+        count = tl.load(output_counts + slot * counts_stride + index, mask=inside, other=0).to(
+            tl.float32
+        )
         prompt = tl.load(prompt_mask + slot * mask_stride + index, mask=inside, other=0) != 0
         # Each of a row's 1 + K rows of logits sees the drafts before its own index.
         seen = tl.where(row < num_drafted, row % (1 + DEPTHS), 0)
@@ -92,16 +112,22 @@ def _penalties_kernel(
             place = drafts + row // (1 + DEPTHS) * draft_row + depth * draft_depth
             before = depth < seen
             if ancestors is not None:
-                before = (tl.load(ancestors + row, mask=row < num_drafted, other=0) >> (depth + 1)) & 1 != 0
+                before = (
+                    tl.load(ancestors + row, mask=row < num_drafted, other=0) >> (depth + 1)
+                ) & 1 != 0
             count += (tl.load(place, mask=before, other=-1) == index).to(tl.float32)
-        factors = tl.where(prompt | (count > 0), tl.minimum(tl.maximum(factor, _SMALLEST), _LARGEST), 1.0)
+        factors = tl.where(
+            prompt | (count > 0), tl.minimum(tl.maximum(factor, _SMALLEST), _LARGEST), 1.0
+        )
         y = tl.where(x > 0, tl.div_rn(x, factors), x * factors)
         y = y - a_count * count - tl.where(count > 0, a_token, 0.0)
         x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST), x)
     tl.store(out + row * vocab_size + index, x, mask=inside)
 
 
-def uniform(seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None) -> Tensor:
+def uniform(
+    seeds: Tensor, positions: Tensor, stream: int, branches: Tensor | None = None
+) -> Tensor:
     """See the reference; the results are equal to the bit."""
     out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
     if len(out):
@@ -135,7 +161,9 @@ def apply_penalties(
 ) -> Tensor:
     """See the reference. For a row without penalties, only the logits are read."""
     logits, prompt_mask, output_counts = map(with_rows, (logits, prompt_mask, output_counts))
-    repetition, frequency, presence, slots = (v.contiguous() for v in (repetition, frequency, presence, slots))
+    repetition, frequency, presence, slots = (
+        v.contiguous() for v in (repetition, frequency, presence, slots)
+    )
     rows, depths = drafts.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
@@ -175,7 +203,9 @@ def probabilities(
     if probs.numel():
         filters = (top_k, top_p, min_p)
         rows, temperature, heads, sizes = _read(logits, temperature, filters)
-        bounds = Cut(*[rows.maxima] * 3) if heads is None else _cut(rows, temperature, heads, filters)
+        bounds = (
+            Cut(*[rows.maxima] * 3) if heads is None else _cut(rows, temperature, heads, filters)
+        )
         softmax.probabilities_kernel[(len(logits) * rows.num_chunks,)](
             rows, temperature, bounds, probs, CUT=heads is not None, num_warps=4, **sizes
         )
@@ -194,7 +224,9 @@ def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
         parts = (weights, weights.stride(0), vocab_size, num_chunks)
         softmax.sum_chunks_kernel[(count * num_chunks,)](parts, sums, CHUNK=chunk, num_warps=4)
         sizes = dict(CHUNK=chunk, CHUNKS=triton.next_power_of_2(num_chunks))
-        softmax.draw_kernel[(count,)](parts, sums, uniforms, uniforms.stride(0), tokens, num_warps=8, **sizes)
+        softmax.draw_kernel[(count,)](
+            parts, sums, uniforms, uniforms.stride(0), tokens, num_warps=8, **sizes
+        )
     return tokens
 
 
@@ -212,10 +244,13 @@ def sample_logits(
         return tokens
     filters = (top_k, top_p, min_p)
     rows, temperature, heads, sizes = _read(logits, temperature, filters)
-    kept_sums, bounds = rows.maxima, Cut(*[rows.maxima] * 3)
+    kept_sums = rows.maxima
+    bounds = Cut(*[rows.maxima] * 3)
     if heads is not None:
         bounds = _cut(rows, temperature, heads, filters, uniforms, tokens)
-        kept_sums = torch.empty(len(logits), rows.num_chunks, dtype=torch.float64, device=logits.device)
+        kept_sums = torch.empty(
+            len(logits), rows.num_chunks, dtype=torch.float64, device=logits.device
+        )
         softmax.kept_sums_kernel[(len(logits) * rows.num_chunks,)](
             rows, temperature, bounds, tokens, kept_sums, num_warps=4, **sizes
         )
@@ -240,14 +275,18 @@ def _read(
     """Read logits [N, V] once.
 
     Returns:
-        The logits with their statistics; temperature [N]; the largest logit of each group, [N, groups] float32, or None
-        if no row is filtered; the sizes of chunks for later kernels.
+        The logits with their statistics; temperature [N]; the largest logit of each group, [N,
+        groups] float32, or None if no row is filtered; the sizes of chunks for later kernels.
     """
-    logits, temperature = with_rows(logits), temperature.contiguous()
+    logits = with_rows(logits)
+    temperature = temperature.contiguous()
     count, vocab_size = logits.shape
-    chunk, filtered = chunk_size(vocab_size), any(values is not None for values in filters)
+    chunk = chunk_size(vocab_size)
+    filtered = any(values is not None for values in filters)
     num_chunks = triton.cdiv(vocab_size, chunk)
-    maxima, sums = (torch.empty(count, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
+    maxima, sums = (
+        torch.empty(count, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     best = torch.empty(count, num_chunks, dtype=torch.int32, device=logits.device)
     heads = maxima
     if filtered:

@@ -1,7 +1,8 @@
-"""Helpers for sampling and for the acceptance of drafts: weights of logits, integer keys, and draws by inverse CDF.
+"""Helpers for sampling and for the acceptance of drafts: weights of logits, integer keys, and draws
+by inverse CDF.
 
-A row is cut into chunks. One kernel sums the weights of each chunk; a second picks the chunk that a uniform number
-falls into and then the token inside it, so that only that chunk is read twice.
+A row is cut into chunks. One kernel sums the weights of each chunk; a second picks the chunk that a
+uniform number falls into and then the token inside it, so that only that chunk is read twice.
 """
 
 from typing import NamedTuple
@@ -58,9 +59,10 @@ def has_token(m):
 def row_statistics(logits, row, scale, CHUNKS):
     """The row's largest logit m, and each chunk's sum of weights [CHUNKS].
 
-    The chunks' sums are products. If the compiler fuses such a product with the first addition of a sum over threads,
-    the threads of a program get totals that differ in the last bits. A kernel that branches on a total is therefore
-    compiled without fusion, so that all its threads take the same branch.
+    The chunks' sums are products. If the compiler fuses such a product with the first addition of a
+    sum over threads, the threads of a program get totals that differ in the last bits. A kernel
+    that branches on a total is therefore compiled without fusion, so that all its threads take the
+    same branch.
     """
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < logits.num_chunks
@@ -86,8 +88,8 @@ def value_of(key):
 
 @triton.jit
 def bisect(x, measure, above, target, low, high, RESOLUTION):
-    """Largest key in [low, high) for which `above` plus the `measure` of all x >= the key reaches the target; low if
-    none does."""
+    """Largest key in [low, high) for which `above` plus the `measure` of all x >= the key reaches
+    the target; low if none does."""
     while low + RESOLUTION < high:
         middle = (low + high) // 2
         if above + tl.sum(tl.where(x >= value_of(middle), measure, 0.0), 0) >= target:
@@ -99,11 +101,11 @@ def bisect(x, measure, above, target, low, high, RESOLUTION):
 
 @triton.jit
 def first_above(weights, threshold, SIZE):
-    """Index of the first positive weight of weights [SIZE] float64 at which the cumulative sum exceeds `threshold`; of
-    the last positive weight if no sum does.
+    """Index of the first positive weight of weights [SIZE] float64 at which the cumulative sum
+    exceeds `threshold`; of the last positive weight if no sum does.
 
-    Both rules guard against rounding: a parallel cumulative sum need not increase from one token to the next, and the
-    total that the threshold was computed from may differ in the last bits.
+    Both rules guard against rounding: a parallel cumulative sum need not increase from one token to
+    the next, and the total that the threshold was computed from may differ in the last bits.
     """
     index = tl.arange(0, SIZE)
     reached = (tl.cumsum(weights, 0) > threshold) & (weights > 0)
@@ -114,7 +116,8 @@ def first_above(weights, threshold, SIZE):
 
 @triton.jit
 def pick_chunk(sums, uniform, SIZE):
-    """The chunk that `uniform` falls into, by the chunks' sums [SIZE] float64, and the threshold inside that chunk."""
+    """The chunk that `uniform` falls into, by the chunks' sums [SIZE] float64, and the threshold
+    inside that chunk."""
     threshold = uniform * tl.sum(sums, 0)
     chunk = first_above(sums, threshold, SIZE)
     return chunk, threshold - tl.sum(tl.where(tl.arange(0, SIZE) < chunk, sums, 0.0), 0)

@@ -1,4 +1,5 @@
-"""State space duality: the chunked scan of Mamba2 (Dao and Gu 2024, arXiv:2405.21060, section 6)."""
+"""State space duality: the chunked scan of Mamba2 (Dao and Gu 2024, arXiv:2405.21060, section
+6)."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,9 +21,11 @@ def ssd_chunk_scan(
     initial_state: Tensor | None = None,
     chunk_size: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """Compute S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T and y_t = S_t C_t + D x_t, with S = 0 before each document.
+    """Compute S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T and y_t = S_t C_t + D x_t, with S = 0
+    before each document.
 
-    Shape legend: b batch, s sequence, h heads, p head width, g groups of h / g heads, n state width.
+    Shape legend: b batch, s sequence, h heads, p head width, g groups of h / g heads, n state
+    width.
 
     Args:
         x: [b, s, h, p].
@@ -35,18 +38,21 @@ def ssd_chunk_scan(
         chunk_size: tokens per chunk; changes rounding only.
 
     Returns:
-        y [b, s, h, p] in the dtype of x, and the fp32 state after the last token [b, h, p, n]. All is computed in fp32
-        except the sums of log decays, which are in fp64.
+        y [b, s, h, p] in the dtype of x, and the fp32 state after the last token [b, h, p, n]. All
+        is computed in fp32 except the sums of log decays, which are in fp64.
     """
     batch, length, heads, width = x.shape
     groups, state_dim = B.shape[2:]
-    rep, chunk = heads // groups, min(chunk_size, length)
+    rep = heads // groups
+    chunk = min(chunk_size, length)
     # Padding has dt = 0: it neither decays the state nor adds to it.
     dt_c = _chunked(dt, chunk, groups, rep).permute(0, 1, 3, 4, 2)  # [b, c, g, r, l]
-    x_c = _chunked(x, chunk, groups, rep, width).permute(0, 1, 3, 4, 2, 5) * dt_c[..., None]  # [b, c, g, r, l, p]
-    B_c, C_c = (_chunked(t, chunk, groups, state_dim).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
-    # Log decay since the chunk's start, [b, c, g, r, l]. In fp64: after a token that forgets nearly everything, small
-    # decays between later tokens are differences of two large sums.
+    # [b, c, g, r, l, p]
+    x_c = _chunked(x, chunk, groups, rep, width).permute(0, 1, 3, 4, 2, 5) * dt_c[..., None]
+    # [b, c, g, l, n]
+    B_c, C_c = (_chunked(t, chunk, groups, state_dim).transpose(2, 3) for t in (B, C))
+    # Log decay since the chunk's start, [b, c, g, r, l]. In fp64: after a token that forgets nearly
+    # everything, small decays between later tokens are differences of two large sums.
     decay = torch.cumsum((dt_c * A.float().view(groups, rep, 1)).double(), dim=-1)
 
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
@@ -61,7 +67,8 @@ def ssd_chunk_scan(
     weight_end = torch.exp((decay[..., -1:] - decay).float())
     if to_end is not None:
         weight_end = weight_end * to_end
-    added = (x_c * weight_end[..., None]).transpose(-1, -2) @ B_c[:, :, :, None]  # [b, c, g, r, p, n]
+    # [b, c, g, r, p, n]
+    added = (x_c * weight_end[..., None]).transpose(-1, -2) @ B_c[:, :, :, None]
     keep = torch.exp(decay[..., -1].float())  # [b, c, g, r]
     if from_start is not None:
         keep = keep * from_start[..., -1]
@@ -88,7 +95,8 @@ def _chunked(t: Tensor, chunk: int, *tail: int) -> Tensor:
 
 
 def _inside_chunks(x: Tensor, B: Tensor, C: Tensor, decay: Tensor, pairs: Tensor) -> Tensor:
-    """Contributions of tokens to outputs of their own chunk, [b, c, g, r, l, p]; `pairs` [.., l, l] masks them."""
+    """Contributions of tokens to outputs of their own chunk, [b, c, g, r, l, p]; `pairs` [.., l, l]
+    masks them."""
     log_pair = (decay[..., :, None] - decay[..., None, :]).float()  # [b, c, g, r, l, s]
     weights = torch.exp(log_pair.masked_fill(~pairs, float("-inf")))
     scores = (C @ B.transpose(-1, -2))[:, :, :, None]
@@ -110,7 +118,8 @@ class KeptStates(NamedTuple):
     every: int
     """Positions between two states; a multiple of the scan's chunk size."""
     first: Tensor
-    """[R] int64, place of each row's first kept state; its later ones follow. -1: no state of the row is kept."""
+    """[R] int64, place of each row's first kept state; its later ones follow. -1: no state of the
+    row is kept."""
     states: Tensor
     """[places, h, p, n] of any float dtype; may be a view."""
 
@@ -131,44 +140,56 @@ def ssd_varlen(
     context_lens: Tensor | None = None,
     kept: KeptStates | None = None,
 ) -> Tensor:
-    """Scan R concatenated rows, each from its stored state, which the state after the row then replaces.
+    """Scan R concatenated rows, each from its stored state, which the state after the row then
+    replaces.
 
-    A row continues states[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros, and its slot may hold
-    anything before. Chunks end at positions (context_lens[r] plus the index in the row) that are multiples of the chunk
-    size: with fp32 states, a prompt that is cut at such positions gives bit-identical fp32 results however it is cut.
-    No size depends on the values in `starts`, so that a CUDA graph can be captured.
+    A row continues states[slots[r]] if context_lens[r] > 0; otherwise it starts from zeros, and its
+    slot may hold anything before. Chunks end at positions (context_lens[r] plus the index in the
+    row) that are multiples of the chunk size: with fp32 states, a prompt that is cut at such
+    positions gives bit-identical fp32 results however it is cut. No size depends on the values in
+    `starts`, so that a CUDA graph can be captured.
 
     Args:
-        x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of larger tensors.
+        x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of
+            larger tensors.
         A_log, D, dt_bias: [h], with A = -exp(A_log); `dt_limit` clamps the softplus.
-        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at token starts[0]. Rows
-            may be empty: such a row leaves its state as it is, or makes it zero if it has no context.
+        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at
+            token starts[0]. Rows may be empty: such a row leaves its state as it is, or makes it
+            zero if it has no context.
         chunk_size: tokens per chunk; changes rounding only.
-        states: [slots, h, p, n] of any float dtype, may be a view, updated in place at `slots`. None: every row starts
-            from zeros, and no state is kept.
-        slots, context_lens: [R] int64, needed with `states`. The tokens of a row at slot -1 are padding: they touch no
-            state, and their y is zero.
-        kept: takes the state after each position of row r that is a multiple of `kept.every` and lies in
-            context_lens[r] + 1 .. context_lens[r] + length of the row, at places kept.first[r], kept.first[r] + 1, ...
-            Positions count tokens: the state after position 64 has seen 64 tokens. Needs `states`.
+        states: [slots, h, p, n] of any float dtype, may be a view, updated in place at `slots`.
+            None: every row starts from zeros, and no state is kept.
+        slots, context_lens: [R] int64, needed with `states`. The tokens of a row at slot -1 are
+            padding: they touch no state, and their y is zero.
+        kept: takes the state after each position of row r that is a multiple of `kept.every` and
+            lies in context_lens[r] + 1 .. context_lens[r] + length of the row, at places
+            kept.first[r], kept.first[r] + 1, ... Positions count tokens: the state after position
+            64 has seen 64 tokens. Needs `states`.
 
     Returns:
         y [T, h, p] in the dtype of x.
 
-    Example, chunk size 64, starts [0, 100, 100], context_lens [50, 0]: row 0 is scanned as the tokens at 50 .. 63, 64
-    .. 127 and 128 .. 149. With `kept.every` 64, the states after 64 and after 128 tokens are kept. Row 1 is empty: its
-    state becomes zero.
+    Example, chunk size 64, starts [0, 100, 100], context_lens [50, 0]: row 0 is scanned as the
+    tokens at 50 .. 63, 64 .. 127 and 128 .. 149. With `kept.every` 64, the states after 64 and
+    after 128 tokens are kept. Row 1 is empty: its state becomes zero.
     """
     bounds = (starts - starts[0]).tolist()
     assert bounds[-1] == len(x), f"rows end at token {bounds[-1]} of {len(x)}"
-    assert states is not None or kept is None, "states are kept at positions, which only rows with a context have"
-    assert kept is None or kept.every % chunk_size == 0, f"{kept} at other positions than ends of chunks"
-    A, y = -torch.exp(A_log.float()), x.new_zeros(x.shape)
+    assert states is not None or kept is None, (
+        "states are kept at positions, which only rows with a context have"
+    )
+    assert kept is None or kept.every % chunk_size == 0, (
+        f"{kept} at other positions than ends of chunks"
+    )
+    A = -torch.exp(A_log.float())
+    y = x.new_zeros(x.shape)
     for row, (begin, end) in enumerate(pairwise(bounds)):
-        context, state = 0, x.new_zeros(*x.shape[1:], B.shape[-1], dtype=torch.float32)
+        context = 0
+        state = x.new_zeros(*x.shape[1:], B.shape[-1], dtype=torch.float32)
         if states is not None:
             assert slots is not None and context_lens is not None
-            slot, context = int(slots[row]), int(context_lens[row])
+            slot = int(slots[row])
+            context = int(context_lens[row])
             if slot < 0 or (context > 0 and begin == end):
                 continue
             if context > 0:
@@ -177,8 +198,11 @@ def ssd_varlen(
         while begin < end:
             stop = min(end, begin + chunk_size - context % chunk_size)
             span = slice(begin, stop)
-            y[span], state = _scan_chunk(x[span], dt[span], B[span], C[span], A, D, dt_bias, dt_limit, state)
-            context, begin = context + stop - begin, stop
+            y[span], state = _scan_chunk(
+                x[span], dt[span], B[span], C[span], A, D, dt_bias, dt_limit, state
+            )
+            context = context + stop - begin
+            begin = stop
             if kept is not None and first >= 0 and context % kept.every == 0:
                 kept.states[first] = state.to(kept.states)
                 first += 1
@@ -204,9 +228,11 @@ def ssd_scan(
     """Scan R concatenated rows of any lengths. Differentiable in all tensors but `starts`.
 
     Args:
-        x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of larger tensors.
+        x: [T, h, p]; dt: [T, h], before bias and softplus; B, C: [T, g, n]. All may be views of
+            larger tensors.
         A_log, D, dt_bias: [h], with A = -exp(A_log); D may be None; `dt_limit` clamps the softplus.
-        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at token starts[0].
+        starts: [R + 1] int64, first token of each row and the end of the last one; x begins at
+            token starts[0].
         chunk_size: tokens per chunk; changes rounding only.
         states: [R, h, p, n], the states before the rows; None: zeros.
         wide: return y in fp32 whatever the dtype of x.
@@ -215,7 +241,8 @@ def ssd_scan(
         y [T, h, p] in the dtype of x; fp32 if `wide`.
     """
     lens = starts.diff()
-    A, steps = -torch.exp(A_log.float()), F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
+    A = -torch.exp(A_log.float())
+    steps = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     tokens = [t[None] for t in (x.float() if wide else x, steps, B, C)]
 
     def scan(span: slice, **more: Tensor | None) -> Tensor:
@@ -226,7 +253,11 @@ def ssd_scan(
         documents = torch.repeat_interleave(lens)[None] if len(lens) > 1 else None
         return scan(slice(None), documents=documents)
     bounds = pairwise((starts - starts[0]).tolist())
-    rows = ((slice(*span), state[None]) for span, state in zip(bounds, states, strict=True) if span[0] < span[1])
+    rows = (
+        (slice(*span), state[None])
+        for span, state in zip(bounds, states, strict=True)
+        if span[0] < span[1]
+    )
     return torch.cat([scan(span, initial_state=state) for span, state in rows])
 
 
@@ -241,17 +272,21 @@ def _scan_chunk(
     dt_limit: tuple[float, float],
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute y of one chunk after `state` [h, p, n], and the next state. All ops run on the chunk's tokens alone,
-    since the last bit of an elementwise op may depend on an element's place in a tensor."""
+    """Compute y of one chunk after `state` [h, p, n], and the next state. All ops run on the
+    chunk's tokens alone, since the last bit of an elementwise op may depend on an element's place
+    in a tensor."""
     steps = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     x, steps, B, C = (t[None] for t in (x, steps, B, C))
-    y, states = ssd_chunk_scan(x, steps, A, B, C, D, initial_state=state[None], chunk_size=x.shape[1])
+    y, states = ssd_chunk_scan(
+        x, steps, A, B, C, D, initial_state=state[None], chunk_size=x.shape[1]
+    )
     return y[0], states[0]
 
 
 def _within_documents(documents: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Masks from documents [b, s]: pairs of a chunk in one document [b, c, 1, 1, l, l], tokens [b, c, 1, 1, l] in the
-    document of their chunk's last token, and tokens in the document of the last token before their chunk."""
+    """Masks from documents [b, s]: pairs of a chunk in one document [b, c, 1, 1, l, l], tokens [b,
+    c, 1, 1, l] in the document of their chunk's last token, and tokens in the document of the last
+    token before their chunk."""
     pad = -documents.shape[1] % chunk
     docs = F.pad(documents, (0, pad), mode="replicate") if pad else documents
     docs = docs.reshape(len(docs), -1, 1, 1, chunk)

@@ -12,8 +12,8 @@ from mtpkit.kernels.ssd.scan import ScanTiles, alike, scan_tiles, ssd_varlen
 __all__ = ["ScanTiles", "scan_tiles", "ssd_scan", "ssd_varlen"]
 
 _CHUNK = 64
-"""Tokens per chunk; kernels may divide it into equal parts. Rows with states are given it as their context length too,
-so that their first chunk starts with their first token."""
+"""Tokens per chunk; kernels may divide it into equal parts. Rows with states are given it as their
+context length too, so that their first chunk starts with their first token."""
 
 
 class Scan(torch.autograd.Function):
@@ -36,7 +36,8 @@ class Scan(torch.autograd.Function):
     ) -> Tensor:
         ctx.dt_limit = dt_limit
         ctx.save_for_backward(x, dt, A_log, B, C, D, dt_bias, starts, states)
-        slots, context_lens = None, None
+        slots = None
+        context_lens = None
         if states is not None:
             slots = torch.arange(len(states), device=states.device)
             context_lens = torch.full_like(slots, _CHUNK)
@@ -62,7 +63,17 @@ class Scan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, A_log, B, C, D, dt_bias, starts, states = ctx.saved_tensors
         *of_tokens, of_states = gradients(
-            x, dt, A_log, B, C, D, dt_bias, starts=starts, states=states, dt_limit=ctx.dt_limit, dy=grads[0]
+            x,
+            dt,
+            A_log,
+            B,
+            C,
+            D,
+            dt_bias,
+            starts=starts,
+            states=states,
+            dt_limit=ctx.dt_limit,
+            dy=grads[0],
         )
         return *of_tokens, None, of_states, None, None
 
@@ -81,9 +92,12 @@ def ssd_scan(
     states: Tensor | None = None,
     wide: bool = False,
 ) -> Tensor:
-    """See the reference; precision as in `ssd_varlen`. Chunks have the size that suits the kernels, whatever
-    `chunk_size` is. While the backward runs, it holds two states [h, p, n] per chunk in the dtype of x."""
+    """See the reference; precision as in `ssd_varlen`. Chunks have the size that suits the kernels,
+    whatever `chunk_size` is. While the backward runs, it holds two states [h, p, n] per chunk in
+    the dtype of x."""
     B, C = alike(B, C)
     D = A_log.new_zeros(A_log.shape) if D is None else D
     states = None if states is None else states.float().contiguous()
-    return Scan.apply(with_rows(x), with_rows(dt), A_log, B, C, D, dt_bias, starts, states, dt_limit, wide)
+    return Scan.apply(
+        with_rows(x), with_rows(dt), A_log, B, C, D, dt_bias, starts, states, dt_limit, wide
+    )

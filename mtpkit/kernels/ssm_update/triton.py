@@ -1,4 +1,5 @@
-"""Mamba2's recurrence over the few tokens of a decode step, in Triton; `ssm_replay_update` is in `replay.py`."""
+"""Mamba2's recurrence over the few tokens of a decode step, in Triton; `ssm_replay_update` is in
+`replay.py`."""
 
 import torch
 import triton
@@ -38,32 +39,55 @@ def _snapshot_kernel(
     B_ptr, B_row, B_token, B_group = B_in
     C_ptr, C_row, C_token, C_group = C_in
     A_log_ptr, D_ptr, bias_ptr, low, high = parameters
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
     group = head // (HEADS // GROUPS)
-    p, n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    in_p, in_n = p < WIDTH, n < STATE
+    p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    in_p = p < WIDTH
+    in_n = n < STATE
     y_ptrs = y_ptr + row * tokens * (HEADS * WIDTH) + head * WIDTH + p
     slot = tl.load(slots_ptr + row)
     if slot < 0:
         for t in range(tokens):
-            tl.store(y_ptrs + t * (HEADS * WIDTH), tl.zeros([BLOCK_P], y_ptr.dtype.element_ty), mask=in_p)
+            tl.store(
+                y_ptrs + t * (HEADS * WIDTH), tl.zeros([BLOCK_P], y_ptr.dtype.element_ty), mask=in_p
+            )
         return
     entry: tl.constexpr = HEADS * WIDTH * STATE
-    state_ptrs = state_ptr + slot * ENTRIES * entry + head * (WIDTH * STATE) + p[:, None] * STATE + n[None, :]
+    state_ptrs = (
+        state_ptr
+        + slot * ENTRIES * entry
+        + head * (WIDTH * STATE)
+        + p[:, None] * STATE
+        + n[None, :]
+    )
     state_mask = in_p[:, None] & in_n[None, :]
-    state = tl.load(state_ptrs + tl.load(committed_ptr + row) * entry, mask=state_mask, other=0.0).to(tl.float32)
+    state = tl.load(
+        state_ptrs + tl.load(committed_ptr + row) * entry, mask=state_mask, other=0.0
+    ).to(tl.float32)
     A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-    D, bias = tl.load(D_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
+    D = tl.load(D_ptr + head).to(tl.float32)
+    bias = tl.load(bias_ptr + head).to(tl.float32)
     for t in range(tokens):
         if parents_ptr is not None:
             parent = tl.load(parents_ptr + row * tokens + t)
             if parent != t - 1:
                 tl.debug_barrier()  # another thread may have written what this one reads
-                state = tl.load(state_ptrs + parent * entry, mask=state_mask, other=0.0).to(tl.float32)
+                state = tl.load(state_ptrs + parent * entry, mask=state_mask, other=0.0).to(
+                    tl.float32
+                )
         step = step_size(tl.load(dt_ptr + row * dt_row + t * dt_token + head), bias, low, high)
-        x = tl.load(x_ptr + row * x_row + t * x_token + head * x_head + p, mask=in_p, other=0.0).to(tl.float32)
-        B = tl.load(B_ptr + row * B_row + t * B_token + group * B_group + n, mask=in_n, other=0.0).to(tl.float32)
-        C = tl.load(C_ptr + row * C_row + t * C_token + group * C_group + n, mask=in_n, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_row + t * x_token + head * x_head + p, mask=in_p, other=0.0).to(
+            tl.float32
+        )
+        B = tl.load(
+            B_ptr + row * B_row + t * B_token + group * B_group + n, mask=in_n, other=0.0
+        ).to(tl.float32)
+        C = tl.load(
+            C_ptr + row * C_row + t * C_token + group * C_group + n, mask=in_n, other=0.0
+        ).to(tl.float32)
         state = state * tl.exp(step * A) + (step * x)[:, None] * B[None, :]
         tl.store(state_ptrs + t * entry, state.to(state_ptr.dtype.element_ty), mask=state_mask)
         y = tl.sum(state * C[None, :], 1) + D * x
@@ -112,7 +136,8 @@ def ssm_snapshot_update(
 
 
 def _block_p(programs: int, width: int) -> int:
-    """Channels per program, few enough to fill the GPU, where `programs` is the number of heads of all rows."""
+    """Channels per program, few enough to fill the GPU, where `programs` is the number of heads of
+    all rows."""
     block = min(32, padded(width))
     while block > SMALLEST_DOT and programs * triton.cdiv(width, block) < PROGRAMS:
         block //= 2

@@ -1,6 +1,8 @@
-"""Bookkeeping of a step's rows before and after the model runs: slot mapping, positions, tokens of the next step.
+"""Bookkeeping of a step's rows before and after the model runs: slot mapping, positions, tokens of
+the next step.
 
-Shape legend: S slots, D decode rows of W tokens, R rows, N rows that sample, K drafts, B blocks per row.
+Shape legend: S slots, D decode rows of W tokens, R rows, N rows that sample, K drafts, B blocks per
+row.
 """
 
 from typing import NamedTuple
@@ -42,18 +44,21 @@ def decode_rows(
     width: int,
     block_size: int,
 ) -> DecodeRows:
-    """Gather the input tokens of decode rows, their positions and slot mapping, and the counts of their states.
+    """Gather the input tokens of decode rows, their positions and slot mapping, and the counts of
+    their states.
 
     Args:
         slots: [D] int64; -1: a null row, which reads the last slot.
-        live: [D] int64, negative for rows that have ended, whose keys and values are not stored; None: all are live.
+        live: [D] int64, negative for rows that have ended, whose keys and values are not stored;
+            None: all are live.
         num_computed: [S] int64, numbers of committed positions.
         tokens: [S, W or more] int64.
         counts: [S] int64 each, counts that states keep per slot.
         block_tables: [R, B] int64, the blocks of each row.
         width: W.
     """
-    index, context_lens = torch.arange(len(slots) * width, device=slots.device), num_computed[slots]
+    index = torch.arange(len(slots) * width, device=slots.device)
+    context_lens = num_computed[slots]
     rows = index // width
     positions = (context_lens[:, None] + index[:width]).flatten()
     places = kv_slots(block_tables, rows, positions, block_size)
@@ -70,7 +75,8 @@ def decode_rows(
 
 
 def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """[T] slot mapping: the cache entries of tokens at `positions` [T] of `rows` [T], given `block_tables` [R, B]."""
+    """[T] slot mapping: the cache entries of tokens at `positions` [T] of `rows` [T], given
+    `block_tables` [R, B]."""
     return block_tables[rows, positions // block_size] * block_size + positions % block_size
 
 
@@ -96,13 +102,14 @@ def store_rows(
     counts: tuple[Tensor, ...] = (),
     new_counts: tuple[Tensor, ...] = (),
 ) -> None:
-    """Write the computed positions of rows, the counts of their states, and their next input tokens: the chosen token
-    and its drafts.
+    """Write the computed positions of rows, the counts of their states, and their next input
+    tokens: the chosen token and its drafts.
 
     Args:
         slots: [R] int64; -1: a null row, which writes the last slot.
         num_computed: [S] int64, written.
-        tokens: [S, 1 + K or more] int64, written for the N rows that sample, which come first; 0 for negative tokens.
+        tokens: [S, 1 + K or more] int64, written for the N rows that sample, which come first; 0
+            for negative tokens.
         context_lens: [R] int64, positions committed before the step.
         last: [R] int64, index of the newest committed token within each row.
         accepted, chosen: [R] and [R, 1 + K] int64; a row chose the token `chosen[accepted]`.

@@ -34,7 +34,8 @@ def _decode_rows_kernel(
     wait_for_previous(EARLY)
     tokens_ptr, tokens_stride = token_rows
     table_ptr, table_stride = table_rows
-    row, t = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, BLOCK)
     inside = t < WIDTH
     slot = tl.load(slots_ptr + row)
     slot = tl.where(slot < 0, slot + slots, slot)
@@ -45,7 +46,11 @@ def _decode_rows_kernel(
     if live_ptr is not None:
         place = tl.where(tl.load(live_ptr + row) < 0, -1, place)
     index = row * WIDTH + t
-    tl.store(found.token_ids + index, tl.load(tokens_ptr + slot * tokens_stride + t, mask=inside, other=0), mask=inside)
+    tl.store(
+        found.token_ids + index,
+        tl.load(tokens_ptr + slot * tokens_stride + t, mask=inside, other=0),
+        mask=inside,
+    )
     tl.store(found.rows + index, row + tl.zeros([BLOCK], tl.int64), mask=inside)
     tl.store(found.positions + index, position, mask=inside)
     tl.store(found.kv_slots + index, place, mask=inside)
@@ -76,7 +81,9 @@ def decode_rows(
 
     token_ids, rows, positions, places, index = (ints(count * width) for _ in range(5))
     counted = tuple(ints(count) for _ in counts)
-    found = DecodeRows(token_ids, rows, positions, places, index, ints(count + 1), ints(count), counted)
+    found = DecodeRows(
+        token_ids, rows, positions, places, index, ints(count + 1), ints(count), counted
+    )
     if count:
         _decode_rows_kernel[(count,)](
             slots.contiguous(),
@@ -97,7 +104,9 @@ def decode_rows(
 
 
 @Early
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"]
+)
 def _kv_slots_kernel(
     table_rows,
     rows_ptr,
@@ -121,7 +130,8 @@ def _kv_slots_kernel(
 
 def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """See the reference."""
-    out, count = torch.empty_like(positions), len(positions)
+    out = torch.empty_like(positions)
+    count = len(positions)
     if count:
         _kv_slots_kernel[(triton.cdiv(count, _BLOCK),)](
             strided(block_tables),
@@ -138,8 +148,11 @@ def kv_slots(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: 
 
 @Early
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lens_ptr", "new_ptr"])
-def _ring_lens_kernel(lens_ptr, new_ptr, out_ptr, rows, KEPT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Count the entries of BLOCK rings per program; a ring of more than KEPT old entries has been emptied."""
+def _ring_lens_kernel(
+    lens_ptr, new_ptr, out_ptr, rows, KEPT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """Count the entries of BLOCK rings per program; a ring of more than KEPT old entries has been
+    emptied."""
     wait_for_previous(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lens = tl.load(lens_ptr + row, mask=row < rows, other=0)
@@ -149,18 +162,28 @@ def _ring_lens_kernel(lens_ptr, new_ptr, out_ptr, rows, KEPT: tl.constexpr, BLOC
 
 def ring_lens_after(ring_lens: Tensor, new: Tensor, width: int, length: int) -> Tensor:
     """See the reference."""
-    rows, out = len(ring_lens), torch.empty_like(ring_lens)
+    rows = len(ring_lens)
+    out = torch.empty_like(ring_lens)
     if rows:
         kept = ring_capacity(length) - width
         grid = (triton.cdiv(rows, _BLOCK),)
         _ring_lens_kernel[grid](
-            ring_lens.contiguous(), new.contiguous(), out, rows, KEPT=kept, BLOCK=_BLOCK, num_warps=1
+            ring_lens.contiguous(),
+            new.contiguous(),
+            out,
+            rows,
+            KEPT=kept,
+            BLOCK=_BLOCK,
+            num_warps=1,
         )
     return out
 
 
 @Early
-@triton.jit(do_not_specialize=["slots", "count"], do_not_specialize_on_alignment=["slots_ptr", "accepted_ptr"])
+@triton.jit(
+    do_not_specialize=["slots", "count"],
+    do_not_specialize_on_alignment=["slots_ptr", "accepted_ptr"],
+)
 def _store_rows_kernel(
     slots_ptr,
     computed_ptr,
@@ -183,7 +206,8 @@ def _store_rows_kernel(
     wait_for_previous(EARLY)
     tokens_ptr, tokens_stride = token_rows
     chosen_ptr, chosen_stride = chosen_rows
-    row, t = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + row)
     slot = tl.where(slot < 0, slot + slots, slot)
     tl.store(computed_ptr + slot, tl.load(contexts_ptr + row) + tl.load(last_ptr + row) + 1)

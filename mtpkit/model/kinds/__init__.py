@@ -23,7 +23,8 @@ KINDS: dict[str, LayerKind] = {}
 
 
 def register(kind: LayerKind) -> None:
-    """Register a layer kind, so that models can use it; a kind from outside mtpkit needs nothing else."""
+    """Register a layer kind, so that models can use it; a kind from outside mtpkit needs nothing
+    else."""
     if SECTIONS.get(kind.letter) is not kind.section:
         register_section(kind.section)
     KINDS[kind.letter] = kind
@@ -48,14 +49,18 @@ class UnevenSize(NamedTuple):
     """Whether several ranks may hold the same part."""
 
 
-def uneven_sizes(config: ModelConfig, ranks: int, whole_experts: bool = False) -> Iterator[UnevenSize]:
-    """Yield the sizes of a model's layers that cannot be divided over `ranks` tensor-parallel ranks.
+def uneven_sizes(
+    config: ModelConfig, ranks: int, whole_experts: bool = False
+) -> Iterator[UnevenSize]:
+    """Yield the sizes of a model's layers that cannot be divided over `ranks` tensor-parallel
+    ranks.
 
     Args:
         whole_experts: each routed expert is whole on one rank.
     """
     for kind in kinds_in(config.letters):
-        section, keys = config.section(kind.section), keys_of(kind.section)
+        section = config.section(kind.section)
+        keys = keys_of(kind.section)
         for key, size in kind.divided_sizes(config, whole_experts).items():
             if size % ranks:
                 yield UnevenSize(key, size, False)
@@ -65,8 +70,11 @@ def uneven_sizes(config: ModelConfig, ranks: int, whole_experts: bool = False) -
 
 
 def caching_length(pattern: str) -> int:
-    """Count the layers of a pattern up to the last one that keeps a state or cache of earlier tokens; 0 without any."""
-    return 1 + max((place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past), default=-1)
+    """Count the layers of a pattern up to the last one that keeps a state or cache of earlier
+    tokens; 0 without any."""
+    return 1 + max(
+        (place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past), default=-1
+    )
 
 
 class StageModel(Protocol):
@@ -87,7 +95,8 @@ def layers_of(model: StageModel, heads: bool = True) -> Iterator[tuple[str, nn.M
         heads: include the layers of the heads.
     """
     stage = model.stage_patterns[model.pg_collection.pp.rank()]
-    for number, layer in enumerate(model.decoder.layers):  # none if the model was built without base layers
+    # none if the model was built without base layers
+    for number, layer in enumerate(model.decoder.layers):
         yield f"decoder.layers.{number}", layer, KINDS[stage[number]]
     for depth, head in enumerate(model.mtp.layers if heads and model.mtp_process else ()):
         for number, layer in enumerate(head.mtp_model_layer.layers):

@@ -1,4 +1,5 @@
-"""Interface of layer kinds: other packages call its methods instead of testing which kind a layer has."""
+"""Interface of layer kinds: other packages call its methods instead of testing which kind a layer
+has."""
 
 import math
 import re
@@ -35,7 +36,10 @@ class Draw:
 
     def uniform(self, shape: torch.Size, low: float, high: float) -> Tensor:
         """Draw uniform numbers from `low` to `high`."""
-        return torch.rand(shape, generator=self.generator, device=self.generator.device) * (high - low) + low
+        return (
+            torch.rand(shape, generator=self.generator, device=self.generator.device) * (high - low)
+            + low
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Experts:
     chosen: int = 0
     """Experts that a token is routed to."""
     names: tuple[str, ...] = ()
-    """Names in `LayerKind.tensors` of the tensors that hold the experts' matrices, one expert after the other."""
+    """Names in `LayerKind.tensors` of the tensors that hold the experts' matrices, one expert after
+    the other."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Matrices:
         return self.always + self.expert * self.experts.count
 
     def read(self, tokens: float) -> float:
-        """Return the expected elements that a batch of `tokens` tokens reads if each token draws experts at random."""
+        """Return the expected elements that a batch of `tokens` tokens reads if each token draws
+        experts at random."""
         if not self.experts.count:
             return self.always
         missed = (1 - self.experts.chosen / self.experts.count) ** tokens
@@ -87,7 +93,8 @@ class GatedNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear as decoding calls it: the sizes of its weight [outputs, width], and the operations around it."""
+    """A linear as decoding calls it: the sizes of its weight [outputs, width], and the operations
+    around it."""
 
     name: str
     outputs: int
@@ -104,7 +111,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Memory:
-    """Sizes of the states and caches that one layer keeps of earlier tokens, and FLOPs of reading them."""
+    """Sizes of the states and caches that one layer keeps of earlier tokens, and FLOPs of reading
+    them."""
 
     state: int = 0
     """Elements of recurrent state per request."""
@@ -115,7 +123,8 @@ class Memory:
     score_flops: int = 0
     """FLOPs per token for each token that it attends to."""
     prompt_score_flops: int = 0
-    """`score_flops` if both tokens belong to a prompt that is computed at once; 0: the same as `score_flops`."""
+    """`score_flops` if both tokens belong to a prompt that is computed at once; 0: the same as
+    `score_flops`."""
 
 
 class Slot(NamedTuple):
@@ -128,9 +137,11 @@ class Slot(NamedTuple):
 
 
 class LayerKind(ABC):
-    """A kind of layer, written as one letter in patterns. `KINDS` holds one instance of each subclass.
+    """A kind of layer, written as one letter in patterns. `KINDS` holds one instance of each
+    subclass.
 
-    All layers of a kind in a base are alike but for their weights: the same sizes, switches and kernels.
+    All layers of a kind in a base are alike but for their weights: the same sizes, switches and
+    kernels.
     """
 
     name: ClassVar[str]
@@ -138,27 +149,33 @@ class LayerKind(ABC):
     section: ClassVar[type[Section]]
     """Class of the kind's sizes and switches, which also has its letter and title."""
     slot: ClassVar[Slot]
-    """Layer type of megatron-core's stack that it is built as; kinds with the same slot never share a model."""
+    """Layer type of megatron-core's stack that it is built as; kinds with the same slot never share
+    a model."""
     mixer: ClassVar[str] = ""
-    """Name of the layer's module that keeps a state, or keys and values. The module looks them up by its `layer_name`,
-    which is set when a model is built. If its states have a ring, it has a `fold`, see `RecurrentMixer.fold`. Empty:
-    layers keep nothing of earlier tokens."""
+    """Name of the layer's module that keeps a state, or keys and values. The module looks them up
+    by its `layer_name`, which is set when a model is built. If its states have a ring, it has a
+    `fold`, see `RecurrentMixer.fold`. Empty: layers keep nothing of earlier tokens."""
     narrows: ClassVar[bool] = False
-    """Whether a layer computes results only for the tokens `StepInput.keep`, while all tokens update its state. Layers
-    of other kinds compute all results, some of which may then be dropped."""
+    """Whether a layer computes results only for the tokens `StepInput.keep`, while all tokens
+    update its state. Layers of other kinds compute all results, some of which may then be
+    dropped."""
     fp8_products: ClassVar[bool] = True
-    """Whether Transformer Engine can run the layer's products in fp8, which need a multiple of 8 tokens each."""
+    """Whether Transformer Engine can run the layer's products in fp8, which need a multiple of 8
+    tokens each."""
     writes_residual: ClassVar[tuple[str, ...]] = ()
     """Modules whose output is added to the residual stream."""
     divided: ClassVar[tuple[str, ...]] = ()
-    """Fields of the section that tensor-parallel ranks divide among themselves, see `divided_sizes`."""
+    """Fields of the section that tensor-parallel ranks divide among themselves, see
+    `divided_sizes`."""
     divided_experts: ClassVar[tuple[str, ...]] = ()
     """Fields in `divided` that are sizes of a routed expert."""
     divided_or_shared: ClassVar[tuple[str, ...]] = ()
-    """Fields that tensor-parallel ranks divide; with more ranks than the size, several ranks share one part."""
+    """Fields that tensor-parallel ranks divide; with more ranks than the size, several ranks share
+    one part."""
 
     other_keys: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Megatron's alternative names of a setting, one tuple each, the section's key first; the first name set wins."""
+    """Megatron's alternative names of a setting, one tuple each, the section's key first; the first
+    name set wins."""
     attention_variant: ClassVar[str] = ""
     """Megatron's `experimental_attention_variant` of models with such layers."""
     feed_forward: ClassVar[tuple[str, ...]] = ()
@@ -189,13 +206,17 @@ class LayerKind(ABC):
         """Count the elements that a layer holds per token at its widest point."""
 
     def divided_sizes(self, config: ModelConfig, whole_experts: bool = False) -> Mapping[str, int]:
-        """Return the sizes, by their keys in files, that tensor-parallel ranks divide among themselves.
+        """Return the sizes, by their keys in files, that tensor-parallel ranks divide among
+        themselves.
 
         Args:
             whole_experts: each routed expert is whole on one rank.
         """
-        section, keys = config.section(self.section), keys_of(self.section)
-        divided = [name for name in self.divided if not (whole_experts and name in self.divided_experts)]
+        section = config.section(self.section)
+        keys = keys_of(self.section)
+        divided = [
+            name for name in self.divided if not (whole_experts and name in self.divided_experts)
+        ]
         return {keys[name]: getattr(section, name) for name in divided}
 
     def experts(self, config: ModelConfig) -> Experts:
@@ -207,11 +228,13 @@ class LayerKind(ABC):
         return ()
 
     def memory(self, config: ModelConfig) -> Memory:
-        """Count what a layer keeps of earlier tokens over all ranks, and the FLOPs of reading it."""
+        """Count what a layer keeps of earlier tokens over all ranks, and the FLOPs of reading
+        it."""
         return Memory()
 
     def settings(self, config: ModelConfig) -> dict[str, object]:
-        """Return fields of megatron-core's `TransformerConfig` that only models with such layers need."""
+        """Return fields of megatron-core's `TransformerConfig` that only models with such layers
+        need."""
         return {}
 
     def fixed_settings(self, there: bool) -> Mapping[str, object]:
@@ -223,7 +246,8 @@ class LayerKind(ABC):
         return {}
 
     def derived_settings(self, settings: Settings, hidden_size: int) -> Mapping[str, object]:
-        """Return values, by keys in files, that Megatron derives from other settings if those keys are not set."""
+        """Return values, by keys in files, that Megatron derives from other settings if those keys
+        are not set."""
         return {}
 
     def ignored_settings(self, settings: Settings) -> Collection[str]:
@@ -231,17 +255,21 @@ class LayerKind(ABC):
         return ()
 
     def gpt_layers(self, settings: Settings) -> LayerMarks | bool:
-        """Return which layers of a `GPTModel` have this kind: a setting that marks them, True for all, or False for
-        none. If several mixer kinds, or several feed-forward kinds, claim a layer, the last one in `KINDS` gets it."""
+        """Return which layers of a `GPTModel` have this kind: a setting that marks them, True for
+        all, or False for none. If several mixer kinds, or several feed-forward kinds, claim a
+        layer, the last one in `KINDS` gets it."""
         return False
 
-    def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
-        """Draw the initial values of the parameter `name` of a model; None: the parameter gets the usual ones."""
+    def initial(
+        self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw
+    ) -> Tensor | None:
+        """Draw the initial values of the parameter `name` of a model; None: the parameter gets the
+        usual ones."""
         return None
 
     def parts(self, name: str, size: int, config: ModelConfig) -> list[int]:
-        """Return the sizes of the parts of the parameter `name`, along the dimension that tensor-parallel ranks split,
-        which has length `size`. Each part is split by itself."""
+        """Return the sizes of the parts of the parameter `name`, along the dimension that
+        tensor-parallel ranks split, which has length `size`. Each part is split by itself."""
         return [size]
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
@@ -250,13 +278,18 @@ class LayerKind(ABC):
 
     def matrices(self, config: ModelConfig) -> Matrices:
         """Count the elements of a layer's matrices."""
-        experts, tensors = self.experts(config), self.tensors(config)
+        experts = self.experts(config)
+        tensors = self.tensors(config)
         always = sum(math.prod(shape) for shape in tensors.values() if len(shape) == 2)
-        return Matrices(always, sum(math.prod(tensors[name][1:]) for name in experts.names), experts)
+        return Matrices(
+            always, sum(math.prod(tensors[name][1:]) for name in experts.names), experts
+        )
 
     def linears(self, config: ModelConfig) -> Sequence[Linear]:
-        """Return the linears that a layer calls in decoding, derived from the names of its tensors."""
-        tensors, matrices = self.tensors(config), dict[str, list[Shape]]()
+        """Return the linears that a layer calls in decoding, derived from the names of its
+        tensors."""
+        tensors = self.tensors(config)
+        matrices = dict[str, list[Shape]]()
         for tensor, shape in tensors.items():
             if len(shape) == 2 and (match := _MATRIX.fullmatch(tensor)):
                 matrices.setdefault(match[1], []).append(shape)
@@ -273,7 +306,8 @@ class LayerKind(ABC):
         ]
 
     def vectors(self, config: ModelConfig) -> int:
-        """Count the elements of a layer's other parameters: norms, biases, convolutions, rates of heads."""
+        """Count the elements of a layer's other parameters: norms, biases, convolutions, rates of
+        heads."""
         names = self.experts(config).names
         shapes = [shape for name, shape in self.tensors(config).items() if name not in names]
         return sum(math.prod(shape) for shape in shapes if len(shape) != 2)

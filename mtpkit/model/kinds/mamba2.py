@@ -20,28 +20,37 @@ from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.residual import MambaLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec
 
-ROWS, CHANNELS = ("z", "x", "B", "C", "dt"), ("x", "B", "C")
+ROWS = ("z", "x", "B", "C", "dt")
+CHANNELS = ("x", "B", "C")
 """Parts of `in_proj` and of the convolution; each part is a separate tensor in checkpoints."""
 
 _DECAYS = (0.02, 0.2)
-"""Range of -A for `depend_on_context`: with a step size of 0.01, a state forgets within a few thousand tokens."""
+"""Range of -A for `depend_on_context`: with a step size of 0.01, a state forgets within a few
+thousand tokens."""
 _EXPAND = 2
-"""Inner width of a layer over the hidden size, for Megatron settings without the number of heads."""
+"""Inner width of a layer over the hidden size, for Megatron settings without the number of
+heads."""
 
 
 class Mamba2(LayerKind):
     """Mamba2 (Dao and Gu 2024, arXiv:2405.21060)."""
 
-    name, section, mixer = "mamba2", Mamba2Config, "mixer"
+    name = "mamba2"
+    section = Mamba2Config
+    mixer = "mixer"
     slot = Slot("M", "mamba_layer")
     narrows = True
     writes_residual = ("out_proj",)
     divided = ("num_heads", "num_groups")
 
     def spec(self, backend: Backend, config: ModelConfig) -> ModuleSpec:
-        linears = MambaMixerSubmodules(in_proj=backend.norm_column_linear, out_proj=backend.row_linear)
+        linears = MambaMixerSubmodules(
+            in_proj=backend.norm_column_linear, out_proj=backend.row_linear
+        )
         mixer = ModuleSpec(module=MambaMixer, submodules=linears)
-        return ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add))
+        return ModuleSpec(
+            MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add)
+        )
 
     def settings(self, config: ModelConfig) -> dict[str, object]:
         names = ("num_heads", "head_dim", "state_dim", "num_groups")
@@ -53,11 +62,16 @@ class Mamba2(LayerKind):
         return {"mamba_num_heads": _EXPAND * hidden_size // width}
 
     def tensors(self, config: ModelConfig) -> dict[str, Shape]:
-        sizes, hidden, rows = config.mamba2, config.hidden_size, self._rows(config)
+        sizes = config.mamba2
+        hidden = config.hidden_size
+        rows = self._rows(config)
         return {
             "mixer.in_proj.layer_norm_weight": (hidden,),
             **{f"mixer.in_proj.weight.{part}": (rows[part], hidden) for part in ROWS},
-            **{f"mixer.conv1d.weight.{part}": (rows[part], 1, sizes.conv_kernel) for part in CHANNELS},
+            **{
+                f"mixer.conv1d.weight.{part}": (rows[part], 1, sizes.conv_kernel)
+                for part in CHANNELS
+            },
             **{f"mixer.conv1d.bias.{part}": (rows[part],) for part in CHANNELS},
             **{f"mixer.{name}": (sizes.num_heads,) for name in ("A_log", "D", "dt_bias")},
             "mixer.norm.weight": (sizes.inner,),
@@ -66,7 +80,13 @@ class Mamba2(LayerKind):
 
     def _rows(self, config: ModelConfig) -> dict[str, int]:
         sizes = config.mamba2
-        return dict(zip(ROWS, (sizes.inner, sizes.inner, sizes.bc_width, sizes.bc_width, sizes.num_heads), strict=True))
+        return dict(
+            zip(
+                ROWS,
+                (sizes.inner, sizes.inner, sizes.bc_width, sizes.bc_width, sizes.num_heads),
+                strict=True,
+            )
+        )
 
     def parts(self, name: str, size: int, config: ModelConfig) -> list[int]:
         rows = self._rows(config)
@@ -85,21 +105,26 @@ class Mamba2(LayerKind):
 
     def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
         sizes = config.mamba2
-        heads, groups = sizes.num_heads // ranks, sizes.num_groups // ranks
+        heads = sizes.num_heads // ranks
+        groups = sizes.num_groups // ranks
         inputs = {
             "x": Part((heads, sizes.head_dim)),
             "B": Part((groups, sizes.state_dim)),
             "dt": Part((heads,), torch.float32),  # after softplus
         }
         recurrent = RecurrentSpec((heads, sizes.head_dim, sizes.state_dim), inputs)
-        return ConvWindowSpec(sizes.conv_kernel, (sizes.inner + 2 * sizes.bc_width) // ranks), recurrent
+        return ConvWindowSpec(
+            sizes.conv_kernel, (sizes.inner + 2 * sizes.bc_width) // ranks
+        ), recurrent
 
     def memory(self, config: ModelConfig) -> Memory:
         """Count a state that x B^T is added to and that C reads."""
         state = config.mamba2.inner * config.mamba2.state_dim
         return Memory(state=state, state_flops=4 * state)
 
-    def initial(self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw) -> Tensor | None:
+    def initial(
+        self, name: str, shape: torch.Size, config: ModelConfig, draw: Draw
+    ) -> Tensor | None:
         """Draw A, dt and the convolution as the reference code of the Mamba2 paper does."""
         if name.endswith("mixer.norm.weight"):
             return torch.ones(shape)  # also with `layernorm_zero_centered_gamma`
@@ -117,8 +142,10 @@ class Mamba2(LayerKind):
         return None
 
     def depend_on_context(self, layer: nn.Module, config: ModelConfig, draw: Draw) -> None:
-        """Make the state forget slowly, and zero the skip connection D. With the usual initial weights, Mamba2 forgets
-        within some ten tokens, and its input bypasses the state."""
+        """Make the state forget slowly, and zero the skip connection D. With the usual initial
+        weights, Mamba2 forgets within some ten tokens, and its input bypasses the state."""
         mixer = getattr(layer, self.mixer)
         mixer.D.zero_()
-        mixer.A_log.copy_(torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log())
+        mixer.A_log.copy_(
+            torch.empty(mixer.A_log.shape).uniform_(*_DECAYS, generator=draw.generator).log()
+        )

@@ -14,16 +14,19 @@ class Settings(Protocol):
         """Return a setting of any type."""
 
     def typed[T: (int, bool, str)](self, key: str, default: T) -> T:
-        """Return a setting of the default's type; for one of another type, record a problem and return the default."""
+        """Return a setting of the default's type; for one of another type, record a problem and
+        return the default."""
 
 
 class LayerMarks(NamedTuple):
-    """A setting that says which layers of a `GPTModel` have a kind, by a list of zeros and ones or by a number."""
+    """A setting that says which layers of a `GPTModel` have a kind, by a list of zeros and ones or
+    by a number."""
 
     key: str
     default: int | None
     of_number: Callable[[int, int], bool]
-    """Function of a layer's index, from 0, and the setting's number that says whether the layer has the kind."""
+    """Function of a layer's index, from 0, and the setting's number that says whether the layer has
+    the kind."""
 
 
 class UnfusedNorm(NamedTuple):

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 from mtpkit.config.sections import AttentionConfig
 from mtpkit.kernels.activation import sigmoid_gate
-from mtpkit.kernels.attention import depth_attention, paged_attention, prefill_attention, sequence_attention
+from mtpkit.kernels.attention import (
+    depth_attention,
+    paged_attention,
+    prefill_attention,
+    sequence_attention,
+)
 from mtpkit.kernels.place_qkv import place_qkv
 from mtpkit.kernels.rotary import rotate
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
@@ -19,7 +24,8 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 class CoreAttention(nn.Module):
-    """Attention over sequences. `SelfAttention` calls the kernels for MTP depths and decoding itself."""
+    """Attention over sequences. `SelfAttention` calls the kernels for MTP depths and decoding
+    itself."""
 
     def __init__(self, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
@@ -36,7 +42,9 @@ def _frequencies(settings: AttentionConfig) -> Tensor:
     if settings.yarn_factor == 1:
         return frequencies(width, settings.rotary_base)
     betas = settings.yarn_beta_fast, settings.yarn_beta_slow
-    return yarn_frequencies(width, settings.rotary_base, settings.yarn_factor, settings.yarn_original_context, *betas)
+    return yarn_frequencies(
+        width, settings.rotary_base, settings.yarn_factor, settings.yarn_original_context, *betas
+    )
 
 
 class SelfAttention(MegatronSelfAttention):
@@ -44,13 +52,15 @@ class SelfAttention(MegatronSelfAttention):
 
     config: TransformerConfig
     layer_name: str
-    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
+    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is
+    built."""
     frequencies: Tensor | None
     """Radians per position of the rotated channels; None: no rotary position embedding."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
-        settings, turns = config.mtpkit.attention, None
+        settings = config.mtpkit.attention
+        turns = None
         if settings.position_embedding_type != "none":
             turns = _frequencies(settings).to(torch.cuda.current_device())
         self.rotary_factor = settings.yarn_attention_factor
@@ -84,12 +94,16 @@ class SelfAttention(MegatronSelfAttention):
                 return residual, None
             gate = None if gate is None else gate[:, None]
         else:
-            q, k, v, *rest = self.get_query_key_value_tensors(hidden_states, output_gate=self._gated)
+            q, k, v, *rest = self.get_query_key_value_tensors(
+                hidden_states, output_gate=self._gated
+            )
             gate = rest[0] if rest else None
             positions = self._positions(q, inputs)
-            q, k = self._rotate(q, positions), self._rotate(k, positions)
+            q = self._rotate(q, positions)
+            k = self._rotate(k, positions)
             if torch.is_grad_enabled() and self.k_layernorm is None:
-                # Without the copies, the backward would keep the whole projection; k_layernorm keeps it in any case.
+                # Without the copies, the backward would keep the whole projection; k_layernorm
+                # keeps it in any case.
                 q, k, v = (t.contiguous() for t in (q, k, v))
                 gate = None if gate is None else gate.contiguous()
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, heads, d]
@@ -107,21 +121,27 @@ class SelfAttention(MegatronSelfAttention):
         return self.config.attention_output_gate
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-        """Project a step to queries, keys, values and gates, as views of the projection. megatron-core's own split
-        copies the queries to bring their heads into one dimension.
+        """Project a step to queries, keys, values and gates, as views of the projection.
+        megatron-core's own split copies the queries to bring their heads into one dimension.
 
         Returns:
-            q [T, groups, heads / groups, d]; k, v [T, groups, d]; gate [T, groups, heads / groups * d] or None; whether
-            q and k are already normalised.
+            q [T, groups, heads / groups, d]; k, v [T, groups, d]; gate [T, groups, heads / groups *
+            d] or None; whether q and k are already normalised.
         """
         if self.config.num_query_groups < self.world_size:  # a group's heads are on several ranks
-            q, k, v, *rest = self.get_query_key_value_tensors(hidden_states, output_gate=self._gated)
+            q, k, v, *rest = self.get_query_key_value_tensors(
+                hidden_states, output_gate=self._gated
+            )
             heads = q[:, 0].unflatten(1, (k.shape[2], -1))
             return heads, k[:, 0], v[:, 0], rest[0][:, 0] if rest else None, True
         qkv, _ = self.linear_qkv(hidden_states)
-        width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        width = self.hidden_size_per_attention_head
+        groups = self.num_query_groups_per_partition
         qkv = qkv.view(qkv.shape[0], groups, -1, width)
-        q, k, v, gate = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1], None
+        q = qkv[:, :, :-2]
+        k = qkv[:, :, -2]
+        v = qkv[:, :, -1]
+        gate = None
         if self._gated:
             q, gate = q.chunk(2, 2)
             gate = gate.flatten(2)
@@ -132,13 +152,19 @@ class SelfAttention(MegatronSelfAttention):
         return inputs.positions_in(q.shape[1], q.shape[0], q.device)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x if self.frequencies is None else rotate(x, positions, self.frequencies, self.rotary_factor)
+        return (
+            x
+            if self.frequencies is None
+            else rotate(x, positions, self.frequencies, self.rotary_factor)
+        )
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
         if not later:
             return sequence_attention(q, k, v, inputs.documents)
-        return depth_attention(q, first_k, first_v, [k for k, _ in later], [v for _, v in later], inputs.documents)
+        return depth_attention(
+            q, first_k, first_v, [k for k, _ in later], [v for _, v in later], inputs.documents
+        )
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, normed: bool, step: StepInput) -> Tensor:
         """Store the step's keys and values [T, groups, d], then attend through the cache.
@@ -172,14 +198,23 @@ class SelfAttention(MegatronSelfAttention):
         if step.keep is not None:
             kept = torch.searchsorted(step.query_start[1:], step.keep, right=True)
             newest = step.block_tables[kept], step.positions[step.keep]
-            return paged_attention(q[:, None], cache.key, cache.value, *newest)[:, 0] if len(q) else q.flatten(1, 2)
-        rows, start = step.num_decode_rows, step.num_decode_tokens
+            return (
+                paged_attention(q[:, None], cache.key, cache.value, *newest)[:, 0]
+                if len(q)
+                else q.flatten(1, 2)
+            )
+        rows = step.num_decode_rows
+        start = step.num_decode_tokens
         outputs = []
         if rows:
             places = step.block_tables[:rows], *step.attended
             decode_q = q[:start].unflatten(0, (rows, step.decode_width))
             outputs.append(paged_attention(decode_q, cache.key, cache.value, *places).flatten(0, 1))
         if step.num_chunk_rows:
-            tables, lengths, starts = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
-            outputs.append(prefill_attention(q[start:], cache.key, cache.value, tables, lengths, starts))
+            tables = step.block_tables[rows:]
+            lengths = step.context_lens[rows:]
+            starts = step.query_start[rows:]
+            outputs.append(
+                prefill_attention(q[start:], cache.key, cache.value, tables, lengths, starts)
+            )
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -1,8 +1,9 @@
-"""Helpers of layers: parameters that ranks split, and linears that recompute their input in the backward.
+"""Helpers of layers: parameters that ranks split, and linears that recompute their input in the
+backward.
 
-The output of an activation or a norm is as large as its input, which its own backward keeps anyway, and recomputing it
-costs little beside the matrix product that follows (selective activation recomputation: Korthikanti et al. 2022,
-arXiv:2205.05198).
+The output of an activation or a norm is as large as its input, which its own backward keeps anyway,
+and recomputing it costs little beside the matrix product that follows (selective activation
+recomputation: Korthikanti et al. 2022, arXiv:2205.05198).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +24,9 @@ _keeps = ContextVar("mtpkit_keeps_inputs", default=False)
 
 
 class NoExtraState:
-    """Mixin of modules whose checkpoints have the extra-state key of Transformer Engine's modules, without a value. The
-    fp8 scales that Transformer Engine keeps there are recomputed from the tensors themselves."""
+    """Mixin of modules whose checkpoints have the extra-state key of Transformer Engine's modules,
+    without a value. The fp8 scales that Transformer Engine keeps there are recomputed from the
+    tensors themselves."""
 
     def get_extra_state(self) -> None:
         """Return nothing."""
@@ -36,16 +38,20 @@ class NoExtraState:
 def split_parameter(values: Tensor) -> nn.Parameter:
     """Make a parameter from this rank's rows of a tensor that tensor-parallel ranks split."""
     parameter = nn.Parameter(values)
-    parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = 0  # type: ignore[attr-defined]
     return parameter
 
 
 class SplitOverRanks(nn.Module):
-    """Mixin of modules with parameters from `split_parameter`, so that their checkpoints load at any parallelism."""
+    """Mixin of modules with parameters from `split_parameter`, so that their checkpoints load at
+    any parallelism."""
 
     tp_group: ProcessGroup
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
         """Return Megatron's distributed-checkpoint entries of the module and its children."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Tensor] = {}
@@ -53,20 +59,27 @@ class SplitOverRanks(nn.Module):
         entries = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
-            {name: value.partition_dim for name, value in own.items() if hasattr(value, "partition_dim")},
+            {
+                name: value.partition_dim
+                for name, value in own.items()
+                if hasattr(value, "partition_dim")
+            },
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
         for name, module in self.named_children():
             child = f"{prefix}{name}."
-            entries |= sharded_state_dict_default(module, child, sharded_offsets, metadata, tp_group=self.tp_group)
+            entries |= sharded_state_dict_default(
+                module, child, sharded_offsets, metadata, tp_group=self.tp_group
+            )
         return entries
 
 
 @contextmanager
 def keeping_inputs() -> Iterator[None]:
-    """Make linears inside keep their inputs: for code that is recomputed as a whole in the backward anyway."""
+    """Make linears inside keep their inputs: for code that is recomputed as a whole in the backward
+    anyway."""
     token = _keeps.set(True)
     try:
         yield
@@ -74,8 +87,11 @@ def keeping_inputs() -> Iterator[None]:
         _keeps.reset(token)
 
 
-def linear_of[R](linear: Callable[[Tensor], R], function: Callable[..., Tensor], *inputs: Tensor) -> R:
-    """Compute linear(function(*inputs)); the linear's backward calls `function` again, so it must not be random."""
+def linear_of[R](
+    linear: Callable[[Tensor], R], function: Callable[..., Tensor], *inputs: Tensor
+) -> R:
+    """Compute linear(function(*inputs)); the linear's backward calls `function` again, so it must
+    not be random."""
     made = function(*inputs)
     if _keeps.get() or not (torch.is_grad_enabled() and made.requires_grad):
         return linear(made)

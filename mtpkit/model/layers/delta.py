@@ -1,4 +1,5 @@
-"""Gated delta net: chunked rule over sequences, recurrence over decode steps, readout at MTP depths."""
+"""Gated delta net: chunked rule over sequences, recurrence over decode steps, readout at MTP
+depths."""
 
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +27,8 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 class Tokens(NamedTuple):
-    """Inputs of the recurrence per token, see `delta_inputs`: q and k [..., j, k], v [..., h, v], g, beta [..., h]."""
+    """Inputs of the recurrence per token, see `delta_inputs`: q and k [..., j, k], v [..., h, v],
+    g, beta [..., h]."""
 
     q: Tensor
     k: Tensor
@@ -38,13 +40,14 @@ class Tokens(NamedTuple):
 class HeadNorm(NoExtraState, nn.Module):
     """RMS norm of each value head, followed by the gate; all heads and all ranks share one weight.
 
-    Its weight is stored in fp32 in models of any dtype. Hugging Face's files hold 1 + the weight: in bf16, subtracting
-    the 1 would round factors below 0.5, a factor of 0.005 by up to 40%.
+    Its weight is stored in fp32 in models of any dtype. Hugging Face's files hold 1 + the weight:
+    in bf16, subtracting the 1 would round factors below 0.5, a factor of 0.005 by up to 40%.
     """
 
     def __init__(self, config: TransformerConfig, width: int) -> None:
         super().__init__()
-        self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        self.eps = config.layernorm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = norm_weight(width, config, torch.float32)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
@@ -53,10 +56,11 @@ class HeadNorm(NoExtraState, nn.Module):
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """Gated delta net (Yang et al. 2024, arXiv:2412.06464) with the parameters and sharding of Megatron's mixer.
+    """Gated delta net (Yang et al. 2024, arXiv:2412.06464) with the parameters and sharding of
+    Megatron's mixer.
 
-    `A_log` and `dt_bias` are stored in fp32: rounding them to bf16 would change the decays. So is the weight of the
-    output norm, see `HeadNorm`.
+    `A_log` and `dt_bias` are stored in fp32: rounding them to bf16 would change the decays. So is
+    the weight of the output norm, see `HeadNorm`.
     """
 
     pieces = ("conv", "gate", "rates")
@@ -69,13 +73,19 @@ class GatedDeltaNet(RecurrentMixer):
         pg_collection: ProcessGroupCollection,
         **_: object,
     ) -> None:
-        sizes, ranks = config.mtpkit.gated_delta_net, pg_collection.tp.size()
-        keys, values, heads = sizes.key_width // ranks, sizes.value_width // ranks, sizes.num_value_heads // ranks
+        sizes = config.mtpkit.gated_delta_net
+        ranks = pg_collection.tp.size()
+        keys = sizes.key_width // ranks
+        values = sizes.value_width // ranks
+        heads = sizes.num_value_heads // ranks
         channels = {"query": keys, "key": keys, "value": values}
         rows = {**channels, "z": values, "beta": heads, "alpha": heads}
         kernel = sizes.conv_kernel_dim
-        super().__init__(config, submodules, pg_collection, rows, channels, values, kernel, conv_bias=False)
-        self.num_key_heads, self.num_value_heads = sizes.num_key_heads // ranks, heads
+        super().__init__(
+            config, submodules, pg_collection, rows, channels, values, kernel, conv_bias=False
+        )
+        self.num_key_heads = sizes.num_key_heads // ranks
+        self.num_value_heads = heads
         zeros = partial(torch.zeros, heads, dtype=torch.float32, device=torch.cuda.current_device())
         self.dt_bias, self.A_log = split_parameter(zeros()), split_parameter(zeros())
         self.out_norm = HeadNorm(config, sizes.value_head_dim)
@@ -84,7 +94,9 @@ class GatedDeltaNet(RecurrentMixer):
         """See `RecurrentMixer.normed`."""
         return self.out_norm(y, z)
 
-    def _raw(self, conv_out: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _raw(
+        self, conv_out: Tensor, rates: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v, a and b as the kernels of decode steps take them."""
         q, k, v = conv_out.split(list(self.channels.values()), -1)
         b, a = rates.chunk(2, -1)
@@ -101,18 +113,25 @@ class GatedDeltaNet(RecurrentMixer):
         tokens = self._tokens(conv_out, rates)
         return self._read(tokens, tokens.q[:, :, None], inputs)[:, :, 0]
 
-    def _read(self, tokens: Tokens, queries: Tensor, inputs: SequenceInput, wide: bool = False) -> Tensor:
-        """Read each token's state with queries [b, s, m, j, k]; returns [b, s, m, h, v], in fp32 if `wide`."""
+    def _read(
+        self, tokens: Tokens, queries: Tensor, inputs: SequenceInput, wide: bool = False
+    ) -> Tensor:
+        """Read each token's state with queries [b, s, m, j, k]; returns [b, s, m, h, v], in fp32 if
+        `wide`."""
         shape = queries.shape[:2]
         starts = inputs.starts(shape[0], shape[1], queries.device)
         q, k, v, g, beta = (t.flatten(0, 1) for t in (queries, *tokens[1:]))
         return delta_rule(q, k, v, g, beta, starts, wide).unflatten(0, shape)
 
-    def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
+    def scan_rows(
+        self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None
+    ) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
         q, k, v, g, beta = self._tokens(conv_out, rates)
         states, slots, context_lens = places or (None, None, None)
-        return delta_varlen(q, k, v, g, beta, starts, states=states, slots=slots, context_lens=context_lens)
+        return delta_varlen(
+            q, k, v, g, beta, starts, states=states, slots=slots, context_lens=context_lens
+        )
 
     def update(
         self,
@@ -174,8 +193,9 @@ class GatedDeltaNet(RecurrentMixer):
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.
 
-        With S_i depth 1's state, S^k_i = exp(g_k) S^{k-1}_i + u_k k_k^T and S^1_i = S_i, where u_k = beta_k (v_k -
-        exp(g_k) S^{k-1}_i k_k). So k_k and q_k each read the decayed S_i, plus one term for each of depths 2..k.
+        With S_i depth 1's state, S^k_i = exp(g_k) S^{k-1}_i + u_k k_k^T and S^1_i = S_i, where u_k
+        = beta_k (v_k - exp(g_k) S^{k-1}_i k_k). So k_k and q_k each read the decayed S_i, plus one
+        term for each of depths 2..k.
         """
         name = f"{self.layer_name}.corrections"
         current = self._tokens(conv_out, rates)
@@ -188,8 +208,12 @@ class GatedDeltaNet(RecurrentMixer):
         rep = self.num_value_heads // self.num_key_heads
         log_decay = current.g  # sum over the depths after `entry`, up to depth k
         total = torch.zeros_like(held)
-        for entry, u in zip(reversed(later[:-1]), reversed(inputs.left(name, Tensor, first=2)), strict=True):
-            scores = (reads.float() * entry.k.float()[:, :, None]).sum(-1).repeat_interleave(rep, -1)
+        for entry, u in zip(
+            reversed(later[:-1]), reversed(inputs.left(name, Tensor, first=2)), strict=True
+        ):
+            scores = (
+                (reads.float() * entry.k.float()[:, :, None]).sum(-1).repeat_interleave(rep, -1)
+            )
             total = total + (torch.exp(log_decay)[:, :, None] * scores)[..., None] * u[:, :, None]
             log_decay = log_decay + entry.g
         held = total + torch.exp(log_decay)[:, :, None, :, None] * held

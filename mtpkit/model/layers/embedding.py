@@ -1,7 +1,7 @@
 """The last pipeline stage's embedding, rounded to integers.
 
-The heads embed the tokens that they draft after, but the base's own embedding is on the first stage. The last stage
-therefore has a copy; rounding that copy changes only drafts.
+The heads embed the tokens that they draft after, but the base's own embedding is on the first
+stage. The last stage therefore has a copy; rounding that copy changes only drafts.
 """
 
 import torch
@@ -15,7 +15,8 @@ from mtpkit.kernels.integer_rows import IntegerBits, IntegerRows
 
 
 class IntegerEmbedding(nn.Module):
-    """Replacement for megatron-core's `VocabParallelEmbedding` with an integer table and without gradients.
+    """Replacement for megatron-core's `VocabParallelEmbedding` with an integer table and without
+    gradients.
 
     Args:
         whole: the embedding to round.
@@ -27,7 +28,9 @@ class IntegerEmbedding(nn.Module):
     def __init__(self, whole: VocabParallelEmbedding, bits: IntegerBits) -> None:
         super().__init__()
         rows = IntegerRows.of(whole.weight, bits)
-        self.first, self.tp_group, self.dtype = whole.vocab_start_index, whole.tp_group, whole.weight.dtype
+        self.first = whole.vocab_start_index
+        self.tp_group = whole.tp_group
+        self.dtype = whole.weight.dtype
         self.register_buffer("values", rows.values)
         self.register_buffer("scales", rows.scales)
 
@@ -43,12 +46,19 @@ class IntegerEmbedding(nn.Module):
         local = token_ids - self.first
         held = (local >= 0) & (local < len(self.values))
         own = self.rows.at(torch.where(held, local, 0), self.dtype)
-        return reduce_from_tensor_model_parallel_region(own.masked_fill(~held[..., None], 0), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(
+            own.masked_fill(~held[..., None], 0), group=self.tp_group
+        )
 
 
 def has_draft_embedding(model: HybridModel) -> bool:
-    """Return whether a stage has an embedding only for drafts: neither the base's own nor its lm_head."""
-    return model.mtp_process and not model.pre_process and not model.share_embeddings_and_output_weights
+    """Return whether a stage has an embedding only for drafts: neither the base's own nor its
+    lm_head."""
+    return (
+        model.mtp_process
+        and not model.pre_process
+        and not model.share_embeddings_and_output_weights
+    )
 
 
 def draft_embedding_bytes(model: HybridModel) -> int:
@@ -61,7 +71,8 @@ def draft_embedding_bytes(model: HybridModel) -> int:
 
 @torch.no_grad()
 def round_draft_embedding(model: HybridModel, bits: IntegerBits) -> None:
-    """Round the embedding that a model has only for drafts to integers; a model without one stays as it is.
+    """Round the embedding that a model has only for drafts to integers; a model without one stays
+    as it is.
 
     Raises:
         UserError: the embedding has already been rounded to another number of bits.
@@ -73,5 +84,6 @@ def round_draft_embedding(model: HybridModel, bits: IntegerBits) -> None:
         model.embedding.word_embeddings = IntegerEmbedding(table, bits)
     elif table.rows.bits != bits:
         raise UserError(
-            f"the draft embedding of this model is already int{table.rows.bits}, not int{bits}: load the model again"
+            f"the draft embedding of this model is already int{table.rows.bits}, not int{bits}:"
+            " load the model again"
         )

@@ -18,10 +18,12 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
-    """Return whether the linear is only a matrix product, possibly with a bias and a sum over ranks: no fp8, no
-    gradient to `inputs` or the bias, no sequence parallelism."""
+    """Return whether the linear is only a matrix product, possibly with a bias and a sum over
+    ranks: no fp8, no gradient to `inputs` or the bias, no sequence parallelism."""
     tensors = (*inputs, module.bias)
-    differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    differentiated = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
     return not differentiated and not module.sequence_parallel and module.weight_scale is None
 
 
@@ -41,13 +43,18 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
     """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map input_ [s, b, in] to (output [s, b, out / tp], bias for the caller to add)."""
         used = self.weight if weight is None else weight
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if is_plain(self, input_, used) and (self.tp_group.size() == 1 or not gathers):
-            output = linear(input_.flatten(0, -2), used, bias=self.bias, early=self.tp_group.size() > 1)
+            output = linear(
+                input_.flatten(0, -2), used, bias=self.bias, early=self.tp_group.size() > 1
+            )
             return output.view(*input_.shape[:-1], len(used)), None
         if self.weight_scale is not None:
             return _in_fp8(self, input_), None
@@ -55,21 +62,31 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear of the RMS norm of its input; the norm's weight is `layer_norm_weight`, as in Megatron."""
+    """Column-parallel linear of the RMS norm of its input; the norm's weight is
+    `layer_norm_weight`, as in Megatron."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object
+    ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps, self.zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        self.eps = config.layernorm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.layer_norm_weight = norm_weight(input_size, config)
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Norm input_ [s, b, input_size] and multiply; returns (output [s, b, output_size / tp], bias)."""
+        """Norm input_ [s, b, input_size] and multiply; returns (output [s, b, output_size / tp],
+        bias)."""
         given = weight is not None or runtime_gather_output is not None
         if not given and is_plain(self, input_, self.weight, self.layer_norm_weight):
             return self._fused(input_, None), None
-        product = partial(super().forward, weight=weight, runtime_gather_output=runtime_gather_output)
+        product = partial(
+            super().forward, weight=weight, runtime_gather_output=runtime_gather_output
+        )
         norm = partial(rms_norm, eps=self.eps, zero_centered=self.zero_centered)
         return linear_of(product, norm, input_, self.layer_norm_weight)
 
@@ -78,7 +95,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return rms_norm(input_, self.layer_norm_weight, self.eps, self.zero_centered)
 
     def activated(self, input_: Tensor, activation: Literal["relu2", "swiglu"]) -> Tensor:
-        """Return the activation of the output; with few rows, `relu2` is fused into the product's kernel."""
+        """Return the activation of the output; with few rows, `relu2` is fused into the product's
+        kernel."""
         if activation == "relu2" and is_plain(self, input_, self.weight, self.layer_norm_weight):
             return self._fused(input_, activation)
         return ACTIVATIONS[activation](self(input_)[0])
@@ -103,8 +121,11 @@ class CopiedLinear(NoExtraState, nn.Module):
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__()
         device = torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-        # Under sequence parallelism each rank sees part of the sequence; this flag sums the gradients over ranks.
+        self.weight = nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        )
+        # Under sequence parallelism each rank sees part of the sequence; this flag sums the
+        # gradients over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -115,32 +136,47 @@ class CopiedLinear(NoExtraState, nn.Module):
 
 
 class RowParallelLinear(MegatronRowParallelLinear):
-    """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream.
+    """Linear whose input features are split over tensor-parallel ranks; can add its output to a
+    residual stream.
 
-    A `residual` [s, b, out] may be overwritten by the sum: the matrix product accumulates into it where possible, so
-    that the addition costs neither a kernel nor a copy.
+    A `residual` [s, b, out] may be overwritten by the sum: the matrix product accumulates into it
+    where possible, so that the addition costs neither a kernel nor a copy.
     """
 
     weight_scale: Tensor | None = None
     """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
 
-    def forward(self, input_: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Map input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
+    def forward(
+        self, input_: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to
+        add)."""
         return self._forward(input_, None, None, residual)
 
     def gated(
         self, input_: Tensor, gate: Tensor, norm: GatedRMSNorm, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Run `forward` on norm(input_, gate); with few rows the norm is fused into the product's kernel."""
+        """Run `forward` on norm(input_, gate); with few rows the norm is fused into the product's
+        kernel."""
         return self._forward(input_, gate, norm, residual)
 
     def _forward(
-        self, input_: Tensor, gate: Tensor | None, norm: GatedRMSNorm | None, residual: Tensor | None
+        self,
+        input_: Tensor,
+        gate: Tensor | None,
+        norm: GatedRMSNorm | None,
+        residual: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.bias is None, "built without"
-        if not is_plain(self, input_, self.weight, residual, gate, None if norm is None else norm.weight):
+        if not is_plain(
+            self, input_, self.weight, residual, gate, None if norm is None else norm.weight
+        ):
             input_ = input_ if norm is None else norm(input_, gate)
-            output, bias = super().forward(input_) if self.weight_scale is None else (_in_fp8(self, input_), None)
+            output, bias = (
+                super().forward(input_)
+                if self.weight_scale is None
+                else (_in_fp8(self, input_), None)
+            )
             return (output if residual is None else residual + output), bias
         if self.tp_group.rank():
             residual = None  # only the first rank adds it, so that it counts once

@@ -1,4 +1,5 @@
-"""Mamba2 mixer: chunked scan over sequences, recurrence over decode steps, readout at MTP depths."""
+"""Mamba2 mixer: chunked scan over sequences, recurrence over decode steps, readout at MTP
+depths."""
 
 from functools import partial
 from typing import NamedTuple
@@ -21,8 +22,8 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 class ScanInputs(NamedTuple):
-    """Inputs of the recurrence per token: x [..., h, p], B and C [..., g, n] after the convolution, dt [..., h] before
-    bias and softplus."""
+    """Inputs of the recurrence per token: x [..., h, p], B and C [..., g, n] after the convolution,
+    dt [..., h] before bias and softplus."""
 
     x: Tensor
     dt: Tensor
@@ -31,7 +32,8 @@ class ScanInputs(NamedTuple):
 
 
 class MambaMixer(RecurrentMixer):
-    """Mamba2 (Dao and Gu 2024, arXiv:2405.21060) with the parameters and sharding of Megatron's mixer."""
+    """Mamba2 (Dao and Gu 2024, arXiv:2405.21060) with the parameters and sharding of Megatron's
+    mixer."""
 
     pieces = ("gate", "conv", "rates")
 
@@ -44,14 +46,31 @@ class MambaMixer(RecurrentMixer):
         pg_collection: ProcessGroupCollection,
         **_: object,
     ) -> None:
-        sizes, ranks = config.mtpkit.mamba2, pg_collection.tp.size()
-        heads, groups = sizes.num_heads // ranks, sizes.num_groups // ranks
-        inner, bc_width = heads * sizes.head_dim, groups * sizes.state_dim
+        sizes = config.mtpkit.mamba2
+        ranks = pg_collection.tp.size()
+        heads = sizes.num_heads // ranks
+        groups = sizes.num_groups // ranks
+        inner = heads * sizes.head_dim
+        bc_width = groups * sizes.state_dim
         channels = {"x": inner, "B": bc_width, "C": bc_width}
         rows = {"z": inner, **channels, "dt": heads}
-        super().__init__(config, submodules, pg_collection, rows, channels, inner, sizes.conv_kernel, conv_bias=True)
-        self.head_dim, self.state_dim, self.num_heads, self.num_groups = sizes.head_dim, sizes.state_dim, heads, groups
-        self.bc_width, self.chunk_size, self.dt_limit = bc_width, sizes.chunk_size, sizes.dt_limit
+        super().__init__(
+            config,
+            submodules,
+            pg_collection,
+            rows,
+            channels,
+            inner,
+            sizes.conv_kernel,
+            conv_bias=True,
+        )
+        self.head_dim = sizes.head_dim
+        self.state_dim = sizes.state_dim
+        self.num_heads = heads
+        self.num_groups = groups
+        self.bc_width = bc_width
+        self.chunk_size = sizes.chunk_size
+        self.dt_limit = sizes.dt_limit
         zeros = partial(torch.zeros, heads, device=torch.cuda.current_device())
         self.dt_bias = split_parameter(zeros(dtype=config.params_dtype))
         self.A_log = split_parameter(zeros(dtype=torch.float32))
@@ -62,7 +81,9 @@ class MambaMixer(RecurrentMixer):
         """See `RecurrentMixer.normed`."""
         return self.norm(y, z)
 
-    def _finish_step(self, y: Tensor, z: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _finish_step(
+        self, y: Tensor, z: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         return self.out_proj.gated(y, z, self.norm, residual)
 
     def _step_size(self, dt: Tensor) -> Tensor:
@@ -81,15 +102,31 @@ class MambaMixer(RecurrentMixer):
         """See `RecurrentMixer.scan`."""
         return self._scan(self._scan_inputs(conv_out, rates), self.D, inputs)
 
-    def _scan(self, tokens: ScanInputs, D: Tensor | None, inputs: SequenceInput, wide: bool = False) -> Tensor:
+    def _scan(
+        self, tokens: ScanInputs, D: Tensor | None, inputs: SequenceInput, wide: bool = False
+    ) -> Tensor:
         """Scan whole sequences, document by document, to y [b, s, h, p], in fp32 if `wide`."""
         shape = tokens.dt.shape[:2]
         starts = inputs.starts(shape[0], shape[1], tokens.dt.device)
         x, dt, B, C = (t.flatten(0, 1) for t in tokens)
-        y = ssd_scan(x, dt, self.A_log, B, C, D, self.dt_bias, self.dt_limit, starts, self.chunk_size, wide=wide)
+        y = ssd_scan(
+            x,
+            dt,
+            self.A_log,
+            B,
+            C,
+            D,
+            self.dt_bias,
+            self.dt_limit,
+            starts,
+            self.chunk_size,
+            wide=wide,
+        )
         return y.unflatten(0, shape)
 
-    def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
+    def scan_rows(
+        self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None
+    ) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
         states, slots, context_lens = places or (None, None, None)
@@ -172,8 +209,8 @@ class MambaMixer(RecurrentMixer):
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
         """See `RecurrentMixer.scan_depth`.
 
-        With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i. So y^k_i is C_k's readout of
-        the decayed S_i, plus one term for each of depths 2..k.
+        With S_i depth 1's state, S^k_i = a_k S^{k-1}_i + dt_k x_k B_k^T and S^1_i = S_i. So y^k_i
+        is C_k's readout of the decayed S_i, plus one term for each of depths 2..k.
         """
         current = self._scan_inputs(conv_out, rates)
         first, *later = inputs.leave(self.layer_name, current)
@@ -182,7 +219,8 @@ class MambaMixer(RecurrentMixer):
             inputs.leave(name, None)
             return self._scan(current, self.D, inputs)
         _, *steps = inputs.leave(name, self._step_size(rates))
-        A, rep = -torch.exp(self.A_log), self.num_heads // self.num_groups
+        A = -torch.exp(self.A_log)
+        rep = self.num_heads // self.num_groups
         readout = self._scan(first._replace(C=current.C), None, inputs, wide=True)
         log_decay = torch.zeros_like(steps[-1])  # sum over the depths after `entry`, up to depth k
         y = current.x.float() * self.D[:, None]

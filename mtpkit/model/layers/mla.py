@@ -1,20 +1,27 @@
 """Multi-head latent attention for sequences, MTP depths and paged decoding.
 
-DeepSeek-V2 (arXiv:2405.04434, section 2.1). Shape legend: s sequence, b batch, T tokens of a step, N tokens that it
-keeps, n heads of this rank, d and e head widths of keys without position and of values, C width of the latent, P width
-of the rotary key.
+DeepSeek-V2 (arXiv:2405.04434, section 2.1). Shape legend: s sequence, b batch, T tokens of a step,
+N tokens that it keeps, n heads of this rank, d and e head widths of keys without position and of
+values, C width of the latent, P width of the rotary key.
 """
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mtpkit.kernels.attention import depth_attention
 from mtpkit.kernels.kv_store import store_kv
-from mtpkit.kernels.latent_attention import chunk_attention, latent_attention, latent_context_attention
+from mtpkit.kernels.latent_attention import (
+    chunk_attention,
+    latent_attention,
+    latent_context_attention,
+)
 from mtpkit.kernels.rotary import rotate
 from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
@@ -25,7 +32,8 @@ from mtpkit.model.transformer_config import TransformerConfig
 
 
 class LatentAttention(SplitOverRanks, MegatronModule):
-    """Attention whose keys and values are computed from one latent per token, with Megatron's parameter names.
+    """Attention whose keys and values are computed from one latent per token, with Megatron's
+    parameter names.
 
     Ranks split the heads; each rank holds the whole down projections and computes all latents.
     """
@@ -34,7 +42,8 @@ class LatentAttention(SplitOverRanks, MegatronModule):
     frequencies: Tensor
     """[P / 2], radians per position."""
     layer_name: str
-    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
+    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is
+    built."""
 
     def __init__(
         self,
@@ -45,10 +54,16 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         **_: object,
     ) -> None:
         super().__init__(config)
-        sizes, shared, self.tp_group = config.mtpkit.mla, config.mtpkit.attention, pg_collection.tp
-        self.sizes, heads, hidden = sizes, shared.num_attention_heads, config.hidden_size
+        sizes = config.mtpkit.mla
+        shared = config.mtpkit.attention
+        self.tp_group = pg_collection.tp
+        self.sizes = sizes
+        heads = shared.num_attention_heads
+        hidden = config.hidden_size
         self.heads = heads // self.tp_group.size()
-        split = dict(config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group)
+        split = dict(
+            config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group
+        )
         columns = dict(split, gather_output=False, skip_bias_add=False, is_expert=False)
         up = backend.norm_column_linear if shared.qk_layernorm else backend.column_linear
         if sizes.q_lora_rank:
@@ -58,9 +73,18 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             whole = backend.norm_column_linear if sizes.q_proj_layernorm else backend.column_linear
             self.linear_q_proj = whole(hidden, heads * sizes.qk_width, **columns)
         self.linear_kv_down_proj = backend.copied_linear(hidden, sizes.row, config)
-        self.linear_kv_up_proj = up(sizes.kv_lora_rank, heads * (sizes.qk_head_dim + sizes.v_head_dim), **columns)
-        rows = dict(split, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True)
-        self.linear_proj = backend.row_linear(heads * sizes.v_head_dim, hidden, is_expert=False, **rows)
+        self.linear_kv_up_proj = up(
+            sizes.kv_lora_rank, heads * (sizes.qk_head_dim + sizes.v_head_dim), **columns
+        )
+        rows = dict(
+            split,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+        self.linear_proj = backend.row_linear(
+            heads * sizes.v_head_dim, hidden, is_expert=False, **rows
+        )
         self._add_rotary(shared.rotary_base)
         self.core_attention = backend.core_attention(
             config=config,
@@ -74,7 +98,8 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         )
 
     def _add_rotary(self, base: float) -> None:
-        """Set the frequencies, the factor of rotated channels and the scale of scores, as Megatron does."""
+        """Set the frequencies, the factor of rotated channels and the scale of scores, as Megatron
+        does."""
         sizes = self.sizes
         factor = sizes.rotary_scaling_factor
         whole = yarn_scale(factor, sizes.mscale_all_dim)
@@ -85,7 +110,8 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             turns = yarn_frequencies(sizes.qk_pos_emb_head_dim, base, factor, context, *betas)
             self.rotary_factor = yarn_scale(factor, sizes.mscale) / whole
         else:
-            turns, self.rotary_factor = frequencies(sizes.qk_pos_emb_head_dim, base), 1.0
+            turns = frequencies(sizes.qk_pos_emb_head_dim, base)
+            self.rotary_factor = 1.0
         self.register_buffer("frequencies", turns.to(torch.cuda.current_device()), persistent=False)
 
     def forward(
@@ -111,12 +137,14 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             keep = inputs.keep
             entries = self._store(hidden_states, inputs)
             if keep is not None:
-                hidden_states, residual = hidden_states[keep], None if residual is None else residual[keep]
+                hidden_states = hidden_states[keep]
+                residual = None if residual is None else residual[keep]
                 if not len(keep):
                     return (hidden_states if residual is None else residual), None
             out = self._step(hidden_states, entries, inputs)[:, None]
         else:
-            q, k, v = (t.transpose(0, 1) for t in self._project(hidden_states, inputs))  # [b, s, n, ..]
+            # [b, s, n, ..]
+            q, k, v = (t.transpose(0, 1) for t in self._project(hidden_states, inputs))
             if isinstance(inputs, DepthInput):
                 out = self._depth(q, k, v, inputs).transpose(0, 1)
             else:
@@ -124,7 +152,8 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return self.linear_proj(out.reshape(*out.shape[:2], -1), residual)
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Project x [s, b, h] to queries without position [s, b, n, d] and queries to rotate [s, b, n, P]."""
+        """Project x [s, b, h] to queries without position [s, b, n, d] and queries to rotate [s, b,
+        n, P]."""
         if self.sizes.q_lora_rank:
             q, _ = self.linear_q_up_proj(self.linear_q_down_proj(x))
         else:
@@ -133,23 +162,30 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return q[..., : self.sizes.qk_head_dim], q[..., self.sizes.qk_head_dim :]
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x [s, b, heads, P] to positions [b, s]; the weights expect channels 2i and 2i + 1 as pairs."""
+        """Rotate x [s, b, heads, P] to positions [b, s]; the weights expect channels 2i and 2i + 1
+        as pairs."""
         return rotate(x, positions, self.frequencies, self.rotary_factor, paired=True)
 
     def _project(self, x: Tensor, inputs: SequenceInput) -> tuple[Tensor, Tensor, Tensor]:
         """Project whole sequences to queries and keys [s, b, n, d + P] and values [s, b, n, e]."""
         sizes = self.sizes
         plain_q, rotary_q = self._queries(x)
-        latent, rotary_k = self.linear_kv_down_proj(x).split([sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], -1)
+        latent, rotary_k = self.linear_kv_down_proj(x).split(
+            [sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], -1
+        )
         kv, _ = self.linear_kv_up_proj(latent.contiguous())
-        plain_k, v = kv.unflatten(-1, (self.heads, -1)).split([sizes.qk_head_dim, sizes.v_head_dim], -1)
-        if self.tp_group.size() > 1:  # all ranks' heads read rotary_k, so its gradient is the sum over ranks
+        plain_k, v = kv.unflatten(-1, (self.heads, -1)).split(
+            [sizes.qk_head_dim, sizes.v_head_dim], -1
+        )
+        # all ranks' heads read rotary_k, so its gradient is the sum over ranks
+        if self.tp_group.size() > 1:
             if self.config.sequence_parallel:
                 rotary_k = gather_from_sequence_parallel_region(rotary_k, group=self.tp_group)
             else:
                 rotary_k = copy_to_tensor_model_parallel_region(rotary_k, self.tp_group)
         positions = inputs.positions_in(plain_q.shape[1], len(plain_q), x.device)
-        rotary_q, rotary_k = self._rotate(rotary_q, positions), self._rotate(rotary_k[:, :, None], positions)
+        rotary_q = self._rotate(rotary_q, positions)
+        rotary_k = self._rotate(rotary_k[:, :, None], positions)
         q = torch.cat([plain_q, rotary_q], -1)
         return q, torch.cat([plain_k, rotary_k.expand(-1, -1, self.heads, -1)], -1), v.contiguous()
 
@@ -173,7 +209,11 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         """
         row = self.linear_kv_down_proj(x)
         latent, rotary = row.split([self.sizes.kv_lora_rank, self.sizes.qk_pos_emb_head_dim], -1)
-        normed = self.linear_kv_up_proj.normed(latent) if self.config.mtpkit.attention.qk_layernorm else latent
+        normed = (
+            self.linear_kv_up_proj.normed(latent)
+            if self.config.mtpkit.attention.qk_layernorm
+            else latent
+        )
         rotary = self._rotate(rotary[:, :, None], step.positions[None])[:, 0]
         latents, keys = self._cache(step).parts
         store_kv(rotary, normed, keys, latents, step.kv_slots)  # the latents are the values
@@ -184,16 +224,21 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         weight = self.linear_kv_up_proj.weight
         if (scale := getattr(self.linear_kv_up_proj, "weight_scale", None)) is not None:
             weight = (weight.float() * scale).to(self.config.params_dtype)
-        key, value = weight.unflatten(0, (self.heads, -1)).split([self.sizes.qk_head_dim, self.sizes.v_head_dim], 1)
+        key, value = weight.unflatten(0, (self.heads, -1)).split(
+            [self.sizes.qk_head_dim, self.sizes.v_head_dim], 1
+        )
         return key, value
 
     def _step(self, x: Tensor, entries: tuple[Tensor, Tensor], step: StepInput) -> Tensor:
-        """Attend through the cache, with the projections of keys and values absorbed into queries and outputs.
+        """Attend through the cache, with the projections of keys and values absorbed into queries
+        and outputs.
 
         Returns:
-            [N, n, e], given x [N, 1, h] of the tokens to keep, or of all tokens, and `entries`, the result of `_store`.
+            [N, n, e], given x [N, 1, h] of the tokens to keep, or of all tokens, and `entries`, the
+            result of `_store`.
         """
-        cache, keep = self._cache(step).rows, step.keep
+        cache = self._cache(step).rows
+        keep = step.keep
         positions = step.positions if keep is None else step.positions[keep]
         plain, rotary = self._queries(x)
         key_up, value_up = self._absorbed()
@@ -202,19 +247,30 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         if keep is not None:
             kept = torch.searchsorted(step.query_start[1:], keep, right=True)
             places = step.block_tables[kept], positions
-            out = latent_attention(latent[:, None], rotary[:, None], cache, *places, self.scale)[:, 0]
+            out = latent_attention(latent[:, None], rotary[:, None], cache, *places, self.scale)[
+                :, 0
+            ]
             return _per_head(out, value_up)
-        rows, start, outputs = step.num_decode_rows, step.num_decode_tokens, []
+        rows = step.num_decode_rows
+        start = step.num_decode_tokens
+        outputs = []
         if rows:
             contexts, masks, earlier = step.attended
-            wide, turned = (part[:start].unflatten(0, (rows, step.decode_width)) for part in (latent, rotary))
+            wide, turned = (
+                part[:start].unflatten(0, (rows, step.decode_width)) for part in (latent, rotary)
+            )
             tables = step.block_tables[:rows]
-            out = latent_attention(wide, turned, cache, tables, contexts, self.scale, masks, earlier)
+            out = latent_attention(
+                wide, turned, cache, tables, contexts, self.scale, masks, earlier
+            )
             outputs.append(_per_head(out.flatten(0, 1), value_up))
         if step.num_chunk_rows:
-            lengths, starts = step.context_lens[rows:], step.query_start[rows:]
+            lengths = step.context_lens[rows:]
+            starts = step.query_start[rows:]
             own = step.block_tables[rows:], lengths
-            before, lse = latent_context_attention(latent[start:], rotary[start:], cache, *own, starts, self.scale)
+            before, lse = latent_context_attention(
+                latent[start:], rotary[start:], cache, *own, starts, self.scale
+            )
             k, v = self._keys_and_values(entries[0][start:], entries[1][start:])
             q = torch.cat([plain[start:, 0], rotary[start:]], -1)
             before = _per_head(before, value_up)
@@ -222,13 +278,18 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _keys_and_values(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute keys [T, n, d + P] and values [T, n, e] from latents [T, 1, C] before their norm and from rotated
-        keys [T, 1, P]."""
+        """Compute keys [T, n, d + P] and values [T, n, e] from latents [T, 1, C] before their norm
+        and from rotated keys [T, 1, P]."""
         kv, _ = self.linear_kv_up_proj(latent.contiguous())
-        plain, v = kv[:, 0].unflatten(-1, (self.heads, -1)).split([self.sizes.qk_head_dim, self.sizes.v_head_dim], -1)
+        plain, v = (
+            kv[:, 0]
+            .unflatten(-1, (self.heads, -1))
+            .split([self.sizes.qk_head_dim, self.sizes.v_head_dim], -1)
+        )
         return torch.cat([plain, rotary.expand(-1, self.heads, -1)], -1), v
 
 
 def _per_head(latents: Tensor, value_up: Tensor) -> Tensor:
-    """Project weighted sums of latents [N, n, C] to outputs [N, n, e] with the projections to values [n, e, C]."""
+    """Project weighted sums of latents [N, n, C] to outputs [N, n, e] with the projections to
+    values [n, e, C]."""
     return (latents.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1)

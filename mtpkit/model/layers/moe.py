@@ -22,19 +22,25 @@ from mtpkit.model.layers.norm import ACTIVATIONS, RMSNorm
 from mtpkit.model.transformer_config import TransformerConfig
 
 _JOINED_TOKENS = 256
-"""Most tokens for which a shared expert runs as one of the routed experts if it can, which saves its own launches; for
-more tokens its separate products are faster."""
+"""Most tokens for which a shared expert runs as one of the routed experts if it can, which saves
+its own launches; for more tokens its separate products are faster."""
 
 _ALIGNED_ROWS = 8
-"""Multiple of rows that suits cuBLAS: for 64 tokens on an H200, 513 rows took 9 us and 512 rows took 6 us."""
+"""Multiple of rows that suits cuBLAS: for 64 tokens on an H200, 513 rows took 9 us and 512 rows
+took 6 us."""
 
 
 class DuplicatedLinear(NoExtraState, nn.Linear):
-    """A linear held whole by every tensor-parallel rank; returns (output, bias) as megatron-core's linears do."""
+    """A linear held whole by every tensor-parallel rank; returns (output, bias) as megatron-core's
+    linears do."""
 
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__(
-            input_size, output_size, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
+            input_size,
+            output_size,
+            bias=False,
+            dtype=config.params_dtype,
+            device=torch.cuda.current_device(),
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -44,8 +50,9 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
 
 
 class Router(TopKRouter):
-    """megatron-core's router, run on the device of its weights (the original moves CPU weights to the GPU). It routes
-    with `mtpkit.kernels.moe.route`, which has options that megatron-core's routing lacks. Its bias is not updated."""
+    """megatron-core's router, run on the device of its weights (the original moves CPU weights to
+    the GPU). It routes with `mtpkit.kernels.moe.route`, which has options that megatron-core's
+    routing lacks. Its bias is not updated."""
 
     config: TransformerConfig
 
@@ -56,11 +63,13 @@ class Router(TopKRouter):
     def choose(
         self, x: Tensor, norm: RMSNorm | None, rows: Tensor | None = None, shared: Shared = "apart"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the norm of x [T, hidden], its experts [T, k] and their weights, without waiting for the host.
+        """Return the norm of x [T, hidden], its experts [T, k] and their weights, without waiting
+        for the host.
 
         Args:
             norm: applied to x; None: no norm.
-            rows: weight to use instead of the router's own: [E + 1 or more, hidden] with a `gated` shared expert.
+            rows: weight to use instead of the router's own: [E + 1 or more, hidden] with a `gated`
+                shared expert.
             shared: see `mtpkit.kernels.moe.route`.
         """
         weight = self.weight if rows is None else rows
@@ -71,8 +80,8 @@ class Router(TopKRouter):
         return normed, *self._route(logits[:, : self.num_experts + (shared == "gated")], shared)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map logits [s, b, experts] to weights [T, experts], 0 where not chosen, and a mask [T, experts] of the
-        choice."""
+        """Map logits [s, b, experts] to weights [T, experts], 0 where not chosen, and a mask [T,
+        experts] of the choice."""
         assert padding_mask is None, "nothing pads sequences"
         flat = logits.flatten(0, -2)
         chosen, weights = self._route(flat)
@@ -86,16 +95,19 @@ class Router(TopKRouter):
 
 
 class MoELayer(MegatronMoELayer):
-    """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size` (Nemotron 3).
+    """megatron-core's routed and shared experts; the routed ones may work in `moe_latent_size`
+    (Nemotron 3).
 
-    Without gradients and after `stack_experts`, all routed experts run as two products between a sort and a sum.
-    Otherwise megatron-core's own forward runs with `Experts`, which needs a host-device sync for the number of tokens
-    of each expert.
+    Without gradients and after `stack_experts`, all routed experts run as two products between a
+    sort and a sum. Otherwise megatron-core's own forward runs with `Experts`, which needs a
+    host-device sync for the number of tokens of each expert.
     """
 
     config: TransformerConfig
 
-    def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *args: object, **kwargs: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, submodules: MoESubmodules, *args: object, **kwargs: object
+    ) -> None:
         submodules = copy.copy(submodules)
         submodules.router = Router
         assert submodules.experts.func is SequentialMLP and not submodules.experts.args
@@ -104,30 +116,35 @@ class MoELayer(MegatronMoELayer):
         if not latent:
             super().__init__(config, submodules, *args, **kwargs)
             return
-        # megatron-core builds latent projections from Transformer Engine only: build the rest without them, but the
-        # experts at their latent width.
+        # megatron-core builds latent projections from Transformer Engine only: build the rest
+        # without them, but the experts at their latent width.
         plain = copy.copy(config)
         plain.moe_latent_size = None
         build_experts = submodules.experts
-        submodules.experts = lambda num_experts, _config, **kw: build_experts(num_experts, config, **kw)
+        submodules.experts = lambda num_experts, _config, **kw: build_experts(
+            num_experts, config, **kw
+        )
         super().__init__(plain, submodules, *args, **kwargs)
         self.config = config
         self.fc1_latent_proj = DuplicatedLinear(config.hidden_size, latent, config)
         self.fc2_latent_proj = DuplicatedLinear(latent, config.hidden_size, config)
 
     _stacks: list[Tensor] | None = None
-    """fc1 of all experts and fc2 of all experts, each followed by that of a shared expert that joins them. If the
-    shared expert has a gate, a third tensor has the weights of the router and of the gate, then zeros. The parameters
-    are views of these tensors."""
+    """fc1 of all experts and fc2 of all experts, each followed by that of a shared expert that
+    joins them. If the shared expert has a gate, a third tensor has the weights of the router and of
+    the gate, then zeros. The parameters are views of these tensors."""
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
         """Map hidden_states [s, b, hidden] to (the same shape, bias or None)."""
         if torch.is_grad_enabled() or not self.is_stacked:
             return super().forward(hidden_states, *args, **kwargs)
         return self.add_to(None, hidden_states), None
 
     def one_by_one(self, hidden_states: Tensor) -> Tensor:
-        """Run megatron-core's own pass through the experts, one after the other, whether they are stacked or not."""
+        """Run megatron-core's own pass through the experts, one after the other, whether they are
+        stacked or not."""
         self.experts.apart = True
         try:
             return super().forward(hidden_states)[0]
@@ -137,9 +154,10 @@ class MoELayer(MegatronMoELayer):
     def stack_experts(self) -> bool:
         """Lay the weights of all routed experts side by side; the parameters become views of them.
 
-        Experts stay apart under sequence parallelism, and if ranks split the experts but not the other matrices: only
-        megatron-core's own pass exchanges tokens. They also stay apart if their weights cannot be moved: weights in
-        another owner's buffer, such as an optimizer's, and weights made in inference mode.
+        Experts stay apart under sequence parallelism, and if ranks split the experts but not the
+        other matrices: only megatron-core's own pass exchanges tokens. They also stay apart if
+        their weights cannot be moved: weights in another owner's buffer, such as an optimizer's,
+        and weights made in inference mode.
 
         Returns:
             Whether the weights lie side by side now.
@@ -152,13 +170,15 @@ class MoELayer(MegatronMoELayer):
         if apart or not all(_can_move(weight) for weights in together for weight in weights):
             return False
         multiples = 1, 1, _ALIGNED_ROWS
-        self._stacks = [_stack(weights, rows) for weights, rows in zip(together, multiples, strict=False)]
+        self._stacks = [
+            _stack(weights, rows) for weights, rows in zip(together, multiples, strict=False)
+        ]
         return True
 
     @property
     def _same_tokens(self) -> bool:
-        """Whether the ranks that split the experts, or each expert, are the ranks that split the other matrices. Then
-        they all have the same tokens, and the sum over them is complete."""
+        """Whether the ranks that split the experts, or each expert, are the ranks that split the
+        other matrices. Then they all have the same tokens, and the sum over them is complete."""
         return self.ep_group.size() * self.experts.tp_group.size() == self.attn_tp_group.size()
 
     @property
@@ -171,33 +191,59 @@ class MoELayer(MegatronMoELayer):
 
     @property
     def _joins(self) -> Shared:
-        """Way in which the shared expert joins the routed ones: `apart` unless its width, its input and its dtype are
-        the same as theirs, its gate (if any) has the router's dtype, and no other rank has a part of the layer."""
+        """Way in which the shared expert joins the routed ones: `apart` unless its width, its input
+        and its dtype are the same as theirs, its gate (if any) has the router's dtype, and no other
+        rank has a part of the layer."""
         sizes = self.config.mtpkit.moe
-        if not self.use_shared_expert or self.config.moe_latent_size or self.attn_tp_group.size() > 1:
+        if (
+            not self.use_shared_expert
+            or self.config.moe_latent_size
+            or self.attn_tp_group.size() > 1
+        ):
             return "apart"
-        shared, gate = self.shared_experts, self.shared_experts.gate_weight
-        alike = shared.linear_fc1.weight.dtype == self.experts.local_experts[0].linear_fc1.weight.dtype
+        shared = self.shared_experts
+        gate = self.shared_experts.gate_weight
+        alike = (
+            shared.linear_fc1.weight.dtype == self.experts.local_experts[0].linear_fc1.weight.dtype
+        )
         if not alike or sizes.shared_expert_intermediate_size != sizes.ffn_hidden_size:
             return "apart"
-        return "whole" if gate is None else "gated" if gate.dtype == self.router.weight.dtype else "apart"
+        return (
+            "whole"
+            if gate is None
+            else "gated"
+            if gate.dtype == self.router.weight.dtype
+            else "apart"
+        )
 
     @property
     def _together(self) -> list[list[Tensor]]:
         """The weights to lay side by side, see `_stacks`."""
-        experts, joins = list(self.experts.local_experts), self._joins
+        experts = list(self.experts.local_experts)
+        joins = self._joins
         if joins != "apart":
             experts.append(self.shared_experts)
-        pairs = [[expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]]
-        return [*pairs, [self.router.weight, self.shared_experts.gate_weight]] if joins == "gated" else pairs
+        pairs = [
+            [expert.linear_fc1.weight for expert in experts],
+            [expert.linear_fc2.weight for expert in experts],
+        ]
+        return (
+            [*pairs, [self.router.weight, self.shared_experts.gate_weight]]
+            if joins == "gated"
+            else pairs
+        )
 
     def add_to(self, residual: Tensor | None, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Add the stacked experts of norm(x), x [..., hidden], to residual [..., hidden], which may be overwritten.
+        """Add the stacked experts of norm(x), x [..., hidden], to residual [..., hidden], which may
+        be overwritten.
 
-        Each rank adds up the outputs of its experts, or of its parts of them; one sum over ranks completes the result.
+        Each rank adds up the outputs of its experts, or of its parts of them; one sum over ranks
+        completes the result.
         """
         assert self._stacks is not None, "stack_experts comes first"
-        flat, activation, joins = x.flatten(0, -2), self.config.mtpkit.mlp.activation, self._joins
+        flat = x.flatten(0, -2)
+        activation = self.config.mtpkit.mlp.activation
+        joins = self._joins
         first = self.attn_tp_group.rank() == 0  # only the first rank adds the residual
         total = residual.contiguous().flatten(0, -2) if residual is not None and first else None
         some = self.experts.local_experts[0]
@@ -207,11 +253,13 @@ class MoELayer(MegatronMoELayer):
             rows = self._stacks[2] if joins == "gated" else None
             flat, chosen, weights = self.router.choose(flat, norm, rows, joins)
             return expert_mlp(flat, fc1, fc2, chosen, weights, activation, total).view(x.shape)
-        fc1, fc2 = fc1[: self.num_local_experts], fc2[: self.num_local_experts]
+        fc1 = fc1[: self.num_local_experts]
+        fc2 = fc2[: self.num_local_experts]
         flat, chosen, weights = self.router.choose(flat, norm)
         spread = self.ep_group.size() > 1
         if spread:
-            own, count = chosen - self.ep_group.rank() * self.num_local_experts, self.num_local_experts
+            own = chosen - self.ep_group.rank() * self.num_local_experts
+            count = self.num_local_experts
             chosen = torch.where((own >= 0) & (own < count), own, count)
         if self.use_shared_expert:
             shared = self.shared_experts
@@ -221,7 +269,8 @@ class MoELayer(MegatronMoELayer):
                 inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
             if shared.gate_weight is not None:
                 gate = linear(flat, shared.gate_weight)[:, :, None]
-                inner = sigmoid_gate(inner, gate.expand(-1, inner.shape[1], 1))  # one gate per token
+                # one gate per token
+                inner = sigmoid_gate(inner, gate.expand(-1, inner.shape[1], 1))
             total = linear(inner, shared.linear_fc2.weight, residual=total)
         if self.config.moe_latent_size:
             small = linear(flat, self.fc1_latent_proj.weight)
@@ -249,7 +298,8 @@ def _are_parts_of(stack: Tensor, weights: list[Tensor]) -> bool:
 
 
 def _stack(weights: list[Tensor], multiple: int) -> Tensor:
-    """Copy all weights' rows into one tensor, with zeros up to a multiple of rows; the weights become its views."""
+    """Copy all weights' rows into one tensor, with zeros up to a multiple of rows; the weights
+    become its views."""
     padding = weights[0].new_zeros(-sum(map(len, weights)) % multiple, *weights[0].shape[1:])
     stack = torch.cat([*(weight.detach() for weight in weights), padding])
     for weight, part in zip(weights, _parts(stack, weights), strict=True):
@@ -259,7 +309,8 @@ def _stack(weights: list[Tensor], multiple: int) -> Tensor:
 
 @torch.inference_mode(False)
 def stack_experts(model: nn.Module) -> bool:
-    """Stack the experts of each layer of `model` for decoding; needs memory for one layer's experts beside the model.
+    """Stack the experts of each layer of `model` for decoding; needs memory for one layer's experts
+    beside the model.
 
     Returns:
         Whether the experts of all layers are stacked, see `MoELayer.stack_experts`.

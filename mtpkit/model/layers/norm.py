@@ -12,26 +12,34 @@ from mtpkit.model.transformer_config import TransformerConfig
 ACTIVATIONS = {"relu2": relu2, "swiglu": swiglu}
 
 
-def norm_weight(size: int, config: TransformerConfig, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Make the weight of a norm of whole hidden states, on megatron-core's device. The norm multiplies by 1 at first.
+def norm_weight(
+    size: int, config: TransformerConfig, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """Make the weight of a norm of whole hidden states, on megatron-core's device. The norm
+    multiplies by 1 at first.
 
     Args:
         dtype: None: the model's.
     """
     value = 0.0 if config.layernorm_zero_centered_gamma else 1.0
     dtype = dtype or config.params_dtype
-    weight = nn.Parameter(torch.full((size,), value, dtype=dtype, device=torch.cuda.current_device()))
+    weight = nn.Parameter(
+        torch.full((size,), value, dtype=dtype, device=torch.cuda.current_device())
+    )
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
 
 class RMSNorm(NoExtraState, nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, times its weight or,
-    with `layernorm_zero_centered_gamma`, 1 + its weight."""
+    """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension,
+    times its weight or, with `layernorm_zero_centered_gamma`, 1 + its weight."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> None:
         super().__init__()
-        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = norm_weight(hidden_size, config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,11 +50,16 @@ class RMSNorm(NoExtraState, nn.Module):
 class GatedRMSNorm(SplitOverRanks):
     """RMS norm of x * silu(z) in groups, as Mamba2 applies it before its output projection."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, group_size: int, tp_group: ProcessGroup) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, group_size: int, tp_group: ProcessGroup
+    ) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
-        self.group_size, self.tp_group = group_size, tp_group
-        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.group_size = group_size
+        self.tp_group = tp_group
+        ones = torch.ones(
+            hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
         self.weight = split_parameter(ones)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Base class of mixers with a recurrent state: projections, causal convolution, and how a layer runs each input."""
+"""Base class of mixers with a recurrent state: projections, causal convolution, and how a layer
+runs each input."""
 
 from abc import abstractmethod
 from functools import partial
@@ -34,10 +35,14 @@ class Places(NamedTuple):
     """[R] lengths of the rows' contexts."""
 
 
-def fold_rings(model: nn.Module, states: States, slots: Tensor, context_lens: Tensor, committed: Committed) -> None:
-    """Fold the committed entries of all rings of base and heads into the states, as a chunk would have left them.
+def fold_rings(
+    model: nn.Module, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
+) -> None:
+    """Fold the committed entries of all rings of base and heads into the states, as a chunk would
+    have left them.
 
-    The counts of the rings are 0 afterwards, which the caller must write. Does not wait for the device.
+    The counts of the rings are 0 afterwards, which the caller must write. Does not wait for the
+    device.
 
     Args:
         slots: [R] int64, each slot once; -1: a null row.
@@ -56,8 +61,8 @@ def fold_rings(model: nn.Module, states: States, slots: Tensor, context_lens: Te
             if (fold := getattr(mixer, "fold", None)) is None:
                 kind = type(mixer).__name__
                 raise NotImplementedError(
-                    f"{kind} keeps a ring, so a prefix cache needs its `fold`, see RecurrentMixer.fold; write one, or "
-                    "decode with enable_prefix_caching=False"
+                    f"{kind} keeps a ring, so a prefix cache needs its `fold`, see"
+                    " RecurrentMixer.fold; write one, or decode with enable_prefix_caching=False"
                 )
             ring = recurrent.ring
             if ring not in lens:
@@ -66,20 +71,21 @@ def fold_rings(model: nn.Module, states: States, slots: Tensor, context_lens: Te
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):
-    """A mixer of five parts: `in_proj`, a depthwise causal convolution of a part of its output, a recurrence over the
-    convolution's output, a gated norm, and `out_proj`.
+    """A mixer of five parts: `in_proj`, a depthwise causal convolution of a part of its output, a
+    recurrence over the convolution's output, a gated norm, and `out_proj`.
 
-    The output of `in_proj` has three pieces: the input of the convolution, the gate, and the rates at which the
-    recurrence forgets and learns.
+    The output of `in_proj` has three pieces: the input of the convolution, the gate, and the rates
+    at which the recurrence forgets and learns.
 
-    Shape legend: b batch, s sequence, T tokens of concatenated rows, R rows, h heads, p head width, c channels of the
-    convolution; `inner` = h p.
+    Shape legend: b batch, s sequence, T tokens of concatenated rows, R rows, h heads, p head width,
+    c channels of the convolution; `inner` = h p.
     """
 
     pieces: ClassVar[tuple[str, str, str]]
     """`gate`, `conv` and `rates`, in their order in the output of `in_proj`."""
     layer_name: str
-    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is built."""
+    """Key of this layer in `StepInput.states` and `DepthInput.streams`, set when the model is
+    built."""
     conv1d_bias: nn.Parameter | None
 
     def __init__(
@@ -98,9 +104,14 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         channels: channels of the convolution on this rank, likewise.
         """
         super().__init__(config)
-        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
-        self.rows, self.channels, self.inner, self.conv_kernel = rows, channels, inner, conv_kernel
-        conv_dim, ranks = sum(channels.values()), self.tp_group.size()
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        self.rows = rows
+        self.channels = channels
+        self.inner = inner
+        self.conv_kernel = conv_kernel
+        conv_dim = sum(channels.values())
+        ranks = self.tp_group.size()
         widths = {"gate": inner, "conv": conv_dim, "rates": sum(rows.values()) - inner - conv_dim}
         self._widths = [widths[piece] for piece in self.pieces]
         common = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
@@ -134,17 +145,20 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
 
     @abstractmethod
     def scan(self, conv_out: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
-        """Run whole sequences, differentiably: conv_out [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
+        """Run whole sequences, differentiably: conv_out [b, s, c], rates [b, s, ...] to y [b, s, h,
+        p]."""
 
     @abstractmethod
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
-        """Run MTP depth k at every position i, continuing depth 1's state at i, see `DepthInput`; shapes as in
-        `scan`."""
+        """Run MTP depth k at every position i, continuing depth 1's state at i, see `DepthInput`;
+        shapes as in `scan`."""
 
     @abstractmethod
-    def scan_rows(self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None) -> Tensor:
-        """Run rows that begin at `starts` [R + 1], without a gradient: conv_out [T, c], rates [T, ...] to y [T, h, p].
-        Without `places`, all rows begin with zero states."""
+    def scan_rows(
+        self, conv_out: Tensor, rates: Tensor, starts: Tensor, places: Places | None
+    ) -> Tensor:
+        """Run rows that begin at `starts` [R + 1], without a gradient: conv_out [T, c], rates [T,
+        ...] to y [T, h, p]. Without `places`, all rows begin with zero states."""
 
     @abstractmethod
     def update(
@@ -166,7 +180,8 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
 
     @abstractmethod
     def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
-        """Fold the committed entries of rings into the states at `slots` [R]; `lens` as for `update`."""
+        """Fold the committed entries of rings into the states at `slots` [R]; `lens` as for
+        `update`."""
 
     def forward(
         self,
@@ -190,9 +205,12 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, ...]
         z, conv_in, rates = self._split(projected)
         if isinstance(inputs, StepInput):
-            y, z = self._step(conv_in[0], rates[0], inputs).flatten(-2)[:, None], z.transpose(0, 1)
+            y = self._step(conv_in[0], rates[0], inputs).flatten(-2)[:, None]
+            z = z.transpose(0, 1)
             if (keep := inputs.keep) is not None:
-                y, z, residual = y[keep], z[keep], None if residual is None else residual[keep]
+                y = y[keep]
+                z = z[keep]
+                residual = None if residual is None else residual[keep]
                 if not len(y) and residual is not None:
                     return residual, None
             return self._finish_step(y, z, residual)
@@ -201,37 +219,54 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         elif self._as_prefill(conv_in):
             y = self._documents(conv_in, rates, inputs)
         else:
-            conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
+            conv_out = causal_conv1d(
+                conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents
+            )
             y = self.scan(conv_out, rates, inputs)
-        return self.out_proj(self.normed(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)), residual)
+        return self.out_proj(
+            self.normed(y.flatten(-2).transpose(0, 1), z.transpose(0, 1)), residual
+        )
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the output of `in_proj` into the gate, the input of the convolution, and the rates."""
+        """Split the output of `in_proj` into the gate, the input of the convolution, and the
+        rates."""
         found = dict(zip(self.pieces, projected.split(self._widths, -1), strict=True))
         return found["gate"], found["conv"], found["rates"]
 
-    def _finish_step(self, y: Tensor, z: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _finish_step(
+        self, y: Tensor, z: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         return self.out_proj(self.normed(y, z), residual)
 
     def _as_prefill(self, conv_in: Tensor) -> bool:
-        """Whether sequences run through prefill's kernels, which have no backward and multiply in low precision."""
+        """Whether sequences run through prefill's kernels, which have no backward and multiply in
+        low precision."""
         exact = conv_in.dtype == torch.float32
-        return not exact and on_kernels(conv_in) and no_grad(conv_in, *self.parameters(recurse=False))
+        return (
+            not exact and on_kernels(conv_in) and no_grad(conv_in, *self.parameters(recurse=False))
+        )
 
     def _documents(self, conv_in: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
-        """Run whole sequences, one document after the other: conv_in [b, s, c], rates [b, s, ...] to y [b, s, h, p]."""
+        """Run whole sequences, one document after the other: conv_in [b, s, c], rates [b, s, ...]
+        to y [b, s, h, p]."""
         shape = conv_in.shape[:2]
         starts = inputs.starts(shape[0], shape[1], conv_in.device)
         return self._rows(conv_in.flatten(0, 1), rates.flatten(0, 1), starts).unflatten(0, shape)
 
     def _rows(
-        self, conv_in: Tensor, rates: Tensor, starts: Tensor, window: Tensor | None = None, places: Places | None = None
+        self,
+        conv_in: Tensor,
+        rates: Tensor,
+        starts: Tensor,
+        window: Tensor | None = None,
+        places: Places | None = None,
     ) -> Tensor:
-        """Run rows that begin at `starts` [R + 1]: conv_in [T, c] and rates [T, ...] to y [T, h, p].
+        """Run rows that begin at `starts` [R + 1]: conv_in [T, c] and rates [T, ...] to y [T, h,
+        p].
 
         Args:
-            window: windows of all slots, which the rows continue and update; given together with `places`. None:
-                windows and states begin at zero.
+            window: windows of all slots, which the rows continue and update; given together with
+                `places`. None: windows and states begin at zero.
         """
         _, slots, context_lens = places or (None, None, None)
         conv_out = causal_conv1d_varlen(
@@ -240,24 +275,36 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         return self.scan_rows(conv_out, rates, starts, places)
 
     def _step(self, conv_in: Tensor, rates: Tensor, step: StepInput) -> Tensor:
-        """Run prefill chunks, then decode rows, which come first in conv_in [T, c], rates [T, ...] and y [T, h, p]."""
+        """Run prefill chunks, then decode rows, which come first in conv_in [T, c], rates [T, ...]
+        and y [T, h, p]."""
         window, recurrent = step.states[self.layer_name]
         assert isinstance(window, ConvWindow) and isinstance(recurrent, Snapshot | Replay)
         split = step.num_decode_tokens
         if not step.num_chunk_rows:
             return self._decode(conv_in, rates, step, window, recurrent)
         y = self._prefill(conv_in[split:], rates[split:], step, window, recurrent)
-        return torch.cat([self._decode(conv_in[:split], rates[:split], step, window, recurrent), y]) if split else y
+        return (
+            torch.cat([self._decode(conv_in[:split], rates[:split], step, window, recurrent), y])
+            if split
+            else y
+        )
 
     def _decode(
-        self, conv_in: Tensor, rates: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
+        self,
+        conv_in: Tensor,
+        rates: Tensor,
+        step: StepInput,
+        window: ConvWindow,
+        recurrent: Snapshot | Replay,
     ) -> Tensor:
         rows = step.num_decode_rows
-        slots, counts = step.state_slots[:rows], step.committed.counts
+        slots = step.state_slots[:rows]
+        counts = step.committed.counts
         conv_in, rates = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, rates))
         # Rows of one token are chains, whatever tree their requests have.
         tree = step.tree if step.tree is not None and step.tree.parents is not None else None
-        parents, newest = None if tree is None else tree.parents, counts[window.newest][:rows]
+        parents = None if tree is None else tree.parents
+        newest = counts[window.newest][:rows]
         taps = self.conv1d_weight, self.conv1d_bias
         conv_out = causal_conv1d_update(conv_in, window.columns, *taps, slots, newest, parents)
         counter = recurrent.newest if isinstance(recurrent, Snapshot) else recurrent.ring
@@ -265,33 +312,47 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         return self.update(conv_out, rates, recurrent, slots, lens, tree).flatten(0, 1)
 
     def _prefill(
-        self, conv_in: Tensor, rates: Tensor, step: StepInput, window: ConvWindow, recurrent: Snapshot | Replay
+        self,
+        conv_in: Tensor,
+        rates: Tensor,
+        step: StepInput,
+        window: ConvWindow,
+        recurrent: Snapshot | Replay,
     ) -> Tensor:
         """Run one chunk of each prefill row, [T', ...].
 
-        A chunk never follows a decode step of the same request: it continues the states as a chunk leaves them.
+        A chunk never follows a decode step of the same request: it continues the states as a chunk
+        leaves them.
         """
         first = step.num_decode_rows
         places = Places(recurrent.folded, step.state_slots[first:], step.context_lens[first:])
         return self._rows(conv_in, rates, step.query_start[first:], window.folded, places)
 
     def _depth(self, conv_in: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:
-        """Run MTP depth k at every position i, continuing depth 1's state and window at i; see `DepthInput`."""
+        """Run MTP depth k at every position i, continuing depth 1's state and window at i; see
+        `DepthInput`."""
         raw = inputs.leave(f"{self.layer_name}.conv", conv_in)
         if inputs.depth == 1:
-            conv_out = causal_conv1d(conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents)
+            conv_out = causal_conv1d(
+                conv_in, self.conv1d_weight, self.conv1d_bias, inputs.documents
+            )
         else:
             conv_out = self._depth_conv(raw, inputs.documents)
         return self.scan_depth(conv_out, rates, inputs)
 
     def _depth_conv(self, raw: list[Tensor], documents: Tensor | None) -> Tensor:
-        """Run the convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at i, the older taps
-        read depth 1 at i, i - 1, .. inside the document. raw[d - 1]: inputs of depth d, [b, s, c]."""
-        first, length = raw[0], raw[0].shape[1]
+        """Run the convolution at depth k = len(raw): the latest taps read depths k, k - 1, .. 2 at
+        i, the older taps read depth 1 at i, i - 1, .. inside the document. raw[d - 1]: inputs of
+        depth d, [b, s, c]."""
+        first = raw[0]
+        length = raw[0].shape[1]
         out: Tensor = first.new_zeros(()) if self.conv1d_bias is None else self.conv1d_bias
         for lag in range(self.conv_kernel):
-            back = lag - (len(raw) - 1)  # positions before i at depth 1; negative while later depths are read
-            source = raw[len(raw) - 1 - lag] if back < 0 else F.pad(first, (0, 0, back, 0))[:, :length]
+            # positions before i at depth 1; negative while later depths are read
+            back = lag - (len(raw) - 1)
+            source = (
+                raw[len(raw) - 1 - lag] if back < 0 else F.pad(first, (0, 0, back, 0))[:, :length]
+            )
             if back > 0 and documents is not None:
                 before = F.pad(documents, (back, 0), value=-1)[:, :length]
                 source = source * (before == documents)[..., None]
@@ -301,12 +362,14 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return Megatron's distributed-checkpoint entries, with `in_proj` and the convolution split into their parts,
-        so that a checkpoint loads at any tensor parallelism."""
+        """Return Megatron's distributed-checkpoint entries, with `in_proj` and the convolution
+        split into their parts, so that a checkpoint loads at any tensor parallelism."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for entry in ("in_proj.weight", "conv1d_weight", "conv1d_bias"):
             parts = self.channels if entry.startswith("conv1d") else self.rows
             if (key := prefix + entry) in entries:
                 entries[key].key = key.replace("conv1d_", "conv1d.")
-                entries[key] = _split_tensor_factory(entries[key], list(parts.values()), list(parts), 0)
+                entries[key] = _split_tensor_factory(
+                    entries[key], list(parts.values()), list(parts), 0
+                )
         return entries

@@ -1,8 +1,9 @@
 """megatron-core's layers with few kernels per layer in decoding.
 
-For a `StepInput`, a layer computes x + mixer(norm(x)). The norm runs where Megatron's parameters put it: in the linear
-that follows it, or by itself, or, before a mixture of experts, with the router's product. The addition runs inside the
-last matrix product, and its sum may overwrite x. For every other input, megatron-core's own forward runs.
+For a `StepInput`, a layer computes x + mixer(norm(x)). The norm runs where Megatron's parameters
+put it: in the linear that follows it, or by itself, or, before a mixture of experts, with the
+router's product. The addition runs inside the last matrix product, and its sum may overwrite x. For
+every other input, megatron-core's own forward runs.
 """
 
 import torch
@@ -22,21 +23,35 @@ class MambaLayer(MegatronMambaLayer):
     """A Mamba2 mixer and its residual connection."""
 
     def forward(
-        self, hidden_states: Tensor, *args: object, inference_context: LayerInput | None = None, **kwargs: object
+        self,
+        hidden_states: Tensor,
+        *args: object,
+        inference_context: LayerInput | None = None,
+        **kwargs: object,
     ) -> Tensor:
         """Map hidden_states [s, b, h] to the same shape."""
         if not isinstance(inference_context, StepInput):
-            return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
-        return self.mixer(hidden_states, inference_context=inference_context, residual=hidden_states)[0]
+            return super().forward(
+                hidden_states, *args, inference_context=inference_context, **kwargs
+            )
+        return self.mixer(
+            hidden_states, inference_context=inference_context, residual=hidden_states
+        )[0]
 
 
 class _StepTransformerLayer(TransformerLayer):
     def forward(
-        self, hidden_states: Tensor, *args: object, inference_context: LayerInput | None = None, **kwargs: object
+        self,
+        hidden_states: Tensor,
+        *args: object,
+        inference_context: LayerInput | None = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Map hidden_states [s, b, h] to (the same shape, megatron-core's unused context)."""
         if not isinstance(inference_context, StepInput):
-            return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
+            return super().forward(
+                hidden_states, *args, inference_context=inference_context, **kwargs
+            )
         return self._step(hidden_states, inference_context), None
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
@@ -53,7 +68,8 @@ class AttentionLayer(_StepTransformerLayer):
 
 
 class MLP(MegatronMLP):
-    """megatron-core's MLP, with an activation that the backward recomputes instead of keeping it."""
+    """megatron-core's MLP, with an activation that the backward recomputes instead of keeping
+    it."""
 
     config: TransformerConfig
 

@@ -1,6 +1,8 @@
-"""Transformer Engine's linears, norms and attention, with the parameters, checkpoint keys and calls of `local`.
+"""Transformer Engine's linears, norms and attention, with the parameters, checkpoint keys and calls
+of `local`.
 
-Import this only where the `te` backend was chosen: Transformer Engine is optional, and builds its modules on a GPU.
+Import this only where the `te` backend was chosen: Transformer Engine is optional, and builds its
+modules on a GPU.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ from mtpkit.model.transformer_config import TransformerConfig
 class RMSNorm(NoExtraState, te.RMSNorm):
     """Root mean square norm over the last dimension."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> None:
         super().__init__(
             hidden_size,
             eps=eps,
@@ -80,10 +84,14 @@ class CopiedLinear(NoExtraState, megatron_te.TELinear):
 
 
 class RowParallelLinear(NoExtraState, megatron_te.TERowParallelLinear):
-    """Linear whose input features are split over tensor-parallel ranks; can add its output to a residual stream."""
+    """Linear whose input features are split over tensor-parallel ranks; can add its output to a
+    residual stream."""
 
-    def forward(self, input_: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Map input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to add)."""
+    def forward(
+        self, input_: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map input_ [s, b, in / tp] to (residual + output [s, b, out], bias for the caller to
+        add)."""
         output, bias = super().forward(input_)
         return (output if residual is None else residual + output), bias
 
@@ -102,8 +110,8 @@ class CoreAttention(megatron_te.TEDotProductAttention):
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """See `mtpkit.kernels.attention.sequence_attention`: q [b, s, heads, d], k [b, s, groups, d], v [b, s, groups,
-        e], documents [b, s] or None; returns [b, s, heads, e]."""
+        """See `mtpkit.kernels.attention.sequence_attention`: q [b, s, heads, d], k [b, s, groups,
+        d], v [b, s, groups, e], documents [b, s] or None; returns [b, s, heads, e]."""
         b, s = q.shape[:2]
         packed = None if documents is None else _packed(documents)
         if packed is None:
@@ -121,8 +129,8 @@ class CoreAttention(megatron_te.TEDotProductAttention):
 
 
 def _packed(documents: Tensor) -> PackedSeqParams | None:
-    """Return where each document of [b, s] begins in the concatenated rows; None if each row is one document. Waits for
-    the device."""
+    """Return where each document of [b, s] begins in the concatenated rows; None if each row is one
+    document. Waits for the device."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = starts.flatten().nonzero()[:, 0]
@@ -131,7 +139,11 @@ def _packed(documents: Tensor) -> PackedSeqParams | None:
     offsets = torch.cat([first, first.new_tensor([documents.numel()])]).to(torch.int32)
     longest = int(offsets.diff().max())
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
@@ -151,7 +163,8 @@ class SpecProvider(TESpecProvider):
 
 
 def check_fp8(model: HybridModel) -> None:
-    """Raise UserError if the GPU has no fp8, or a matrix of the base `model.decoder` has a size not divisible by 16."""
+    """Raise UserError if the GPU has no fp8, or a matrix of the base `model.decoder` has a size not
+    divisible by 16."""
     available, why = te.is_fp8_available(return_reason=True)
     if not available:
         raise UserError(f"base_fp8 is not possible here: {why}; set base_fp8=false")
@@ -163,13 +176,15 @@ def check_fp8(model: HybridModel) -> None:
     ]
     if odd:
         raise UserError(
-            f"fp8 needs matrix sizes that are multiples of 16, unlike those of {listed(odd)}; set base_fp8=false"
+            f"fp8 needs matrix sizes that are multiples of 16, unlike those of {listed(odd)}; set"
+            " base_fp8=false"
         )
 
 
 @contextmanager
 def fp8_forward() -> Iterator[None]:
-    """Make linears inside multiply in fp8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), with one scale per tensor
-    from its own largest entry. The fp8 copies of frozen weights are made once and kept."""
+    """Make linears inside multiply in fp8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), with
+    one scale per tensor from its own largest entry. The fp8 copies of frozen weights are made once
+    and kept."""
     with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
         yield

@@ -1,6 +1,7 @@
 """States that layers keep of each request from step to step: one file per kind of state.
 
-The engine asks the states for bytes, allocation and rollback; a layer finds its own states in `StepInput.states`.
+The engine asks the states for bytes, allocation and rollback; a layer finds its own states in
+`StepInput.states`.
 """
 
 from mtpkit.model.state.base import (

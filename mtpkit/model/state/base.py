@@ -1,11 +1,12 @@
 """Interface of every kind of state: its tensors, its bytes, and its committed part.
 
-A layer lists its states as `StateSpec`s; a `State` is one of them, allocated for all requests of an engine. A new kind
-is a subclass of each, in a separate file. A `Counter` named by the spec separates the accepted tokens from the rejected
-ones; the engine keeps it for each request without knowing what it counts.
+A layer lists its states as `StateSpec`s; a `State` is one of them, allocated for all requests of an
+engine. A new kind is a subclass of each, in a separate file. A `Counter` named by the spec
+separates the accepted tokens from the rejected ones; the engine keeps it for each request without
+knowing what it counts.
 
-Shape legend: R rows (requests) of a step, K speculative tokens; a unit is a block of the paged cache or the slot of a
-request.
+Shape legend: R rows (requests) of a step, K speculative tokens; a unit is a block of the paged
+cache or the slot of a request.
 """
 
 import math
@@ -36,8 +37,8 @@ class StateSizes:
     state_dtype: torch.dtype = torch.float32
     """Type of recurrent state."""
     behind: int = 0
-    """Positions that a step feeds again before its new positions: the states lag the committed tokens by this many.
-    Distinct heads do this at their deeper depths, see `DistinctDrafter`."""
+    """Positions that a step feeds again before its new positions: the states lag the committed
+    tokens by this many. Distinct heads do this at their deeper depths, see `DistinctDrafter`."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Counter(ABC):
-    """A number that a kind of state keeps for each request. States with equal counters share one tensor, so that a step
-    counts once for all layers."""
+    """A number that a kind of state keeps for each request. States with equal counters share one
+    tensor, so that a step counts once for all layers."""
 
     behind: int = field(default=0, kw_only=True)
     """See `StateSizes.behind`."""
@@ -63,19 +64,20 @@ class Counter(ABC):
 
     @abstractmethod
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
-        """Return a new tensor [R]: the counts after rows with `counts` [R] were fed `width` tokens each, of which `new`
-        [R] were accepted."""
+        """Return a new tensor [R]: the counts after rows with `counts` [R] were fed `width` tokens
+        each, of which `new` [R] were accepted."""
 
 
 @dataclass(frozen=True)
 class Newest(Counter):
-    """The index of the newest accepted token among those that the last step fed; `start` if none was accepted, which
-    happens at position 0 of states that are behind."""
+    """The index of the newest accepted token among those that the last step fed; `start` if none
+    was accepted, which happens at position 0 of states that are behind."""
 
     @classmethod
     def of(cls, written: int, sizes: StateSizes) -> Self:
-        """Return the counter of a state to whose first `written` places a step writes. If the state is behind, a
-        prefill chunk stores the committed part after those places, where no step overwrites it."""
+        """Return the counter of a state to whose first `written` places a step writes. If the state
+        is behind, a prefill chunk stores the committed part after those places, where no step
+        overwrites it."""
         return cls(behind=sizes.behind, start=written if sizes.behind else 0)
 
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
@@ -83,8 +85,8 @@ class Newest(Counter):
         return torch.where(new > 0, new - 1, self.start) if self.behind else new - 1
 
     def places(self, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return the `length` places of the committed part for `counts` [R], and the places where a chunk leaves that
-        part; see `State.settling`."""
+        """Return the `length` places of the committed part for `counts` [R], and the places where a
+        chunk leaves that part; see `State.settling`."""
         steps = torch.arange(length, device=counts.device)
         return counts[:, None] + steps, self.start + steps
 
@@ -93,8 +95,8 @@ class Newest(Counter):
 class Committed:
     """The committed part of the states, for the rows of a step or for all slots.
 
-    Drafts form a chain, so the index of the last accepted token is enough. The accepted path through a tree of drafts
-    is first made a chain, see `States.keep_path`.
+    Drafts form a chain, so the index of the last accepted token is enough. The accepted path
+    through a tree of drafts is first made a chain, see `States.keep_path`.
     """
 
     counts: Mapping[Counter, Tensor]
@@ -103,7 +105,12 @@ class Committed:
     @classmethod
     def none(cls, counters: Iterable[Counter], rows: int, device: torch.device) -> Self:
         """Return rows as after a prefill chunk, or before one; counters share no tensor."""
-        return cls({one: torch.full((rows,), one.start, dtype=torch.int64, device=device) for one in counters})
+        return cls(
+            {
+                one: torch.full((rows,), one.start, dtype=torch.int64, device=device)
+                for one in counters
+            }
+        )
 
     def at(self, slots: Tensor | slice) -> Self:
         """Return the rows at `slots`."""
@@ -113,13 +120,17 @@ class Committed:
         """Return these rows, with those from `first` on as after a prefill chunk."""
         parts = ((one, held[:first], held[first:]) for one, held in self.counts.items())
         counts = {
-            one: torch.cat([kept, torch.full_like(rest, one.start)]) if len(rest) else kept for one, kept, rest in parts
+            one: torch.cat([kept, torch.full_like(rest, one.start)]) if len(rest) else kept
+            for one, kept, rest in parts
         }
         return replace(self, counts=counts)
 
     def followed_by(self, rows: int) -> Self:
         """Return these rows, followed by `rows` more as after a prefill chunk."""
-        more = {one: torch.cat([held, held.new_full((rows,), one.start)]) for one, held in self.counts.items()}
+        more = {
+            one: torch.cat([held, held.new_full((rows,), one.start)])
+            for one, held in self.counts.items()
+        }
         return replace(self, counts=more)
 
     def put(self, slots: Tensor | slice, rows: Self) -> None:
@@ -139,13 +150,19 @@ class Committed:
         for behind in {counter.behind for counter in self.counts} - {0}:
             ends = [(lens - behind).clamp_min(0) for lens in (context_lens, context_lens + new)]
             stand[behind] = ends[1] - ends[0]
-        counts = {one: one.after(held, width + one.behind, stand[one.behind]) for one, held in self.counts.items()}
+        counts = {
+            one: one.after(held, width + one.behind, stand[one.behind])
+            for one, held in self.counts.items()
+        }
         return replace(self, counts=counts)
 
     def fed(self, width: int, new: Tensor) -> Self:
-        """Return these rows after the states were fed `width` tokens per row, of which `new` [R] were accepted. Unlike
-        in `after`, both include the tokens that states that are behind are fed again."""
-        return replace(self, counts={one: one.after(held, width, new) for one, held in self.counts.items()})
+        """Return these rows after the states were fed `width` tokens per row, of which `new` [R]
+        were accepted. Unlike in `after`, both include the tokens that states that are behind are
+        fed again."""
+        return replace(
+            self, counts={one: one.after(held, width, new) for one, held in self.counts.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -169,8 +186,8 @@ class State:
     """Tensors [units, ...], by the names of `StateSpec.parts`."""
 
     def fork(self, slots: Tensor) -> Self:
-        """Return a state whose slot r is a copy of slot slots[r]. An MTP depth continues from the committed part on
-        such a copy, which is dropped afterwards."""
+        """Return a state whose slot r is a copy of slot slots[r]. An MTP depth continues from the
+        committed part on such a copy, which is dropped afterwards."""
         return replace(self, tensors={name: tensor[slots] for name, tensor in self.tensors.items()})
 
     @property
@@ -179,16 +196,18 @@ class State:
         return self.tensors
 
     def settling(self, committed: Committed) -> tuple[Tensor, Tensor] | None:
-        """Return the places in each tensor of `of_tokens` that hold the committed part of R rows, [R, P] int64, and the
-        places where a chunk would have left it, [P] int64; see `States.settle`. None: it already is where a chunk would
-        have left it, except for rings, which only the layer can fold.
+        """Return the places in each tensor of `of_tokens` that hold the committed part of R rows,
+        [R, P] int64, and the places where a chunk would have left it, [P] int64; see
+        `States.settle`. None: it already is where a chunk would have left it, except for rings,
+        which only the layer can fold.
 
         Args:
             committed: the committed part of these rows.
         """
         if any(isinstance(value, Counter) for value in vars(self).values()):
             raise NotImplementedError(
-                f"{type(self).__name__} keeps a counter, so it needs a `settling` that says where its committed part is"
+                f"{type(self).__name__} keeps a counter, so it needs a `settling` that says where"
+                " its committed part is"
             )
         return None
 
@@ -198,10 +217,12 @@ class State:
         return list(self.tensors.values())
 
     def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
-        """[R, P] int64, the entries of the tokens `index` [R, P] of a step's rows in each tensor of `of_tokens`,
-        counted over all units; negative for null rows. States of one class whose tensors have the same number of places
-        have the same entries."""
-        raise NotImplementedError(f"{type(self).__name__} does not say where it keeps the tokens of a tree")
+        """[R, P] int64, the entries of the tokens `index` [R, P] of a step's rows in each tensor of
+        `of_tokens`, counted over all units; negative for null rows. States of one class whose
+        tensors have the same number of places have the same entries."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say where it keeps the tokens of a tree"
+        )
 
     def _at(self, step: StepPlaces, place: Tensor) -> Tensor:
         """Return the entries, counted over all slots, at the places [R, P] of the rows' slots."""
@@ -210,8 +231,8 @@ class State:
 
 @dataclass(frozen=True)
 class PagedState(State):
-    """A state with an entry for each position, in blocks. Rollback forgets the positions of rejected tokens, which
-    later tokens overwrite."""
+    """A state with an entry for each position, in blocks. Rollback forgets the positions of
+    rejected tokens, which later tokens overwrite."""
 
     unit = "block"
 
@@ -220,7 +241,8 @@ class PagedState(State):
         return step.kv_slots.gather(1, index)
 
     def fork(self, slots: Tensor) -> Self:
-        """Return the state itself: entries that a depth writes past committed positions are overwritten before use."""
+        """Return the state itself: entries that a depth writes past committed positions are
+        overwritten before use."""
         return self
 
 
@@ -249,7 +271,8 @@ class StateSpec(ABC):
         return sum(math.prod(part.shape) * (part.dtype or sizes.dtype).itemsize for part in parts)
 
     def allocate(self, units: int, sizes: StateSizes, device: torch.device) -> State:
-        """Allocate the state for `units` units, uninitialised: a layer reads only what was written for its request."""
+        """Allocate the state for `units` units, uninitialised: a layer reads only what was written
+        for its request."""
         tensors = {
             name: torch.empty(units, *part.shape, dtype=part.dtype or sizes.dtype, device=device)
             for name, part in self.parts(sizes).items()

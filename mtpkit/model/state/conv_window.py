@@ -1,10 +1,19 @@
-"""Window of the inputs that a causal convolution still reads, K columns wider, so that rollback is only an index."""
+"""Window of the inputs that a causal convolution still reads, K columns wider, so that rollback is
+only an index."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Newest, Part, State, StateSizes, StateSpec, StepPlaces
+from mtpkit.model.state.base import (
+    Committed,
+    Newest,
+    Part,
+    State,
+    StateSizes,
+    StateSpec,
+    StepPlaces,
+)
 
 
 @dataclass(frozen=True)
@@ -18,8 +27,9 @@ class ConvWindow(State):
 
     @property
     def columns(self) -> Tensor:
-        """[slots, taps - 1 + decode width, channels]; `taps` more columns if the state is behind, see `Newest.of`. With
-        count c of `newest`, the next token reads columns c .. c + taps - 1."""
+        """[slots, taps - 1 + decode width, channels]; `taps` more columns if the state is behind,
+        see `Newest.of`. With count c of `newest`, the next token reads columns c .. c + taps -
+        1."""
         return self.tensors["columns"]
 
     @property
@@ -28,7 +38,8 @@ class ConvWindow(State):
         return self.columns[:, self.newest.start :][:, : self.taps]
 
     def entries_of(self, step: StepPlaces, index: Tensor) -> Tensor:
-        """See `State.entries_of`: a step's columns follow the window's columns, of which the first is dropped."""
+        """See `State.entries_of`: a step's columns follow the window's columns, of which the first
+        is dropped."""
         return self._at(step, self.taps - 1 + index)
 
     @property

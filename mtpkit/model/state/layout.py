@@ -1,4 +1,5 @@
-"""The states of all layers: their bytes before allocation, and operations on all of them after it."""
+"""The states of all layers: their bytes before allocation, and operations on all of them after
+it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +9,15 @@ import torch
 from torch import Tensor
 
 from mtpkit.kernels.move_entries import move_entries
-from mtpkit.model.state.base import Committed, Counter, State, StateSizes, StateSpec, StepPlaces, Unit
+from mtpkit.model.state.base import (
+    Committed,
+    Counter,
+    State,
+    StateSizes,
+    StateSpec,
+    StepPlaces,
+    Unit,
+)
 
 _HEADS = "mtp."
 """Prefix of the layer names of MTP heads."""
@@ -28,7 +37,8 @@ class _Alike:
 
     @cached_property
     def entries(self) -> list[Tensor]:
-        """Tensors [entries, ...]: `State.of_tokens` of all states, with the entries of all units in one dimension."""
+        """Tensors [entries, ...]: `State.of_tokens` of all states, with the entries of all units in
+        one dimension."""
         return [tensor.flatten(0, 1) for state in self.states for tensor in state.of_tokens]
 
 
@@ -55,27 +65,31 @@ class States:
         return States({**self.layers, **forked})
 
     def keep_path(self, step: StepPlaces, path: Tensor, accepted: Tensor) -> None:
-        """Move the entries of an accepted tree path, in the states of the base's layers, to where a chain's tokens
-        would have left them. Does not wait for the device.
+        """Move the entries of an accepted tree path, in the states of the base's layers, to where a
+        chain's tokens would have left them. Does not wait for the device.
 
         Args:
             path: [R, 1 + K] int64, the tokens of each row on its path, beginning with token 0.
-            accepted: [R] int64, number of accepted tokens after token 0; later elements of `path` are not read.
+            accepted: [R] int64, number of accepted tokens after token 0; later elements of `path`
+                are not read.
         """
         depth = torch.arange(1, path.shape[1], device=path.device)
         stands = depth <= accepted[:, None]
         for group in (one for one in self._alike if not one.of_heads):
-            sources = torch.where(stands, group.state.entries_of(step, torch.where(stands, path[:, 1:], 0)), -1)
+            sources = torch.where(
+                stands, group.state.entries_of(step, torch.where(stands, path[:, 1:], 0)), -1
+            )
             targets = group.state.entries_of(step, depth.expand_as(sources))
             move_entries(sources, targets, *group.entries)
 
     def settle(self, slots: Tensor, committed: Committed) -> None:
-        """Move the committed part of requests' states to where a chunk would have left it, except rings, which only
-        layers can fold. Does not wait for the device.
+        """Move the committed part of requests' states to where a chunk would have left it, except
+        rings, which only layers can fold. Does not wait for the device.
 
         Args:
             slots: [R] int64, each slot once; -1: a null row, which has no states.
-            committed: the committed part of these rows; afterwards it is `Committed.none`, which the caller must write.
+            committed: the committed part of these rows; afterwards it is `Committed.none`, which
+                the caller must write.
         """
         for group in self._alike:
             settling = group.state.settling(committed) if group.state.unit == "slot" else None
@@ -86,7 +100,8 @@ class States:
 
     @cached_property
     def _alike(self) -> "list[_Alike]":
-        """All states with an entry for each token of a step, grouped by the places of those entries."""
+        """All states with an entry for each token of a step, grouped by the places of those
+        entries."""
         groups: dict[tuple, list[State]] = {}
         for name, states in self.layers.items():
             for state in (one for one in states if one.of_tokens):
@@ -103,7 +118,8 @@ class StateLayout:
     specs: Mapping[str, tuple[StateSpec, ...]]
     sizes: StateSizes
     behind: int = 0
-    """Number of positions by which the states of MTP heads are behind the base's, see `StateSizes.behind`."""
+    """Number of positions by which the states of MTP heads are behind the base's, see
+    `StateSizes.behind`."""
 
     def sizes_of(self, layer: str) -> StateSizes:
         """Return the sizes of the states of one layer."""
@@ -117,7 +133,8 @@ class StateLayout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of one request's slots over all layers: its recurrent states and convolution windows."""
+        """Bytes of one request's slots over all layers: its recurrent states and convolution
+        windows."""
         return self._bytes("slot")
 
     @property
@@ -141,7 +158,9 @@ class StateLayout:
         units: dict[Unit, int] = {"block": num_blocks, "slot": num_slots}
         return States(
             {
-                name: tuple(spec.allocate(units[spec.unit], self.sizes_of(name), device) for spec in specs)
+                name: tuple(
+                    spec.allocate(units[spec.unit], self.sizes_of(name), device) for spec in specs
+                )
                 for name, specs in self.specs.items()
             }
         )
@@ -152,4 +171,8 @@ class StateLayout:
         return [(spec, self.sizes_of(name)) for name, own in specs.items() for spec in own]
 
     def _bytes(self, unit: Unit, only_rings: bool = False, layers: str = "") -> int:
-        return sum(spec.unit_bytes(sizes, only_rings) for spec, sizes in self._all(layers) if spec.unit == unit)
+        return sum(
+            spec.unit_bytes(sizes, only_rings)
+            for spec, sizes in self._all(layers)
+            if spec.unit == unit
+        )

@@ -26,7 +26,8 @@ class PagedKV(PagedState):
 class PagedKVSpec(StateSpec):
     """Sizes of the keys and values that one layer keeps for a token."""
 
-    unit, kind = "block", PagedKV
+    unit = "block"
+    kind = PagedKV
     num_kv_heads: int
     head_dim: int
 

@@ -1,4 +1,5 @@
-"""Paged latents and rotary keys, from which multi-head latent attention computes the keys and values of all heads."""
+"""Paged latents and rotary keys, from which multi-head latent attention computes the keys and
+values of all heads."""
 
 from dataclasses import dataclass
 
@@ -20,15 +21,16 @@ class PagedLatent(PagedState):
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Latents [num_blocks, block_size, 1, latent_width] and rotary keys [num_blocks, block_size, 1, rotary width],
-        views of the rows."""
+        """Latents [num_blocks, block_size, 1, latent_width] and rotary keys [num_blocks,
+        block_size, 1, rotary width], views of the rows."""
         rows = self.rows[:, :, None]
         return rows[..., : self.latent_width], rows[..., self.latent_width :]
 
 
 @dataclass(frozen=True)
 class PagedLatentSpec(StateSpec):
-    """Sizes of the row that one layer keeps for a token. All tensor-parallel ranks keep the same rows."""
+    """Sizes of the row that one layer keeps for a token. All tensor-parallel ranks keep the same
+    rows."""
 
     unit = "block"
     latent_width: int

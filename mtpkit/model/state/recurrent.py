@@ -12,15 +12,19 @@ from mtpkit.model.state.snapshot import SnapshotSpec
 
 @dataclass(frozen=True)
 class RecurrentSpec(StateSpec):
-    """Sizes of one layer's recurrent state and, by name, of the inputs that advance it. `StateSizes.rollback` chooses
-    between a `Snapshot` and a `Replay`."""
+    """Sizes of one layer's recurrent state and, by name, of the inputs that advance it.
+    `StateSizes.rollback` chooses between a `Snapshot` and a `Replay`."""
 
     shape: tuple[int, ...]
     inputs: Mapping[str, Part]
 
     def chosen(self, sizes: StateSizes) -> SnapshotSpec | ReplaySpec:
         """Return the spec for the configured rollback."""
-        return SnapshotSpec(self.shape) if sizes.rollback == "snapshot" else ReplaySpec(self.shape, self.inputs)
+        return (
+            SnapshotSpec(self.shape)
+            if sizes.rollback == "snapshot"
+            else ReplaySpec(self.shape, self.inputs)
+        )
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""

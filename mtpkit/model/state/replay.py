@@ -1,7 +1,7 @@
 """Recurrent state as one state and a ring of the small inputs that came after it.
 
-A step reads the state once, and writes it only when the step's tokens no longer fit into the ring. Rejected tokens are
-rolled back by forgetting their inputs.
+A step reads the state once, and writes it only when the step's tokens no longer fit into the ring.
+Rejected tokens are rolled back by forgetting their inputs.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,22 @@ from torch import Tensor
 
 from mtpkit.kernels.ring import ring_length
 from mtpkit.kernels.step_rows import ring_lens_after
-from mtpkit.model.state.base import Committed, Counter, Part, State, StateSizes, StateSpec, StepPlaces
+from mtpkit.model.state.base import (
+    Committed,
+    Counter,
+    Part,
+    State,
+    StateSizes,
+    StateSpec,
+    StepPlaces,
+)
 
 
 @dataclass(frozen=True)
 class Ring(Counter):
-    """Counts the committed inputs in rings of `length` places that are not folded into the state yet: those of a
-    request's last positions. The count never exceeds `ring_capacity(length)`, so that a step never writes to places
-    that it reads."""
+    """Counts the committed inputs in rings of `length` places that are not folded into the state
+    yet: those of a request's last positions. The count never exceeds `ring_capacity(length)`, so
+    that a step never writes to places that it reads."""
 
     length: int
 
@@ -29,13 +37,15 @@ class Ring(Counter):
 
 @dataclass(frozen=True)
 class Replay(State):
-    """The recurrent state of one layer and, for each replayed input, the ring of its values after that state."""
+    """The recurrent state of one layer and, for each replayed input, the ring of its values after
+    that state."""
 
     ring: Ring
 
     @property
     def folded(self) -> Tensor:
-        """[slots, ...], the state before the inputs in the ring; after a prefill chunk the ring is empty."""
+        """[slots, ...], the state before the inputs in the ring; after a prefill chunk the ring is
+        empty."""
         return self.tensors["state"]
 
     @property
@@ -47,7 +57,8 @@ class Replay(State):
         """See `State.settling`: the layer folds the rings."""
 
     def inputs(self, name: str) -> Tensor:
-        """Return the latest inputs `name`, [slots, L, ...], with the input of position i at place i % L."""
+        """Return the latest inputs `name`, [slots, L, ...], with the input of position i at place i
+        % L."""
         return self.tensors[name]
 
     @property
@@ -69,13 +80,17 @@ class ReplaySpec(StateSpec):
     inputs: Mapping[str, Part]
 
     def ring(self, sizes: StateSizes) -> Ring:
-        """Return the counter of the rings; a kind whose kernel needs another ring length overrides this."""
+        """Return the counter of the rings; a kind whose kernel needs another ring length overrides
+        this."""
         return Ring(ring_length(sizes.decode_width), behind=sizes.behind)
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
         length = self.ring(sizes).length
-        rings = {n: replace(part, shape=(length, *part.shape), in_ring=True) for n, part in self.inputs.items()}
+        rings = {
+            n: replace(part, shape=(length, *part.shape), in_ring=True)
+            for n, part in self.inputs.items()
+        }
         return {"state": Part(self.shape, sizes.state_dtype), **rings}
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:

@@ -1,10 +1,20 @@
-"""Recurrent state stored after each token of a step and committed by index: the simple reference for `replay`."""
+"""Recurrent state stored after each token of a step and committed by index: the simple reference
+for `replay`."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.model.state.base import Committed, Counter, Newest, Part, State, StateSizes, StateSpec, StepPlaces
+from mtpkit.model.state.base import (
+    Committed,
+    Counter,
+    Newest,
+    Part,
+    State,
+    StateSizes,
+    StateSpec,
+    StepPlaces,
+)
 
 
 @dataclass(frozen=True)
@@ -16,8 +26,8 @@ class Snapshot(State):
 
     @property
     def entries(self) -> Tensor:
-        """[slots, decode width, ...], the state after each token of a step; one entry more if the state is behind, see
-        `Newest.of`."""
+        """[slots, decode width, ...], the state after each token of a step; one entry more if the
+        state is behind, see `Newest.of`."""
         return self.tensors["state"]
 
     @property
@@ -49,7 +59,11 @@ class SnapshotSpec(StateSpec):
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
         (newest,) = self.counters(sizes)
-        return {"state": Part((max(sizes.decode_width, newest.start + 1), *self.shape), sizes.state_dtype)}
+        return {
+            "state": Part(
+                (max(sizes.decode_width, newest.start + 1), *self.shape), sizes.state_dtype
+            )
+        }
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
         """See `StateSpec.counters`."""

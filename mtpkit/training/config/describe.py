@@ -1,4 +1,5 @@
-"""Descriptions of settings: a commented YAML of all settings, and messages about unknown keys and sections."""
+"""Descriptions of settings: a commented YAML of all settings, and messages about unknown keys and
+sections."""
 
 import dataclasses
 import difflib
@@ -36,14 +37,16 @@ def describe_unknown(key: str) -> str:
 
 
 def describe_section(key: str) -> str:
-    """A message about a single value where a section of settings belongs; empty if `key` is not a section."""
+    """A message about a single value where a section of settings belongs; empty if `key` is not a
+    section."""
     is_section = dataclasses.is_dataclass(field_types(TrainConfig).get(key))
     return f"{key} is a section of settings: set {example(key)}, and so on" if is_section else ""
 
 
 def example(key: str) -> str:
     """An example `key=value` for a setting, or for the first setting of a section."""
-    kind, fields = field_types(TrainConfig).get(key), []
+    kind = field_types(TrainConfig).get(key)
+    fields = []
     if dataclasses.is_dataclass(kind):
         fields = list(dataclasses.fields(kind))
         key = f"{key}.{fields[0].name}"
@@ -74,7 +77,11 @@ def _lines(cls: Any, indent: str) -> Iterator[str]:
             yield f"{indent}{name}:"
             yield from _lines(kind, indent + "  ")
             continue
-        choices = f" One of: {', '.join(map(str, get_args(kind)))}." if get_origin(kind) is Literal else ""
+        choices = (
+            f" One of: {', '.join(map(str, get_args(kind)))}."
+            if get_origin(kind) is Literal
+            else ""
+        )
         yield from _comment(info.description + choices, indent)
         value = "???" if info.is_required() else info.get_default(call_default_factory=True)
         value = list(value) if isinstance(value, tuple) else value
@@ -82,4 +89,9 @@ def _lines(cls: Any, indent: str) -> Iterator[str]:
 
 
 def _comment(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    return textwrap.wrap(
+        " ".join(text.split()),
+        _WIDTH,
+        initial_indent=f"{indent}# ",
+        subsequent_indent=f"{indent}# ",
+    )

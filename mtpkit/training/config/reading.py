@@ -1,4 +1,5 @@
-"""Settings from a YAML file with `key=value` overrides on top; each error names the wrong file or override."""
+"""Settings from a YAML file with `key=value` overrides on top; each error names the wrong file or
+override."""
 
 import dataclasses
 import io
@@ -25,14 +26,15 @@ MOST_VALUES = 10_000
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a YAML file and put `key=value` overrides on top, such as `loss.kind=tv` or `data.train=[a.txt,b.txt]`.
+    """Read a YAML file and put `key=value` overrides on top, such as `loss.kind=tv` or
+    `data.train=[a.txt,b.txt]`.
 
-    An override may index into a list: `data.train[0]=c.txt`. Values may refer to other values and to the environment in
-    OmegaConf's syntax: `${output}`, `${oc.env:HOME}`.
+    An override may index into a list: `data.train[0]=c.txt`. Values may refer to other values and
+    to the environment in OmegaConf's syntax: `${output}`, `${oc.env:HOME}`.
 
     Raises:
-        UserError: the file is unreadable, a key is unknown, a value is missing or wrong, or settings do not fit
-            together.
+        UserError: the file is unreadable, a key is unknown, a value is missing or wrong, or
+            settings do not fit together.
     """
     malformed = [override for override in overrides if "=" not in override]
     if malformed:
@@ -64,12 +66,18 @@ def _read(path: str | Path | None) -> Any:
         _require_shallow(text)
         text = quote_patterns(text)
         if _size(yaml.compose(text)) > MOST_VALUES:
-            raise ValueError(f"its anchors expand to more than {MOST_VALUES:,} values; write the settings out")
+            raise ValueError(
+                f"its anchors expand to more than {MOST_VALUES:,} values; write the settings out"
+            )
         from_file = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        reason = (
+            "it is nested too deeply"
+            if isinstance(error, RecursionError)
+            else " ".join(str(error).split())
+        )
         raise UserError(f"config {path} is not YAML: {_cut(reason, 200)}") from error
     if not OmegaConf.is_dict(from_file):
         raise UserError(f"config {path} is a list, must be settings as key: value")
@@ -84,30 +92,48 @@ def _require_shallow(text: str) -> None:
 
 
 def _size(node: yaml.Node | None, known: dict[int, float] | None = None) -> float:
-    """The number of values in a YAML document with its anchors expanded; infinity if an anchor contains itself."""
+    """The number of values in a YAML document with its anchors expanded; infinity if an anchor
+    contains itself."""
     known = {} if known is None else known
     if id(node) not in known:
         known[id(node)] = math.inf  # found again while its parts are counted: it contains itself
         parts = node.value if node is not None and not isinstance(node.value, str) else []
-        each = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
+        each = (
+            part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))
+        )
         known[id(node)] = 1 + sum(_size(part, known) for part in each)
     return known[id(node)]
 
 
-def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]) -> dict[Any, Any]:
-    """Put the overrides on top of a file's settings, as plain values; errors of overrides go to `problems` by index."""
+def _merge(
+    source: str, settings: Any, overrides: Sequence[str], problems: dict[int, str]
+) -> dict[Any, Any]:
+    """Put the overrides on top of a file's settings, as plain values; errors of overrides go to
+    `problems` by index."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # The last four are raised for an object in place of a list, numbers with too many digits, and too deep nesting.
-    unfit = OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError
+    # The last four are raised for an object in place of a list, numbers with too many digits, and
+    # too deep nesting.
+    unfit = (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    )
     for index, text in enumerate(overrides):
         try:
             _require_shallow(text)
             settings.merge_with_dotlist([_quoted(text)])
         except unfit as error:
             key = text.split("=", 1)[0]
-            hint = ": put names in quotes, ['a[0-9].jsonl']" if key in ("data.train", "data.eval") else ""
+            hint = (
+                ": put names in quotes, ['a[0-9].jsonl']"
+                if key in ("data.train", "data.eval")
+                else ""
+            )
             problems[index] = describe_section(key) or _one_line(error) + hint
     try:
         values = OmegaConf.to_container(settings, resolve=True)
@@ -118,7 +144,8 @@ def _merge(source: str, settings: Any, overrides: Sequence[str], problems: dict[
 
 
 def _quoted(override: str) -> str:
-    """Quote values of `key=value` that YAML would not read as text: an empty value, `*.jsonl`, and the pattern `-`."""
+    """Quote values of `key=value` that YAML would not read as text: an empty value, `*.jsonl`, and
+    the pattern `-`."""
     key, value = override.split("=", 1)
     if not value or (key == "heads.pattern" and value[0] not in "'\""):
         return f"{key}='{value}'"
@@ -126,11 +153,14 @@ def _quoted(override: str) -> str:
 
 
 def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert values that YAML reads as another type than their field's: numbers to texts, texts to numbers, a single
-    file to a list of one. Missing values are left out, and missing sections are added."""
+    """Convert values that YAML reads as another type than their field's: numbers to texts, texts to
+    numbers, a single file to a list of one. Missing values are left out, and missing sections are
+    added."""
     types = field_types(cls)
     fitted: dict[str, Any] = {
-        name: {} for name, kind in types.items() if dataclasses.is_dataclass(kind) and name not in values
+        name: {}
+        for name, kind in types.items()
+        if dataclasses.is_dataclass(kind) and name not in values
     }
     for name, value in values.items():
         kind = types.get(name)
@@ -140,14 +170,17 @@ def _fitted(cls: Any, values: Mapping[Any, Any]) -> dict[str, Any]:
             fitted[str(name)] = _fitted(kind, value) if dataclasses.is_dataclass(kind) else value
         elif kind == tuple[str, ...]:
             files = [value] * bool(value) if isinstance(value, str) else value
-            fitted[name] = [_scalar(str, one) for one in files] if isinstance(files, list) else value
+            fitted[name] = (
+                [_scalar(str, one) for one in files] if isinstance(files, list) else value
+            )
         else:
             fitted[str(name)] = _scalar(kind, value)
     return fitted
 
 
 def _scalar(kind: Any, value: object) -> object:
-    """Convert a number to text, or text to a number, if the field has that type; else return the value itself."""
+    """Convert a number to text, or text to a number, if the field has that type; else return the
+    value itself."""
     if kind is str and isinstance(value, int | float):
         return str(value)
     if kind in (int, float) and isinstance(value, str):
@@ -157,8 +190,8 @@ def _scalar(kind: Any, value: object) -> object:
 
 
 def _blame(clauses: Sequence[str], overrides: Sequence[str], problems: dict[int, str]) -> None:
-    """Add each clause to `problems` under the index of its key's last override, or under -1 if no override has this
-    key."""
+    """Add each clause to `problems` under the index of its key's last override, or under -1 if no
+    override has this key."""
     keys = [override.split("=", 1)[0] for override in overrides]
     rest = []
     for key, text in map(_told, sorted(clauses, key=lambda clause: clause.endswith(" is missing"))):
@@ -192,7 +225,10 @@ def _told(clause: str) -> tuple[str, str]:
 def _one_line(error: Exception) -> str:
     """The first line of OmegaConf's message, with the key."""
     message, *details = str(error).splitlines()
-    key = next((line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")), "")
+    key = next(
+        (line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")),
+        "",
+    )
     return _cut(f"{key}: {message}" if key and f"'{key}'" not in message else message, 240)
 
 
@@ -227,7 +263,11 @@ def quote_patterns(text: str, names: bool = False) -> str:
         yaml.YAMLError: the text is not YAML for another reason.
     """
     for token in reversed(list(yaml.scan(text, Loader=_Scanner))):
-        if isinstance(token, yaml.ScalarToken) and token.plain and (names or token.value.startswith("*")):
+        if (
+            isinstance(token, yaml.ScalarToken)
+            and token.plain
+            and (names or token.value.startswith("*"))
+        ):
             quoted = token.value.replace("'", "''")
             text = f"{text[: token.start_mark.index]}'{quoted}'{text[token.end_mark.index :]}"
     return text

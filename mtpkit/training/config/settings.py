@@ -1,6 +1,8 @@
-"""The settings of a training run by section, with the range of each and the combinations that are refused.
+"""The settings of a training run by section, with the range of each and the combinations that are
+refused.
 
-Bounds are far beyond the needs of any run: they refuse typing errors, and values that torch cannot hold.
+Bounds are far beyond the needs of any run: they refuse typing errors, and values that torch cannot
+hold.
 """
 
 from collections.abc import Iterator
@@ -29,10 +31,12 @@ class DataConfig:
     """Data for training and evaluation."""
 
     train: tuple[str, ...] = Field(title=_FILES)
-    """Training data: files, folders and globs of text, jsonl, csv or parquet, and directories written by `mtpkit data
-    prepare`. Each entry is a source, named after its file or folder unless it is given as `name=path`."""
+    """Training data: files, folders and globs of text, jsonl, csv or parquet, and directories
+    written by `mtpkit data prepare`. Each entry is a source, named after its file or folder unless
+    it is given as `name=path`."""
     eval: tuple[str, ...] = Field(default=(), title=_FILES.replace("train", "eval"))
-    """Held-out data to measure acceptance during training, of the same kinds as `train`; empty: no evaluation."""
+    """Held-out data to measure acceptance during training, of the same kinds as `train`; empty: no
+    evaluation."""
     text_column: str = "text"
     """Column of plain text in jsonl, csv and parquet; every token of it is trained on."""
     prompt_column: str = "prompt"
@@ -40,8 +44,9 @@ class DataConfig:
     response_column: str = "response"
     """Column of the response in prompt/response data; its tokens are trained on."""
     messages_column: str = "messages"
-    """Column of the conversations in chat data, rendered by the tokenizer's chat template; the assistant's messages are
-    trained on. Columns have no effect on prepared data, since they were chosen when it was prepared."""
+    """Column of the conversations in chat data, rendered by the tokenizer's chat template; the
+    assistant's messages are trained on. Columns have no effect on prepared data, since they were
+    chosen when it was prepared."""
     loss: Loss = field_of(DataOptions, "loss")
     sample_per_turn: bool = field_of(DataOptions, "sample_per_turn")
     long_conversations: LongConversations = field_of(DataOptions, "long_conversations")
@@ -53,7 +58,8 @@ class DataConfig:
     micro_batch_size: Ranks = 1
     """Sequences per forward and backward pass on one rank."""
     global_batch_size: Ranks = 8
-    """Sequences per optimizer step over all ranks; a multiple of micro_batch_size times the number of ranks."""
+    """Sequences per optimizer step over all ranks; a multiple of micro_batch_size times the number
+    of ranks."""
     eval_sequences: Count = 32
     """Number of held-out sequences that each evaluation reads per source, over all ranks."""
 
@@ -70,8 +76,8 @@ class DataConfig:
         """Yield one clause for every wrong setting."""
         if self.global_batch_size % self.micro_batch_size:
             yield (
-                f"global_batch_size {self.global_batch_size} is not a multiple of data.micro_batch_size "
-                f"{self.micro_batch_size}"
+                f"global_batch_size {self.global_batch_size} is not a multiple of"
+                f" data.micro_batch_size {self.micro_batch_size}"
             )
         yield from self.options.problems()
 
@@ -88,35 +94,39 @@ class HeadsConfig:
     num_depths: Annotated[int, Field(ge=1, le=256)] = 3
     """K, the number of tokens that the heads learn to predict after the base's next token."""
     init: HeadInit = "auto"
-    """`checkpoint`: continue from the model's heads. `fresh`: new heads with random weights. `base`: new heads that
-    start as copies of the base's last layers and learn in fewer steps. `auto`: `checkpoint` if the model has heads,
-    else `base` if the base has layers of all kinds in `pattern`, else `fresh`; the start of the log says which."""
+    """`checkpoint`: continue from the model's heads. `fresh`: new heads with random weights.
+    `base`: new heads that start as copies of the base's last layers and learn in fewer steps.
+    `auto`: `checkpoint` if the model has heads, else `base` if the base has layers of all kinds in
+    `pattern`, else `fresh`; the start of the log says which."""
     fit_tokens: Amount = 65536
-    """Number of training tokens on which `init: base` fits the heads' input projection; 0: no fit, the projection
-    starts as the sum of embedding and hidden state."""
+    """Number of training tokens on which `init: base` fits the heads' input projection; 0: no fit,
+    the projection starts as the sum of embedding and hidden state."""
     pattern: str = "auto"
-    """Pattern of the layers of one depth of new heads: M Mamba2, G gated delta net, * attention, + latent attention, -
-    MLP, E mixture of experts. `auto`: the pattern of the model's heads. For a model without heads: the base's `*` or
-    `+` (M or G if the base has no attention), then `-`, or `E` if the base has no MLPs or if servers of its family
-    build no heads with MLPs; for a Nemotron-H without experts `*` alone."""
+    """Pattern of the layers of one depth of new heads: M Mamba2, G gated delta net, * attention, +
+    latent attention, - MLP, E mixture of experts. `auto`: the pattern of the model's heads. For a
+    model without heads: the base's `*` or `+` (M or G if the base has no attention), then `-`, or
+    `E` if the base has no MLPs or if servers of its family build no heads with MLPs; for a
+    Nemotron-H without experts `*` alone."""
     repeated: bool = True
     """Let all depths of new heads share one block, instead of one block per depth."""
     attention: HeadAttention = "auto"
-    """Attention of the heads in training. `serving`: each depth attends to the same past as in decoding. `per_depth`:
-    causal attention over each depth's own stream, which for distinct heads is the same as in decoding. `auto`:
-    `serving` for a repeated head, `per_depth` for distinct heads."""
-    reads_of_base: Literal["auto"] | HiddenState = "auto"
-    """Hidden state of the base that the first depth reads: `after_final_norm` or `before_final_norm`. The heads must
-    read the same state when they are served. `auto`: the choice of the model's heads, or of its family if it has no
+    """Attention of the heads in training. `serving`: each depth attends to the same past as in
+    decoding. `per_depth`: causal attention over each depth's own stream, which for distinct heads
+    is the same as in decoding. `auto`: `serving` for a repeated head, `per_depth` for distinct
     heads."""
+    reads_of_base: Literal["auto"] | HiddenState = "auto"
+    """Hidden state of the base that the first depth reads: `after_final_norm` or
+    `before_final_norm`. The heads must read the same state when they are served. `auto`: the choice
+    of the model's heads, or of its family if it has no heads."""
     reads_of_depth: Literal["auto"] | HiddenState = "auto"
-    """Hidden state of a depth that the next depth reads, with the same choices as `reads_of_base`."""
+    """Hidden state of a depth that the next depth reads, with the same choices as
+    `reads_of_base`."""
     zero_first_embedding: Literal["auto"] | bool = "auto"
-    """Let depths read zeros in place of the embedding at position 0 of each document, as vLLM does for some families.
-    `auto`: as for `reads_of_base`."""
+    """Let depths read zeros in place of the embedding at position 0 of each document, as vLLM does
+    for some families. `auto`: as for `reads_of_base`."""
     recompute: bool = False
-    """Recompute each depth's activations in the backward pass. This adds a third to the work in the heads, and memory
-    holds the activations of one depth instead of K."""
+    """Recompute each depth's activations in the backward pass. This adds a third to the work in the
+    heads, and memory holds the activations of one depth instead of K."""
 
 
 @checked("loss settings")
@@ -124,8 +134,8 @@ class LossConfig:
     """The training loss."""
 
     kind: LossKind = "kl"
-    """Loss of each depth. `kl`: forward KL to the base's distribution. `tv`: total variation distance to it. `ce`:
-    cross-entropy against the text's tokens."""
+    """Loss of each depth. `kl`: forward KL to the base's distribution. `tv`: total variation
+    distance to it. `ce`: cross-entropy against the text's tokens."""
     temperature: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
     """Temperature of both distributions in `kl`."""
     depth_weights: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] = ()
@@ -133,22 +143,29 @@ class LossConfig:
     beta: Annotated[float, Field(ge=0, le=10)] = 0.6
     """Decay of the default depth weights."""
     top_k: Amount = 0
-    """Restrict the base's distribution in `kl` to its k most likely tokens, renormalised. 0: all tokens."""
+    """Restrict the base's distribution in `kl` to its k most likely tokens, renormalised. 0: all
+    tokens."""
     hidden_mix: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the base's hidden states in the training inputs of each depth after the first; 0: only the head's own
-    hidden states, as in decoding."""
+    """Share of the base's hidden states in the training inputs of each depth after the first; 0:
+    only the head's own hidden states, as in decoding."""
     hidden_mix_kind: MixKind = "sample"
-    """Way of mixing the base's and the head's hidden states. `sample`: each position reads one of the two at random.
-    `blend`: each position reads their weighted sum."""
+    """Way of mixing the base's and the head's hidden states. `sample`: each position reads one of
+    the two at random. `blend`: each position reads their weighted sum."""
     chunk_size: Amount = 0
-    """Number of tokens whose logits are in memory at once; 0: as many as fit in 384 MiB on a GPU or 16 MiB on a CPU, at
-    least 64."""
+    """Number of tokens whose logits are in memory at once; 0: as many as fit in 384 MiB on a GPU or
+    16 MiB on a CPU, at least 64."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every wrong setting."""
-        for name, value, neutral in (("temperature", self.temperature, 1), ("top_k", self.top_k, 0)):
+        for name, value, neutral in (
+            ("temperature", self.temperature, 1),
+            ("top_k", self.top_k, 0),
+        ):
             if value != neutral and self.kind != "kl":
-                yield (f"{name} has no effect on loss.kind={self.kind}: set loss.{name}={neutral} or loss.kind=kl")
+                yield (
+                    f"{name} has no effect on loss.kind={self.kind}: set loss.{name}={neutral} or"
+                    " loss.kind=kl"
+                )
         if self.depth_weights and not sum(self.depth_weights):
             yield "depth_weights must not all be zero"
 
@@ -163,7 +180,8 @@ class OptimizerConfig:
     """AdamW or Muon, with linear warm-up and cosine decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the heads. `muon`: Muon for matrices and AdamW for the rest; needs fewer but costlier steps."""
+    """Optimizer of the heads. `muon`: Muon for matrices and AdamW for the rest; needs fewer but
+    costlier steps."""
     lr: Annotated[float, Field(ge=1e-30, le=10)] = 1e-3
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0, le=10)] = 1e-4
@@ -183,16 +201,16 @@ class OptimizerConfig:
     distributed: bool = True
     """Shard the fp32 weights and moments over data-parallel ranks."""
     offload: bool = False
-    """Keep AdamW's fp32 weights and moments in host memory. This saves 12 bytes per parameter on the GPU and needs up
-    to 24 on the host, since torch rounds page-locked tensors up to powers of two. The update runs while the base runs
-    on the next batch."""
+    """Keep AdamW's fp32 weights and moments in host memory. This saves 12 bytes per parameter on
+    the GPU and needs up to 24 on the host, since torch rounds page-locked tensors up to powers of
+    two. The update runs while the base runs on the next batch."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every wrong setting."""
         if self.offload and self.kind != "adamw":
             yield (
-                f"offload is for AdamW, not optimizer.kind={self.kind}: set optimizer.offload=false or "
-                "optimizer.kind=adamw"
+                f"offload is for AdamW, not optimizer.kind={self.kind}: set optimizer.offload=false"
+                " or optimizer.kind=adamw"
             )
         if self.min_lr > self.lr:
             yield f"min_lr {self.min_lr} exceeds optimizer.lr {self.lr}"
@@ -200,19 +218,22 @@ class OptimizerConfig:
 
 @checked("parallel settings")
 class ParallelConfig:
-    """Sizes of the parallel groups. Data parallelism gets the remaining factor of the number of processes."""
+    """Sizes of the parallel groups. Data parallelism gets the remaining factor of the number of
+    processes."""
 
     tensor: Ranks = 1
-    """Number of tensor-parallel ranks, which split matrices, attention heads and vocabulary, and also the sequence
-    between layers."""
+    """Number of tensor-parallel ranks, which split matrices, attention heads and vocabulary, and
+    also the sequence between layers."""
     pipeline: Ranks = 1
-    """Number of pipeline stages for the base's layers. In training the last stage trains the heads; the earlier stages
-    only run forward, ahead of the last one."""
+    """Number of pipeline stages for the base's layers. In training the last stage trains the heads;
+    the earlier stages only run forward, ahead of the last one."""
     expert: Ranks = 1
-    """Number of expert-parallel ranks, which are data-parallel ranks that split the experts of each layer."""
+    """Number of expert-parallel ranks, which are data-parallel ranks that split the experts of each
+    layer."""
     balance: Balance = "memory"
-    """Balance pipeline stages by memory or by time. `time` gives fewer layers to the last stage, which also trains the
-    heads, and more to the other stages, which is faster if the memory suffices."""
+    """Balance pipeline stages by memory or by time. `time` gives fewer layers to the last stage,
+    which also trains the heads, and more to the other stages, which is faster if the memory
+    suffices."""
 
 
 @checked("log settings")
@@ -245,26 +266,30 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed for the weights of new heads, the order of the data, and torch's generator."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations. `auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer keeps gradients,
-    master weights and moments of the heads in fp32 in either case."""
+    """Dtype of weights and activations. `auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer
+    keeps gradients, master weights and moments of the heads in fp32 in either case."""
     backend: Literal["auto", "local", "te"] = "auto"
-    """Implementation of the layers: `local`, mtpkit's kernels and torch; `te`, Transformer Engine. `auto`: `te` if it
-    is installed and there is a GPU. Checkpoints do not depend on it."""
+    """Implementation of the layers: `local`, mtpkit's kernels and torch; `te`, Transformer Engine.
+    `auto`: `te` if it is installed and there is a GPU. Checkpoints do not depend on it."""
     base_fp8: bool = False
-    """Run the matrix products of the frozen base in fp8. Backend `local` keeps the base's matrices only in fp8, in half
-    the memory; `te` keeps bf16 copies too. Checkpoints hold the original weights."""
+    """Run the matrix products of the frozen base in fp8. Backend `local` keeps the base's matrices
+    only in fp8, in half the memory; `te` keeps bf16 copies too. Checkpoints hold the original
+    weights."""
     cache: str = ""
-    """Directory that caches the base's hidden states of all sequences, as the heads read them. Missing states are
-    written first; then the heads are trained without the base in memory (`heads.init: base` still loads it for the
-    initial weights). See `mtpkit data cache`. Empty: the base runs in every step."""
+    """Directory that caches the base's hidden states of all sequences, as the heads read them.
+    Missing states are written first; then the heads are trained without the base in memory
+    (`heads.init: base` still loads it for the initial weights). See `mtpkit data cache`. Empty: the
+    base runs in every step."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn"] = "auto"
-    """Dtype of the cache; `float8_e4m3fn` stores one scale per token. `auto`: the same as `dtype`, so that the losses
-    do not change."""
+    """Dtype of the cache; `float8_e4m3fn` stores one scale per token. `auto`: the same as `dtype`,
+    so that the losses do not change."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Precision of fp32 matrix products, as in `torch.set_float32_matmul_precision`: `high` uses TF32 and `medium` bf16
-    internally if the hardware has them, which is faster. Transformer Engine uses TF32 regardless."""
+    """Precision of fp32 matrix products, as in `torch.set_float32_matmul_precision`: `high` uses
+    TF32 and `medium` bf16 internally if the hardware has them, which is faster. Transformer Engine
+    uses TF32 regardless."""
     log_interval: Count = 10
-    """Steps between lines in the metrics files, and between printed lines if stderr is not a terminal."""
+    """Steps between lines in the metrics files, and between printed lines if stderr is not a
+    terminal."""
     log: LogConfig = LogConfig()
     eval_interval: Count = 100
     """Steps between evaluations; the last step is always followed by one."""
@@ -273,8 +298,8 @@ class TrainConfig:
     keep_checkpoints: Count = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Save a checkpoint after each evaluation that gives the best acceptance length so far, and keep it until a better
-    one is found. OUTPUT/best leads to it and is a model directory."""
+    """Save a checkpoint after each evaluation that gives the best acceptance length so far, and
+    keep it until a better one is found. OUTPUT/best leads to it and is a model directory."""
     resume: bool = True
     """Continue from the newest checkpoint in `output`, if any."""
 
@@ -287,24 +312,38 @@ class TrainConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every wrong combination of settings."""
-        data, depths, loss = self.data, self.heads.num_depths, self.loss
+        data = self.data
+        depths = self.heads.num_depths
+        loss = self.loss
         if data.sequence_length < depths + 2:
             yield (
-                f"data.sequence_length must be at least {depths + 2}, heads.num_depths and two more, not "
-                f"{data.sequence_length}"
+                f"data.sequence_length must be at least {depths + 2}, heads.num_depths and two"
+                f" more, not {data.sequence_length}"
             )
         if self.cache and self.parallel.pipeline > 1:
-            yield "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1, or an empty cache="
+            yield (
+                "parallel.pipeline splits a base that a cache replaces: set parallel.pipeline=1, or"
+                " an empty cache="
+            )
         if data.sequence_length % self.parallel.tensor:
             yield (
                 f"data.sequence_length {data.sequence_length} cannot be split over parallel.tensor="
                 f"{self.parallel.tensor} ranks: make it a multiple"
             )
         if loss.hidden_mix and depths == 1:
-            yield "loss.hidden_mix has no effect on one depth: set loss.hidden_mix=0 or heads.num_depths=2 or more"
+            yield (
+                "loss.hidden_mix has no effect on one depth: set loss.hidden_mix=0 or"
+                " heads.num_depths=2 or more"
+            )
         if self.base_fp8 and self.dtype == "float32":  # checked again once `auto` is resolved
             yield "base_fp8 needs dtype=bfloat16: set it, or base_fp8=false"
         if self.cache_dtype != "auto" and not self.cache:
-            yield f"cache_dtype={self.cache_dtype} has no effect without a cache: set cache=DIR or cache_dtype=auto"
+            yield (
+                f"cache_dtype={self.cache_dtype} has no effect without a cache: set cache=DIR or"
+                " cache_dtype=auto"
+            )
         if loss.depth_weights and len(loss.depth_weights) != depths:
-            yield f"loss.depth_weights has {len(loss.depth_weights)} entries for heads.num_depths={depths}"
+            yield (
+                f"loss.depth_weights has {len(loss.depth_weights)} entries for"
+                f" heads.num_depths={depths}"
+            )

@@ -1,10 +1,12 @@
-"""Random histories of an engine with a prefix cache over a hash model, every read of which checks the whole past.
+"""Random histories of an engine with a prefix cache over a hash model, every read of which checks
+the whole past.
 
-`python -m tests.engine.prefix.fuzz --operations 100000` from the root of the repository, on all cores; a share of it
-runs in the suite. An operation is an arrival (of a new prompt, one that shares a prefix with an earlier one, or one
-that goes on where an output ended), a step, or an abort. After each one the allocators are compared with their
-holders, and what nobody holds is broken. The tokens are those of a decoder without caches, and a request finds the
-longest checkpoint that a plain list of all of them has.
+`python -m tests.engine.prefix.fuzz --operations 100000` from the root of the repository, on all
+cores; a share of it runs in the suite. An operation is an arrival (of a new prompt, one that shares
+a prefix with an earlier one, or one that goes on where an output ended), a step, or an abort. After
+each one the allocators are compared with their holders, and what nobody holds is broken. The tokens
+are those of a decoder without caches, and a request finds the longest checkpoint that a plain list
+of all of them has.
 """
 
 import argparse
@@ -27,7 +29,11 @@ from tests.engine.fakes import HashModel, check_batches, fake_engine
 
 MODEL = HashModel()
 EOS = 0
-TREES = [*map(parse_tree, ([2, 1], [2, 2], [1, 3], [3, 2, 1])), DynamicTree(2, 2, 5), DynamicTree(3, 3, 9)]
+TREES = [
+    *map(parse_tree, ([2, 1], [2, 2], [1, 3], [3, 2, 1])),
+    DynamicTree(2, 2, 5),
+    DynamicTree(3, 3, 9),
+]
 _OPERATIONS_PER_ENGINE = 120
 _OPERATIONS_PER_SHARE = 1000
 _MOST_OUTPUT = 18
@@ -37,8 +43,10 @@ class PlainIndex:
     """All checkpoints as lists of tokens, beside the index under test."""
 
     def __init__(self, prefix: PrefixCache) -> None:
-        self.prefix, self.tokens = prefix, {}
-        keep, match = prefix.keep, prefix.match
+        self.prefix = prefix
+        self.tokens = {}
+        keep = prefix.keep
+        match = prefix.match
 
         def kept(request, length, decoded=False):
             save = keep(request, length, decoded)
@@ -50,13 +58,17 @@ class PlainIndex:
             hit = match(request)
             held = [i for i in range(prefix.slots.size) if i not in prefix.slots.free_ids]
             tokens = request.token_ids[: request.prefill_end]
-            found = [len(self.tokens[i]) for i in held if tokens[: len(self.tokens[i])] == self.tokens[i]]
-            longest, length = max(found, default=0), 0 if hit is None else hit.length
+            found = [
+                len(self.tokens[i]) for i in held if tokens[: len(self.tokens[i])] == self.tokens[i]
+            ]
+            longest = max(found, default=0)
+            length = 0 if hit is None else hit.length
             assert length <= longest, "what no checkpoint has was found"
             assert length == longest or prefix.blocks.num_evicted, "a checkpoint was not found"
             return hit
 
-        prefix.keep, prefix.match = kept, matched
+        prefix.keep = kept
+        prefix.match = matched
 
 
 class History:
@@ -65,7 +77,10 @@ class History:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         tree = rng.choice([None, None, rng.choice(TREES)])
-        self.block_size, self.k = rng.choice([1, 2, 3, 4, 8]), tree.depth if tree else rng.choice([0, 1, 2, 3, 5])
+        self.block_size, self.k = (
+            rng.choice([1, 2, 3, 4, 8]),
+            tree.depth if tree else rng.choice([0, 1, 2, 3, 5]),
+        )
         self.most = rng.choice([16, 24, 50])
         width = tree.tokens if tree else self.k
         longest = self.most + _MOST_OUTPUT + 2 * width
@@ -100,10 +115,13 @@ class History:
         self.count = self.hits = 0
 
     def arrive(self) -> None:
-        rng, past = self.rng, self.rng.choice(self.known)
+        rng = self.rng
+        past = self.rng.choice(self.known)
         kept = past[: rng.choice([0, len(past), len(past) - 1, rng.randint(0, len(past))])]
         more = rng.choice([0, 1, 1, rng.randint(0, 12)])
-        prompt = (kept + [rng.randrange(1, MODEL.vocab_size) for _ in range(more)])[: self.most] or [1]
+        prompt = (kept + [rng.randrange(1, MODEL.vocab_size) for _ in range(more)])[
+            : self.most
+        ] or [1]
         params = SamplingParams(
             max_tokens=rng.randint(1, _MOST_OUTPUT),
             temperature=rng.choice([0.0, self.temperature]),
@@ -138,18 +156,23 @@ class History:
 
     def operate(self) -> None:
         """One operation, and the checks after it."""
-        operation = self.rng.choices([self.arrive, self.step, self.abort], [4 if len(self.live) < 6 else 0, 12, 0.5])
+        operation = self.rng.choices(
+            [self.arrive, self.step, self.abort], [4 if len(self.live) < 6 else 0, 12, 0.5]
+        )
         operation[0]()
         self.check()
 
     def check(self) -> None:
-        scheduler, runner = self.engine.scheduler, self.engine.executor.runner
+        scheduler = self.engine.scheduler
+        runner = self.engine.executor.runner
         scheduler.check_integrity()
-        free, slots = scheduler.blocks.free_ids, scheduler.slots.free_ids
+        free = scheduler.blocks.free_ids
+        slots = scheduler.slots.free_ids
         runner.forget(free, slots)
         earlier = self.engine.executor.state.earlier
         earlier.hidden[slots], earlier.token_ids[slots] = math.nan, -9
-        size, nothing = self.block_size, [None] * self.block_size
+        size = self.block_size
+        nothing = [None] * self.block_size
         for block in free if self.k else ():
             self.engine.executor.drafter.entries[block * size : (block + 1) * size] = nothing
         for checkpoint in scheduler.prefix.slots.free_ids:
@@ -163,7 +186,9 @@ class History:
                 "requests": self.count,
                 "hits": self.hits,
                 "preemptions": scheduler.num_preemptions,
-                "second children": sum(sum(ranks[1:]) for ranks in scheduler.acceptance.ranks_per_depth),
+                "second children": sum(
+                    sum(ranks[1:]) for ranks in scheduler.acceptance.ranks_per_depth
+                ),
                 "blocks evicted": scheduler.blocks.num_evicted,
                 "checkpoints evicted": scheduler.prefix.num_evicted,
             }
@@ -214,7 +239,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args()
-    began, counts = time.perf_counter(), Counter[str]()
+    began = time.perf_counter()
+    counts = Counter[str]()
     shares = [(given.seed, index) for index in range(-(-given.operations // _OPERATIONS_PER_SHARE))]
     with (
         multiprocessing.Pool(given.processes) as pool,

@@ -25,7 +25,10 @@ def stale_state(patch):
     restore = CheckpointStore.restore
 
     def stale(self, restores):
-        restore(self, [Restore(one.checkpoint ^ 1, one.slot, one.length, one.blocks) for one in restores])
+        restore(
+            self,
+            [Restore(one.checkpoint ^ 1, one.slot, one.length, one.blocks) for one in restores],
+        )
 
     patch.setattr(CheckpointStore, "restore", stale)
 
@@ -83,16 +86,25 @@ def heads_not_resumed(patch):
     """The heads' entry of the last position stays that of the token that followed there before."""
 
     def skipped(draft, self, hidden, batch, verdict):
-        held = [t for name, own in batch.inputs.states.layers.items() if name.startswith("mtp.") for t in own]
+        held = [
+            t
+            for name, own in batch.inputs.states.layers.items()
+            if name.startswith("mtp.")
+            for t in own
+        ]
         kept = [tensor.clone() for state in held for tensor in state.tensors.values()]
         drafts = draft(self, hidden, batch, verdict)
         if batch.plan.restores:
-            for tensor, old in zip((t for state in held for t in state.tensors.values()), kept, strict=True):
+            for tensor, old in zip(
+                (t for state in held for t in state.tensors.values()), kept, strict=True
+            ):
                 tensor.copy_(old)
         return drafts
 
     for kind in (RepeatedDrafter, RepeatedTreeDrafter):
-        patch.setattr(kind, "draft", functools.partialmethod(functools.partial(skipped, kind.draft)))
+        patch.setattr(
+            kind, "draft", functools.partialmethod(functools.partial(skipped, kind.draft))
+        )
 
 
 def hidden_state_left_out(patch):

@@ -12,7 +12,8 @@ from mtpkit.errors import MtpkitError
 
 
 class History(RuleBasedStateMachine):
-    """`held` has one entry per reference, `keys` the keys of each id, `idle` the idle ids in order."""
+    """`held` has one entry per reference, `keys` the keys of each id, `idle` the idle ids in
+    order."""
 
     @initialize(size=st.integers(1, 7))
     def start(self, size):
@@ -40,7 +41,9 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data):
-        leaving = data.draw(st.permutations(range(len(self.held))))[: data.draw(st.integers(0, len(self.held)))]
+        leaving = data.draw(st.permutations(range(len(self.held))))[
+            : data.draw(st.integers(0, len(self.held)))
+        ]
         ids = [self.held[i] for i in leaving]
         self.held = [held for i, held in enumerate(self.held) if i not in leaving]
         self.pool.release(ids)
@@ -76,9 +79,13 @@ class History(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.pool.check_integrity(self.held)
-        assert self.pool.num_free == self.pool.size - len(set(self.held)) and self.pool.num_idle == len(self.idle)
+        assert self.pool.num_free == self.pool.size - len(
+            set(self.held)
+        ) and self.pool.num_idle == len(self.idle)
         found = {key: self.pool.find(key) for key in range(10)}
-        assert found == dict.fromkeys(range(10)) | {k: held for held, keys in self.keys.items() for k in keys}
+        assert found == dict.fromkeys(range(10)) | {
+            k: held for held, keys in self.keys.items() for k in keys
+        }
         assert not set(self.pool.free_ids) & (set(self.held) | set(self.idle))
 
 

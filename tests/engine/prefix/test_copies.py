@@ -18,7 +18,8 @@ SEQS = 6
 
 
 class Operations(TorchDispatchMode):
-    """Counts the PyTorch ops outside of the plain twins of kernels, which are one launch on a GPU."""
+    """Counts the PyTorch ops outside of the plain twins of kernels, which are one launch on a
+    GPU."""
 
     count = 0
 
@@ -31,7 +32,9 @@ class Operations(TorchDispatchMode):
 def executor_of(pattern="M-*M-", heads="repeated", mtp_pattern="*-", **settings):
     model = tiny_model(heads, pattern, mtp_pattern)
     k = 2 if heads == "distinct" else 3
-    executor = make_llm(model, k, enable_prefix_caching=True, max_num_seqs=SEQS, **settings).engine.executor
+    executor = make_llm(
+        model, k, enable_prefix_caching=True, max_num_seqs=SEQS, **settings
+    ).engine.executor
     fill(executor)
     return executor
 
@@ -39,20 +42,29 @@ def executor_of(pattern="M-*M-", heads="repeated", mtp_pattern="*-", **settings)
 def fill(executor) -> None:
     """Random numbers in all states and checkpoints, and counts as decode steps leave them."""
     generator = torch.Generator().manual_seed(1)
-    store, state = executor.checkpoints, executor.state
+    store = executor.checkpoints
+    state = executor.state
     states = [tensor for one in executor.states.all() for tensor in one.tensors.values()]
     for tensor in (*states, *store.tensors, *vars(state.earlier).values()):
         tensor.copy_(torch.rand(tensor.shape, generator=generator) - 0.5)
     state.num_computed.copy_(torch.randint(20, 40, (SEQS + 1,), generator=generator))
     for counter, held in state.committed.counts.items():
-        most = ring_capacity(counter.length) if isinstance(counter, Ring) else executor.config.decode_width - 1
+        most = (
+            ring_capacity(counter.length)
+            if isinstance(counter, Ring)
+            else executor.config.decode_width - 1
+        )
         held.copy_(torch.randint(0, most + 1, (SEQS + 1,), generator=generator))
 
 
 def held_by(executor, end: int | None = None) -> list[torch.Tensor]:
     """All that is held, checkpoints last; with end -1 but for what the null slot has."""
     states = [tensor for one in executor.states.all() for tensor in one.tensors.values()]
-    return [*states, *(tensor[:end] for tensor in executor.state.tensors), *executor.checkpoints.tensors]
+    return [
+        *states,
+        *(tensor[:end] for tensor in executor.state.tensors),
+        *executor.checkpoints.tensors,
+    ]
 
 
 @torch.inference_mode()
@@ -70,12 +82,16 @@ def after(executor, *calls) -> list[torch.Tensor]:
 def differing(some, others) -> int:
     """How many tensors differ by more than how sums over more rows are rounded."""
     pairs = zip(some, others, strict=True)
-    return sum(not torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-5) for one, other in pairs)
+    return sum(
+        not torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-5)
+        for one, other in pairs
+    )
 
 
 def saves_of(count: int, decoded: bool = True) -> list[Save]:
     """Saves of slots in some order, to checkpoints in another."""
-    slots, checkpoints = (4, 0, 2, 5, 1, 3), (7, 3, 0, 9, 5, 11)
+    slots = (4, 0, 2, 5, 1, 3)
+    checkpoints = (7, 3, 0, 9, 5, 11)
     pairs = zip(slots[:count], checkpoints, strict=False)
     return [Save(checkpoint, slot, 9, decoded) for slot, checkpoint in pairs]
 
@@ -105,7 +121,10 @@ def test_saves_and_restores_of_any_number_take_as_many_operations_as_one(rollbac
             store.warm_up()
         for count in (1, 4):
             launches.clear()
-            restores = [Restore(one.checkpoint, one.slot, 9, ((one.slot, 9 + one.slot),)) for one in saves_of(count)]
+            restores = [
+                Restore(one.checkpoint, one.slot, 9, ((one.slot, 9 + one.slot),))
+                for one in saves_of(count)
+            ]
             found[layers, count] = (
                 operations(executor, store.save, saves_of(count)),
                 operations(executor, store.save, saves_of(count, decoded=False)),
@@ -138,7 +157,8 @@ def test_what_was_saved_can_be_saved_again(rollback):
 
 def test_a_checkpoint_that_changes_hands_within_a_step_is_the_last_ones():
     executor = executor_of()
-    first, second = Save(2, 1, 9), Save(2, 4, 9)
+    first = Save(2, 1, 9)
+    second = Save(2, 4, 9)
     save = executor.checkpoints.save
     for decoded in ((), (first,), (second,), (first, second)):
         saves = [Save(one.checkpoint, one.slot, 9, one in decoded) for one in (first, second)]
@@ -149,28 +169,39 @@ def test_a_checkpoint_that_changes_hands_within_a_step_is_the_last_ones():
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize("heads, pattern, mtp_pattern", KINDS)
-def test_graphs_save_and_restore_what_is_copied_without_them(heads, pattern, mtp_pattern, rollback, monkeypatch):
+def test_graphs_save_and_restore_what_is_copied_without_them(
+    heads, pattern, mtp_pattern, rollback, monkeypatch
+):
     """Null rows change nothing; more rows than a graph has are replayed in turns."""
     replay_on_cpu(monkeypatch)
     monkeypatch.setattr(capture, "_MOST_ROWS", 4)
     executor = executor_of(pattern, heads, mtp_pattern, state_rollback=rollback)
-    store, graphs = executor.checkpoints, executor.checkpoints.graphs
+    store = executor.checkpoints
+    graphs = executor.checkpoints.graphs
     assert graphs.sizes == [1, 2, 4]
     for count in (1, 3, 5, 6):
         saves = saves_of(count) + saves_of(6, decoded=False)[count:]
         restores = [Restore(one.checkpoint, one.slot, 9) for one in saves_of(count)]
         found = []
         for store.graphs in (None, graphs):
-            found.append([after(executor, (store.save, saves)), after(executor, (store.restore, restores))])
+            found.append(
+                [after(executor, (store.save, saves)), after(executor, (store.restore, restores))]
+            )
         for eager, replayed in zip(*found, strict=True):
             assert differing(eager, after(executor)) > 4 and not differing(eager, replayed)
-    assert {("_settle_and_leave", 4), ("_leave", 4), ("_enter", 4), ("_enter", 1)} <= graphs._graphs.keys()
+    assert {
+        ("_settle_and_leave", 4),
+        ("_leave", 4),
+        ("_enter", 4),
+        ("_enter", 1),
+    } <= graphs._graphs.keys()
 
 
 def test_all_graphs_of_copies_are_captured_before_the_first_request(monkeypatch):
     replay_on_cpu(monkeypatch)
     executor = executor_of(warm_up=True, max_num_batched_tokens=16)
-    want, graphs = after(executor), executor.checkpoints.graphs
+    want = after(executor)
+    graphs = executor.checkpoints.graphs
     captured = set(graphs._graphs)
     assert {size for _, size in captured} == {1, 2, 4, 8} and len(captured) == 3 * 4
     graphs._graphs.clear()

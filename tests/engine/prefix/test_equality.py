@@ -63,11 +63,16 @@ def test_ten_turns_with_drafts_that_are_right_and_wrong(heads, k, rollback, ahea
 
 
 @pytest.mark.parametrize(
-    ("pattern", "mtp_pattern", "k"), [("G-*G-", "*-", 1), ("*-*-", "*-", 4), ("+-M-+-", "+-", 2), ("+-+-", "+-", 0)]
+    ("pattern", "mtp_pattern", "k"),
+    [("G-*G-", "*-", 1), ("*-*-", "*-", 4), ("+-M-+-", "+-", 2), ("+-+-", "+-", 0)],
 )
 def test_ten_turns_of_every_kind_of_state(pattern, mtp_pattern, k):
     history = START
-    pair = Pair(tiny_model("repeated", pattern, mtp_pattern), k, lambda llm: guide(llm, [history], 50) if k else llm)
+    pair = Pair(
+        tiny_model("repeated", pattern, mtp_pattern),
+        k,
+        lambda llm: guide(llm, [history], 50) if k else llm,
+    )
     multi_turn(pair, history, 10, greedy(4), added=0)
     pair.check()
     assert pair.hits >= 0.9 * sum(21 + 4 * turn for turn in range(10))
@@ -86,7 +91,8 @@ PUBLISHED = {
 @pytest.mark.parametrize("rules", PUBLISHED)
 def test_heads_that_read_by_other_rules(rules, heads, k):
     model = ruled_model(heads, **PUBLISHED[rules])
-    with torch.no_grad():  # in fp32 log-probs of logits of 24 are 2e-5 away from those in fp64, whoever computes them
+    # in fp32 log-probs of logits of 24 are 2e-5 away from those in fp64, whoever computes them
+    with torch.no_grad():
         model.output_layer.weight.mul_(0.1)
     pair = Pair(model, k)
     multi_turn(pair, START, 4, greedy(6))
@@ -105,23 +111,30 @@ def test_heads_that_read_by_other_rules(rules, heads, k):
 )
 def test_trees_of_drafts(heads, pattern, mtp_pattern, rollback):
     """Wide enough that some are right: an output's last tokens are those of an accepted path."""
-    settings = dict(speculative_token_tree="[8, 6]", max_num_batched_tokens=800, state_rollback=rollback)
+    settings = dict(
+        speculative_token_tree="[8, 6]", max_num_batched_tokens=800, state_rollback=rollback
+    )
     pair = Pair(tiny_model(heads, pattern, mtp_pattern), 2, async_scheduling=True, **settings)
     histories = make_prompts((21, 9, 4))
     for turn in range(3):
         outputs = pair.run(histories, greedy(9))
-        histories = [history + output + [turn] for history, output in zip(histories, outputs, strict=True)]
+        histories = [
+            history + output + [turn] for history, output in zip(histories, outputs, strict=True)
+        ]
     pair.check()
     assert pair.on.stats().acceptance.accepted > (5 if mtp_pattern == "*-" else 1)
     assert pair.hits == sum(21 + 9 + 4 + 10 * 3 * turn - 3 * 2 for turn in (1, 2))
     assert len(pair.seen[1].states) > 3 * 3 * 2 * (1 + 8)  # of both depths
 
 
-@pytest.mark.parametrize("k, settings", [(3, FIXED), (3, GROWN_SHAPE | dict(state_rollback="snapshot")), (2, DRAWN)])
+@pytest.mark.parametrize(
+    "k, settings", [(3, FIXED), (3, GROWN_SHAPE | dict(state_rollback="snapshot")), (2, DRAWN)]
+)
 @pytest.mark.parametrize("pattern, mtp_pattern", [("M-*M-", "*-"), ("G-*G-", "M-")])
 def test_conversations_with_trees(pattern, mtp_pattern, k, settings):
     """Paths of which some go through second children, or by what chance draws, were accepted."""
-    model, drawn = tiny_model("repeated", pattern, mtp_pattern), settings is DRAWN
+    model = tiny_model("repeated", pattern, mtp_pattern)
+    drawn = settings is DRAWN
     params = SEEDED if drawn else greedy(8)
     said = [] if drawn else [multi_turn(Pair(model, 0), START, 5, params)]
 
@@ -145,13 +158,24 @@ def test_seeded_sampling(k):
     assert pair.hits > 100
 
 
-@pytest.mark.parametrize("heads, length", [("distinct", 1), ("repeated", 15), ("distinct", 16), ("repeated", 17)])
+@pytest.mark.parametrize(
+    "heads, length", [("distinct", 1), ("repeated", 15), ("distinct", 16), ("repeated", 17)]
+)
 def test_prompts_at_the_edges_of_blocks_and_checkpoints(heads, length):
-    """That are the same, end one token before, or go on by one, and that differ in the last token: 16 is two blocks."""
+    """That are the same, end one token before, or go on by one, and that differ in the last token:
+    16 is two blocks."""
     pair = Pair(tiny_model(heads), 3)
     (prompt,) = make_prompts((length,))
     last = (prompt[-1] + 1) % 61
-    others = [prompt, prompt, [*prompt, 5], [*prompt, 6], [*prompt[:-1], last], prompt[:-1], [*prompt, 5, 6]]
+    others = [
+        prompt,
+        prompt,
+        [*prompt, 5],
+        [*prompt, 6],
+        [*prompt[:-1], last],
+        prompt[:-1],
+        [*prompt, 5, 6],
+    ]
     pair.run([one for one in others if one], greedy(4), together=False)
     pair.check()
     assert pair.hits >= length * 4
@@ -168,10 +192,16 @@ def test_an_identical_prompt_needs_no_forward_pass(monkeypatch):
 
 @pytest.mark.parametrize(
     "settings, ahead",
-    [({"num_blocks": 14}, True), ({"prefix_cache_bytes": 20000}, False), ({"prefix_cache_bytes": 0}, True)],
+    [
+        ({"num_blocks": 14}, True),
+        ({"prefix_cache_bytes": 20000}, False),
+        ({"prefix_cache_bytes": 0}, True),
+    ],
 )
 def test_eviction_and_preemption_under_load(settings, ahead):
-    pair = Pair(tiny_model(), 3, max_num_seqs=3, async_scheduling=ahead, **{"num_blocks": 200, **settings})
+    pair = Pair(
+        tiny_model(), 3, max_num_seqs=3, async_scheduling=ahead, **{"num_blocks": 200, **settings}
+    )
     prompts = make_prompts((21, 4, 30, 9))
     first = pair.run([*prompts, [*prompts[0], 3], prompts[2][:20]], greedy(12))
     again = [prompt + output[:9] for prompt, output in zip(prompts, first, strict=False)]
@@ -190,14 +220,16 @@ def test_a_preempted_request_goes_on_from_its_last_checkpoint():
     prompts = make_prompts((33, 20))
     pair.run(prompts, greedy(24))
     pair.check()
-    off, on = pair.off.stats(), pair.on.stats()
+    off = pair.off.stats()
+    on = pair.on.stats()
     assert off.preemptions and on.preemptions and pair.hits == 0
     assert on.prefilled_tokens < off.prefilled_tokens - 16
 
 
 @pytest.mark.parametrize("mtp_pattern", ["*-", "M*"])
 def test_a_request_that_is_preempted_at_its_first_token(mtp_pattern):
-    """All that its prefill computes again is in the cache: only heads that keep recurrent state compute some."""
+    """All that its prefill computes again is in the cache: only heads that keep recurrent state
+    compute some."""
     pair = Pair(tiny_model(mtp_pattern=mtp_pattern), 2)
     tokens = []
     for llm in (pair.off, pair.on):
@@ -216,7 +248,8 @@ def test_a_request_that_is_preempted_at_its_first_token(mtp_pattern):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_outputs_that_end_by_a_stop_string_or_too_many_tokens(ahead):
-    """Of those the device knows nothing: no step may be under way, and all its tokens must stand."""
+    """Of those the device knows nothing: no step may be under way, and all its tokens must
+    stand."""
 
     class Letters:
         def encode(self, text):
@@ -228,7 +261,9 @@ def test_outputs_that_end_by_a_stop_string_or_too_many_tokens(ahead):
     pair = Pair(tiny_model(), 3, tokenizer=Letters(), async_scheduling=ahead)
     for params in (
         SamplingParams(temperature=0, max_tokens=20, stop=["a"], ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[*range(20, 60)], ignore_eos=True),
+        SamplingParams(
+            temperature=0, max_tokens=20, stop_token_ids=[*range(20, 60)], ignore_eos=True
+        ),
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[*range(14)], ignore_eos=True),
     ):
         ends = set()
@@ -276,7 +311,10 @@ def test_heads_with_recurrent_state(heads, mtp_pattern, k, rollback):
     """Only what is followed by the same token is gone on from."""
     history = START
     pair = Pair(
-        tiny_model(heads, mtp_pattern=mtp_pattern), k, lambda llm: guide(llm, [history], 60), state_rollback=rollback
+        tiny_model(heads, mtp_pattern=mtp_pattern),
+        k,
+        lambda llm: guide(llm, [history], 60),
+        state_rollback=rollback,
     )
     multi_turn(pair, history, 4, greedy(9), added=0)
     pair.check()
@@ -285,7 +323,8 @@ def test_heads_with_recurrent_state(heads, mtp_pattern, k, rollback):
     follower = next(known[21] for known in first if len(known) == 22)
     pair.run([START, [*START, (follower + 1) % 61], [*START, follower]], greedy(4), together=False)
     pair.check()
-    # The same prompt is cut after its second block; then another token follows, and the one that did before.
+    # The same prompt is cut after its second block; then another token follows, and the one that
+    # did before.
     assert pair.hits == 29 + 38 + 47 + 16 + 21
 
 
@@ -301,13 +340,26 @@ def test_steps_that_are_timed_end_no_request():
 
 def test_the_plan_counts_checkpoints():
     llm = make_llm(tiny_model(), 3, enable_prefix_caching=True, max_num_seqs=3)
-    plan, store = llm.memory_plan, llm.engine.executor.checkpoints
-    assert plan.num_checkpoints == 16 and plan.prefix_bytes == sum(tensor.nbytes for tensor in store.tensors)
+    plan = llm.memory_plan
+    store = llm.engine.executor.checkpoints
+    assert plan.num_checkpoints == 16 and plan.prefix_bytes == sum(
+        tensor.nbytes for tensor in store.tensors
+    )
     assert "prefix cache 0.00 GB (16 checkpoints x" in str(plan)
     assert make_llm(tiny_model(), 3).memory_plan.prefix_bytes == 0
-    half = make_llm(tiny_model(), 3, enable_prefix_caching=True, prefix_cache_bytes=plan.checkpoint_bytes * 2 - 1)
+    half = make_llm(
+        tiny_model(),
+        3,
+        enable_prefix_caching=True,
+        prefix_cache_bytes=plan.checkpoint_bytes * 2 - 1,
+    )
     assert half.memory_plan.num_checkpoints == 1
-    assert make_llm(tiny_model(), 3, enable_prefix_caching=True, max_num_seqs=9).memory_plan.num_checkpoints == 18
+    assert (
+        make_llm(
+            tiny_model(), 3, enable_prefix_caching=True, max_num_seqs=9
+        ).memory_plan.num_checkpoints
+        == 18
+    )
 
 
 def test_requests_that_run_alone_share_their_beginning():
@@ -331,10 +383,18 @@ def test_a_prefix_cache_is_the_default():
 
 def test_settings_of_no_cache_are_reported(caplog):
     for cached in (True, False):
-        make_llm(tiny_model(), 0, enable_prefix_caching=cached, prefix_cache_bytes=1000, prefix_cache_interval=2048)
+        make_llm(
+            tiny_model(),
+            0,
+            enable_prefix_caching=cached,
+            prefix_cache_bytes=1000,
+            prefix_cache_interval=2048,
+        )
     size = make_llm(tiny_model(), 0, enable_prefix_caching=True).memory_plan.checkpoint_bytes
     assert [
-        one.getMessage() for one in caplog.records if "cache" in one.getMessage() and one.levelname == "WARNING"
+        one.getMessage()
+        for one in caplog.records
+        if "cache" in one.getMessage() and one.levelname == "WARNING"
     ] == [
         f"prefix_cache_bytes is 1000, but a checkpoint takes {size}: nothing is cached",
         "prefix_cache_bytes has no effect: enable_prefix_caching is off",
@@ -354,7 +414,9 @@ def test_what_is_left_can_be_forgotten_when_weights_change(forgotten):
         assert llm.reset_prefix_cache()
         assert not llm.engine.scheduler.blocks.num_idle
     llm.reset_stats()
-    found = [generate(llm, [prompt], greedy(4), poison=False)[0] for prompt in (longer[:30], longer)]
+    found = [
+        generate(llm, [prompt], greedy(4), poison=False)[0] for prompt in (longer[:30], longer)
+    ]
     assert (llm.stats().cached_tokens == 30) == forgotten
     assert (found == [decode(model, prompt, 4) for prompt in (longer[:30], longer)]) == forgotten
 
@@ -371,17 +433,28 @@ def test_requests_under_way_keep_what_they_found():
 
 
 def test_checkpoints_take_what_requests_leave_or_a_tenth(monkeypatch):
-    """Of what the states and one request of full length, or the blocks asked for, leave: they are never the reason why
-    something does not fit."""
+    """Of what the states and one request of full length, or the blocks asked for, leave: they are
+    never the reason why something does not fit."""
     llm = make_llm(tiny_model(), 3, enable_prefix_caching=True)
-    one, size, most = llm.memory_plan.blocks_for(128), llm.memory_plan.checkpoint_bytes, 2 * 8
+    one = llm.memory_plan.blocks_for(128)
+    size = llm.memory_plan.checkpoint_bytes
+    most = 2 * 8
     others = 7 * one * llm.memory_plan.block_bytes  # blocks of the other requests
 
     def plan(bytes_left: int, num_blocks: int | None = None, **asked):
         least = llm.memory_plan.state_bytes + (num_blocks or one) * llm.memory_plan.block_bytes
         monkeypatch.setattr(memory, "_CPU_CACHE_BYTES", least + bytes_left)
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=least + bytes_left))
-        sizes = llm.model.mtpkit_config, llm.engine.layout, llm.engine.config, torch.device("cpu"), 0.9, num_blocks
+        monkeypatch.setattr(
+            memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=least + bytes_left)
+        )
+        sizes = (
+            llm.model.mtpkit_config,
+            llm.engine.layout,
+            llm.engine.config,
+            torch.device("cpu"),
+            0.9,
+            num_blocks,
+        )
         return memory.plan_memory(*sizes, **asked)
 
     for count in (0, 1, 5, most, most + 3):
@@ -390,7 +463,9 @@ def test_checkpoints_take_what_requests_leave_or_a_tenth(monkeypatch):
             found = plan(max(0, count * size - missing), 3 * one)
             assert (found.num_checkpoints, found.num_blocks) == (fitting, 3 * one)
             found = plan(others + count * size - missing)
-            assert found.num_checkpoints == max(fitting, (others + count * size - missing) // 10 // size)
+            assert found.num_checkpoints == max(
+                fitting, (others + count * size - missing) // 10 // size
+            )
             assert (found.num_blocks == 8 * one) == (found.num_checkpoints <= count - missing)
             if 10 * count * size <= others:
                 found = plan(max(0, 10 * count * size - missing))

@@ -1,4 +1,5 @@
-"""Random histories of engine, allocators, states and prefix cache; and faults of each kind, which they find."""
+"""Random histories of engine, allocators, states and prefix cache; and faults of each kind, which
+they find."""
 
 import pytest
 import torch
@@ -28,7 +29,13 @@ def another_checkpoint(patch):
 
     def stale(self, restores):
         count = len(self.kept)
-        restore(self, [Restore((one.checkpoint - 1) % count, one.slot, one.length, one.blocks) for one in restores])
+        restore(
+            self,
+            [
+                Restore((one.checkpoint - 1) % count, one.slot, one.length, one.blocks)
+                for one in restores
+            ],
+        )
 
     patch.setattr(HashStore, "restore", stale)
 
@@ -39,7 +46,10 @@ def ring_not_folded(patch):
 
 def tail_not_copied(patch):
     restore = HashStore.restore
-    without = lambda self, given: restore(self, [Restore(r.checkpoint, r.slot, r.length) for r in given])  # noqa: E731
+
+    def without(self, given):
+        restore(self, [Restore(r.checkpoint, r.slot, r.length) for r in given])
+
     patch.setattr(HashStore, "restore", without)
 
 
@@ -66,15 +76,19 @@ def heads_not_resumed(patch):
             return finish(self, batch, out)
         finally:
             if entries:
-                self.drafter.entries, self.drafter.draft = entries, draft
+                self.drafter.entries = entries
+                self.drafter.draft = draft
 
     patch.setattr(Executor, "_finish", skipped)
 
 
 def earlier_positions_shifted(patch):
-    """A step that begins one position before a checkpoint is given the positions before the next one."""
+    """A step that begins one position before a checkpoint is given the positions before the next
+    one."""
     earlier_at = DeviceState.earlier_at
-    patch.setattr(DeviceState, "earlier_at", lambda self, slots, behind=False: earlier_at(self, slots))
+    patch.setattr(
+        DeviceState, "earlier_at", lambda self, slots, behind=False: earlier_at(self, slots)
+    )
 
 
 def earlier_positions_left_out(patch):
@@ -121,7 +135,8 @@ def never_written(patch):
 
 def written_late(patch):
     """After the launch of the next step, which decodes."""
-    save, late = HashStore.save, []
+    save = HashStore.save
+    late = []
 
     def later(self, saves: list[Save]):
         while late:
@@ -135,7 +150,11 @@ def hash_of_one_block(patch):
     """Whatever came before it."""
     plain = cache_module.blake2b
     size = cache_module._DIGEST
-    patch.setattr(cache_module, "blake2b", lambda data, digest_size: plain(data[size:], digest_size=digest_size))
+    patch.setattr(
+        cache_module,
+        "blake2b",
+        lambda data, digest_size: plain(data[size:], digest_size=digest_size),
+    )
 
 
 def evicted_with_its_key(patch):
@@ -184,10 +203,12 @@ def blocks_not_watched(patch):
 
 
 def tails_not_withdrawn(patch):
-    """A dropped checkpoint leaves its keys, for which idle blocks are kept though nothing finds them."""
+    """A dropped checkpoint leaves its keys, for which idle blocks are kept though nothing finds
+    them."""
 
     def without(self, entry):
-        kept, self.blocks.withdraw = self.blocks.withdraw, lambda key: None
+        kept = self.blocks.withdraw
+        self.blocks.withdraw = lambda key: None
         try:
             drop(self, entry)
         finally:

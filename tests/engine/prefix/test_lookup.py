@@ -1,4 +1,5 @@
-"""What a waiting request costs: it is looked up again only when what it would find may have changed."""
+"""What a waiting request costs: it is looked up again only when what it would find may have
+changed."""
 
 import pytest
 
@@ -12,9 +13,12 @@ SHARED = [1, 2, 3, 4, 5, 6, 7, 8]
 
 def looked_up(engine, monkeypatch) -> list[str]:
     """The requests that are looked up from now on."""
-    prefix, found = engine.scheduler.prefix, []
+    prefix = engine.scheduler.prefix
+    found = []
     look_up = prefix._look_up
-    monkeypatch.setattr(prefix, "_look_up", lambda request: found.append(request.request_id) or look_up(request))
+    monkeypatch.setattr(
+        prefix, "_look_up", lambda request: found.append(request.request_id) or look_up(request)
+    )
     return found
 
 
@@ -36,13 +40,15 @@ def end(engine) -> dict:
 
 def test_a_waiting_request_is_looked_up_once(monkeypatch):
     """Though a running one publishes blocks meanwhile."""
-    engine, prompt = cached_engine(24), [*SHARED, *[5] * 30]
+    engine = cached_engine(24)
+    prompt = [*SHARED, *[5] * 30]
     engine.add_request(SHARED, params(1), "first")
     end(engine)
     engine.add_request([9, 9, 9], params(30), "long")
     for _ in range(10):
         engine.step()
-    found, finds = looked_up(engine, monkeypatch), []
+    found = looked_up(engine, monkeypatch)
+    finds = []
     engine.add_request(prompt, params(4), "waiting")
     engine.step()
     find = engine.scheduler.blocks.find
@@ -97,7 +103,8 @@ def test_what_a_waiting_request_would_find_is_evicted_last():
 
 def left(engine, prompt):
     """A request of the prompt, whose blocks are idle and whose checkpoint is kept."""
-    scheduler, request = engine.scheduler, engine.make_request(prompt, params(1))
+    scheduler = engine.scheduler
+    request = engine.make_request(prompt, params(1))
     request.prefill_end = request.num_computed = len(prompt)
     request.block_table.extend(scheduler.blocks.allocate(-(-len(prompt) // 2)))
     (request.slot,) = scheduler.slots.allocate(1)
@@ -131,7 +138,8 @@ def test_a_request_without_room_leaves_what_it_found_in_order():
     """Its blocks were shared with it for a moment."""
     engine = cached_engine(8)
     request = left(engine, SHARED)
-    scheduler, waiting = engine.scheduler, engine.make_request([*SHARED, 5, 5], params(1))
+    scheduler = engine.scheduler
+    waiting = engine.make_request([*SHARED, 5, 5], params(1))
     waiting.prefill_end = len(waiting.token_ids)
     assert not scheduler._reserve(waiting, 18, scheduler.prefix.match(waiting))
     scheduler.blocks.allocate(scheduler.blocks.num_free - 2)
@@ -141,7 +149,9 @@ def test_a_request_without_room_leaves_what_it_found_in_order():
 @pytest.mark.parametrize("again", ["kept", "resumed"])
 def test_a_checkpoint_that_is_used_again_is_evicted_later(again):
     engine = cached_engine(60, num_checkpoints=2)
-    first, second, third = SHARED, [9, *SHARED], [8, *SHARED]
+    first = SHARED
+    second = [9, *SHARED]
+    third = [8, *SHARED]
     request = left(engine, first)
     left(engine, second)
     if again == "kept":
@@ -149,7 +159,8 @@ def test_a_checkpoint_that_is_used_again_is_evicted_later(again):
     else:
         prefix = engine.scheduler.prefix
         request = engine.make_request([*first, 1], params(1))
-        request.prefill_end, request.slot = len(request.token_ids), 0
+        request.prefill_end = len(request.token_ids)
+        request.slot = 0
         prefix.resume(prefix.match(request), request)
     left(engine, third)
     assert [found(engine, one) for one in (first, second, third)] == [8, 0, 9]
@@ -158,7 +169,8 @@ def test_a_checkpoint_that_is_used_again_is_evicted_later(again):
 def test_blocks_of_the_newest_lookup_are_evicted_last():
     """Though another request was looked up just before."""
     engine = cached_engine(8)
-    first, second = SHARED, [9, *SHARED[1:]]
+    first = SHARED
+    second = [9, *SHARED[1:]]
     left(engine, first)
     left(engine, second)
     assert [found(engine, one) for one in (second, first)] == [8, 8]

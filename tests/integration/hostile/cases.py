@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 Expect = Literal["refused", "accepted", "either"]
-"""`refused`: exit code 2 and one line. `accepted`: the file still means something valid, exit code 0. `either`: one of
-the two, for libraries' own formats and for values about which reasonable programs differ; never anything else."""
+"""`refused`: exit code 2 and one line. `accepted`: the file still means something valid, exit code
+0. `either`: one of the two, for libraries' own formats and for values about which reasonable
+programs differ; never anything else."""
 
 LONGEST_LINE = 400
 """Characters of an error."""
@@ -25,7 +26,8 @@ class Mutation:
     apply: Callable[[Path], object]
     expect: Expect = "refused"
     names: tuple[str, ...] = ()
-    """Texts of which the error must have one: the key that is damaged; the kind adds its file and directory."""
+    """Texts of which the error must have one: the key that is damaged; the kind adds its file and
+    directory."""
     more: tuple[str, ...] = ()
     """Arguments that are added to the command's."""
 
@@ -39,7 +41,8 @@ CONTROL = Mutation("as it is", untouched, "accepted")
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of one kind: where one lies among valid files, how it is damaged, and which commands read it."""
+    """Files of one kind: where one lies among valid files, how it is damaged, and which commands
+    read it."""
 
     name: str
     file: str
@@ -47,24 +50,28 @@ class Kind:
     needs: tuple[str, ...]
     """Files and directories that are copied for each case, from those of `world`."""
     commands: dict[str, str]
-    """Arguments of `mtpkit`, by a short name. The first one reads every mutation, each of the others its share."""
+    """Arguments of `mtpkit`, by a short name. The first one reads every mutation, each of the
+    others its share."""
     mutations: Callable[[Path], Iterator[Mutation]]
     """From the directory with the valid files."""
     makes: tuple[str, ...] = ()
     """What the commands write when they succeed."""
     ignores: tuple[str, ...] = ()
-    """Commands, of those above, that need not look at the file: whatever is in it, they may succeed."""
+    """Commands, of those above, that need not look at the file: whatever is in it, they may
+    succeed."""
     control: bool = True
     """There is a valid file of this kind."""
     names: tuple[str, ...] = ()
     """Texts, beside the file's name and its directory's, of which an error must have one."""
     draws: bool = False
-    """The curves of reports are drawn from what is in the file; other kinds' reports have none, as they take 0.1 s."""
+    """The curves of reports are drawn from what is in the file; other kinds' reports have none, as
+    they take 0.1 s."""
     relocated: bool = False
     """The file holds the absolute path of the directory that it lies in."""
 
     def cases(self, world: Path) -> Iterator["Case"]:
-        """The control by every command, then each mutation by the first command and by one of the others in turn."""
+        """The control by every command, then each mutation by the first command and by one of the
+        others in turn."""
         first, *others = self.commands
         if self.control:
             yield from (Case(self, CONTROL, command) for command in self.commands)
@@ -131,14 +138,17 @@ class Verdict:
         shown = said if len(said) < 3 else [said[0], said[-1]]
         problems = "; ".join(self.problems)
         return (
-            f"{self.name}: {problems}\n    mtpkit {self.arguments}\n    python -m tests.integration.hostile "
-            f"{shlex.quote(self.name)}\n" + "\n".join(f"    | {line[:300]}" for line in shown)
+            f"{self.name}: {problems}\n    mtpkit {self.arguments}\n    python -m"
+            f" tests.integration.hostile {shlex.quote(self.name)}\n"
+            + "\n".join(f"    | {line[:300]}" for line in shown)
         )
 
 
 def judge(case: Case, outcome: Outcome) -> Verdict:
     """Hold an outcome against what is owed."""
-    return Verdict(case.name, shlex.join(case.arguments), tuple(_problems(case, outcome)), outcome.stderr)
+    return Verdict(
+        case.name, shlex.join(case.arguments), tuple(_problems(case, outcome)), outcome.stderr
+    )
 
 
 def _problems(case: Case, outcome: Outcome) -> Iterator[str]:
@@ -176,8 +186,13 @@ def _problems(case: Case, outcome: Outcome) -> Iterator[str]:
 
 
 def _refused_one_by_one(stderr: str) -> bool:
-    """Whether `generate` named every prompt that it could not serve, on a line each, and then their number."""
-    *named, last = [line for line in stderr.strip().splitlines() if not line.startswith("finish reason")]
-    found = re.fullmatch(r"mtpkit: error: (\d+) of \d+ prompts ended with an error, named above", last)
+    """Whether `generate` named every prompt that it could not serve, on a line each, and then their
+    number."""
+    *named, last = [
+        line for line in stderr.strip().splitlines() if not line.startswith("finish reason")
+    ]
+    found = re.fullmatch(
+        r"mtpkit: error: (\d+) of \d+ prompts ended with an error, named above", last
+    )
     places = [line for line in named if re.match(r"prompts1\.\w+:\d+\b", line)]
     return found is not None and len(named) == len(places) == int(found[1])

@@ -1,7 +1,7 @@
 """Damages by class: type, size, depth, encoding, missing, extra, and the place where a file lies.
 
-Each function yields `Mutation`s of one file. They name what they do, so that a case can be run again by its name, and
-draw no random numbers but from seeds that are part of the name.
+Each function yields `Mutation`s of one file. They name what they do, so that a case can be run
+again by its name, and draw no random numbers but from seeds that are part of the name.
 """
 
 import copy
@@ -48,7 +48,8 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which damages leave a valid file; all others must be refused. Keys are dotted patterns, as of fnmatch."""
+    """Which damages leave a valid file; all others must be refused. Keys are dotted patterns, as of
+    fnmatch."""
 
     free: tuple[str, ...] = ()
     """Keys that mtpkit does not look at: any value is good, and they may be missing."""
@@ -57,7 +58,8 @@ class Rules:
     either: Mapping[str, Iterable[str]] = field(default_factory=dict)
     """Key -> the damages that a reasonable program may refuse or take; `*` for all of them."""
     unknown: Expect = "refused"
-    """What a key is that nobody knows, at the root; inside of others it is the damage `unknown` of these."""
+    """What a key is that nobody knows, at the root; inside of others it is the damage `unknown` of
+    these."""
     doubled: Expect = "refused"
     """What a key is that is there twice, with two values."""
     strict: bool = True
@@ -73,7 +75,9 @@ class Rules:
             return "refused"
         if _among(self.either, key, label):
             return "either"
-        return "accepted" if _fits(self.free, key) or _among(self.accepted, key, label) else "refused"
+        return (
+            "accepted" if _fits(self.free, key) or _among(self.accepted, key, label) else "refused"
+        )
 
 
 def _fits(patterns: Iterable[str], key: str) -> bool:
@@ -81,7 +85,10 @@ def _fits(patterns: Iterable[str], key: str) -> bool:
 
 
 def _among(table: Mapping[str, Iterable[str]], key: str, label: str) -> bool:
-    return any(fnmatchcase(key, pattern) and ("*" in labels or label in labels) for pattern, labels in table.items())
+    return any(
+        fnmatchcase(key, pattern) and ("*" in labels or label in labels)
+        for pattern, labels in table.items()
+    )
 
 
 def replace(file: str, content: Callable[[], bytes]) -> Callable[[Path], object]:
@@ -92,7 +99,8 @@ def replace(file: str, content: Callable[[], bytes]) -> Callable[[Path], object]
 def json_tree(
     file: str, tree: Any, rules: Rules, prefix: str = "", text: Callable[[str], str] = str
 ) -> Iterator[Mutation]:
-    """Every value of a JSON tree replaced, every key removed and doubled, and an unknown one added to every object.
+    """Every value of a JSON tree replaced, every key removed and doubled, and an unknown one added
+    to every object.
 
     Args:
         prefix: of the mutations' names.
@@ -100,13 +108,20 @@ def json_tree(
     """
 
     def damaged(path: Path_, raw: str) -> Callable[[], bytes]:
-        return lambda: text(json.dumps(_with(tree, path, json.loads(_MARK))).replace(_MARK, raw)).encode()
+        return lambda: text(
+            json.dumps(_with(tree, path, json.loads(_MARK))).replace(_MARK, raw)
+        ).encode()
 
     for path, value in walk(tree):
         key = ".".join(map(str, path))
         names = (_last_text(path), *(rules.aliases.get(str(part), str(part)) for part in path))
         for label, raw in values_for(value):
-            yield Mutation(f"{prefix}{key}={label}", replace(file, damaged(path, raw)), rules.expect(key, label), names)
+            yield Mutation(
+                f"{prefix}{key}={label}",
+                replace(file, damaged(path, raw)),
+                rules.expect(key, label),
+                names,
+            )
         if isinstance(path[-1], str):
             without = json.dumps(_without(tree, path))
             yield Mutation(
@@ -138,7 +153,8 @@ def json_tree(
 
 
 def walk(tree: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """(path, value) of everything in a tree but its root; of long lists the first and the last entry."""
+    """(path, value) of everything in a tree but its root; of long lists the first and the last
+    entry."""
     entries: Iterable[tuple[str | int, Any]] = ()
     if isinstance(tree, dict):
         entries = tree.items()
@@ -150,7 +166,8 @@ def walk(tree: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 
 def values_for(value: Any) -> Iterator[tuple[str, str]]:
-    """(label, JSON) of what takes the place of a value: all of `VALUES` that are not it, and itself in a wrong type."""
+    """(label, JSON) of what takes the place of a value: all of `VALUES` that are not it, and itself
+    in a wrong type."""
     for label, raw in VALUES.items():
         if raw != json.dumps(value):
             yield label, raw
@@ -189,9 +206,16 @@ def _without(tree: Any, path: Path_) -> Any:
 def json_texts(file: str, text: str, strict: bool = True) -> Iterator[Mutation]:
     """Whole JSON files: cut at tokens, in other encodings, with more or other things in them."""
     value = json.loads(text)
-    tokens = [match.start() for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+', text)]
+    tokens = [
+        match.start()
+        for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+', text)
+    ]
     for place in spread(tokens, 24):
-        yield Mutation(f"cut at {place}", replace(file, lambda place=place: text[:place].encode()), _refused(strict))
+        yield Mutation(
+            f"cut at {place}",
+            replace(file, lambda place=place: text[:place].encode()),
+            _refused(strict),
+        )
     whole = {
         "a list around it": f"[{text}]",
         "a comma at the end": f"{text},",
@@ -206,10 +230,18 @@ def json_texts(file: str, text: str, strict: bool = True) -> Iterator[Mutation]:
     }
     for name, other in whole.items():
         yield Mutation(name, replace(file, lambda other=other: other.encode()), _refused(strict))
-    yield Mutation("spaces around it", replace(file, lambda: f"\n \t{text}\n\n".encode()), "accepted")
-    yield Mutation("other spaces in it", replace(file, lambda: json.dumps(value, indent=7).encode()), "accepted")
     yield Mutation(
-        "a mark of UTF-8", replace(file, lambda: b"\xef\xbb\xbf" + text.encode()), "accepted" if strict else "either"
+        "spaces around it", replace(file, lambda: f"\n \t{text}\n\n".encode()), "accepted"
+    )
+    yield Mutation(
+        "other spaces in it",
+        replace(file, lambda: json.dumps(value, indent=7).encode()),
+        "accepted",
+    )
+    yield Mutation(
+        "a mark of UTF-8",
+        replace(file, lambda: b"\xef\xbb\xbf" + text.encode()),
+        "accepted" if strict else "either",
     )
     yield from encodings(file, text, strict)
 
@@ -286,8 +318,11 @@ def cuts(
         )
 
 
-def flips(file: str, places_: Sequence[int], most: int, expect: Expect = "either") -> Iterator[Mutation]:
-    """Single bytes changed; most formats have no checksum, so that some of these stay valid files."""
+def flips(
+    file: str, places_: Sequence[int], most: int, expect: Expect = "either"
+) -> Iterator[Mutation]:
+    """Single bytes changed; most formats have no checksum, so that some of these stay valid
+    files."""
     for place in spread(list(places_), most):
         for other in (0x00, 0xFF, 0x80):
 

@@ -25,7 +25,12 @@ READERS: dict[str, tuple[str, ...]] = {
     "checkpoint/layouts/mapped.py": ("safetensors", "distcp", "distcp of a run"),
     "checkpoint/original.py": ("mtpkit_original.json",),
     "checkpoint/layouts/torch_dist_write.py": (),  # opens what it writes
-    "checkpoint/run.py": ("trainer state", "metadata.json", ".metadata of a run", "distcp of a run"),
+    "checkpoint/run.py": (
+        "trainer state",
+        "metadata.json",
+        ".metadata of a run",
+        "distcp of a run",
+    ),
     "cli/data.py": ("chat template",),
     "cli/errors.py": (),  # a place for output that nobody reads
     "cli/generate.py": ("stdin",),
@@ -35,7 +40,12 @@ READERS: dict[str, tuple[str, ...]] = {
     "data/conversations.py": ("chat data",),
     "data/draft_vocab.py": ("draft vocabulary",),
     "data/prepare.py": (),  # its own samples on their way to another process
-    "data/prepared.py": ("manifest of prepared data", "dataset_info.json", "state.json", "prepared sequences"),
+    "data/prepared.py": (
+        "manifest of prepared data",
+        "dataset_info.json",
+        "state.json",
+        "prepared sequences",
+    ),
     "data/regenerate.py": ("journal",),
     "data/rows.py": (
         *("text data", "jsonl data", "json data", "parquet data", "csv data", "regenerated data"),
@@ -58,13 +68,16 @@ MOST = 40
 
 
 def chosen(kind: Kind, world: Path, all_of_them: bool = False) -> list[Case]:
-    """The controls, and of the others as many from each class of damage, in an order that new cases do not change."""
+    """The controls, and of the others as many from each class of damage, in an order that new cases
+    do not change."""
     cases = list(kind.cases(world))
     controls = [case for case in cases if case.mutation is CONTROL]
     classes = defaultdict(list)
     for case in sorted((case for case in cases if case.mutation is not CONTROL), key=_digest):
         classes[_class_of(case.mutation.name)].append(case)
-    rounds = [(place, _digest(case), case) for one in classes.values() for place, case in enumerate(one)]
+    rounds = [
+        (place, _digest(case), case) for one in classes.values() for place, case in enumerate(one)
+    ]
     ordered = [case for *_, case in sorted(rounds, key=lambda entry: entry[:2])]
     return controls + ordered[: None if all_of_them else MOST]
 

@@ -21,10 +21,17 @@ def data_commands(file: str, more: str = "") -> dict[str, str]:
         "inspect": f"data inspect --model hf8 --data {file} --sequence-length 32",
         "prepare": f"data prepare --model hf8 --data {file} --sequence-length 32 --output out",
         "draft-vocab": f"data draft-vocab --model hf8 --data {file} --size 40 --output out.json",
-        "train": f"train model=hf8 output=out data.train=[{file}] data.sequence_length=32 data.global_batch_size=1 "
-        "heads.num_depths=2 steps=1 optimizer.warmup_steps=1",
-        "acceptance": f"acceptance --model hf8 --data {file} --sequence-length 32 --num-sequences 1",
-        "regenerate": f"data regenerate --model hf8 --data {file} --limit 2 --max-tokens 2 --output out.jsonl{more}",
+        "train": (
+            f"train model=hf8 output=out data.train=[{file}] data.sequence_length=32"
+            " data.global_batch_size=1 heads.num_depths=2 steps=1 optimizer.warmup_steps=1"
+        ),
+        "acceptance": (
+            f"acceptance --model hf8 --data {file} --sequence-length 32 --num-sequences 1"
+        ),
+        "regenerate": (
+            f"data regenerate --model hf8 --data {file} --limit 2 --max-tokens 2 --output"
+            f" out.jsonl{more}"
+        ),
     }
 
 
@@ -44,13 +51,17 @@ def texts(world: Path) -> Iterator[Mutation]:
     for name, text in contents.items():
         expect = expected.get(name, "either")
         yield Mutation(name, damage.replace(file, lambda text=text: text.encode()), expect)
-    yield Mutation("a mark of UTF-8", damage.replace(file, lambda: b"\xef\xbb\xbf" + TEXT.encode()), "accepted")
+    yield Mutation(
+        "a mark of UTF-8", damage.replace(file, lambda: b"\xef\xbb\xbf" + TEXT.encode()), "accepted"
+    )
     yield from damage.encodings(file, TEXT)
     yield from (m for m in damage.binaries(file) if m.name in ("empty", "random"))
     yield from data_places(file)
 
 
-def rows(file: str, rules: Rules, all_rules: Rules, row: int = 1) -> Callable[[Path], Iterator[Mutation]]:
+def rows(
+    file: str, rules: Rules, all_rules: Rules, row: int = 1
+) -> Callable[[Path], Iterator[Mutation]]:
     """JSON lines: damages of one row, of all rows alike, and of the whole.
 
     Args:
@@ -84,18 +95,32 @@ def rows(file: str, rules: Rules, all_rules: Rules, row: int = 1) -> Callable[[P
             "a row more": (lines[row] + "\n" + lines[row], "accepted"),
         }
         for name, (text, expect) in other.items():
-            yield Mutation(f"a row: {name}", damage.replace(file, lambda text=text: among(text).encode()), expect)
+            yield Mutation(
+                f"a row: {name}",
+                damage.replace(file, lambda text=text: among(text).encode()),
+                expect,
+            )
         for name in ("a blank row", "a list", "null", "deep", "no JSON"):
             text = other[name][0]
-            yield Mutation(f"all rows: {name}", damage.replace(file, lambda text=text: everywhere(text).encode()))
-        yield Mutation("one object for all", damage.replace(file, lambda: b'{"a": ' + everywhere(lines[row]).encode()))
+            yield Mutation(
+                f"all rows: {name}",
+                damage.replace(file, lambda text=text: everywhere(text).encode()),
+            )
+        yield Mutation(
+            "one object for all",
+            damage.replace(file, lambda: b'{"a": ' + everywhere(lines[row]).encode()),
+        )
         yield Mutation(
             "other ends of lines",
             damage.replace(file, lambda: everywhere(lines[row]).replace("\n", "\r\n").encode()),
             "accepted",
         )
         whole = everywhere(lines[row])
-        yield Mutation("a mark of UTF-8", damage.replace(file, lambda: b"\xef\xbb\xbf" + whole.encode()), "accepted")
+        yield Mutation(
+            "a mark of UTF-8",
+            damage.replace(file, lambda: b"\xef\xbb\xbf" + whole.encode()),
+            "accepted",
+        )
         yield from damage.encodings(file, whole)
         yield from damage.binaries(file)
         yield from data_places(file)
@@ -146,7 +171,9 @@ ANSWER_ROWS = Rules(
         "*_token_ids": {"null", "removed", "[]"},
     },
 )
-PROMPT_ROWS = Rules(unknown="accepted", doubled="either", either={"prompt": {"long text"}, "*": {"unknown"}})
+PROMPT_ROWS = Rules(
+    unknown="accepted", doubled="either", either={"prompt": {"long text"}, "*": {"unknown"}}
+)
 
 
 def parquet(world: Path) -> Iterator[Mutation]:
@@ -155,7 +182,9 @@ def parquet(world: Path) -> Iterator[Mutation]:
     import pyarrow.parquet as pq
 
     file = "data3/rows.parquet"
-    broken = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\4\0\0\0\6\0\0\0"), pa.py_buffer(b"a\xff\xfeb\xe9c"))
+    broken = pa.StringArray.from_buffers(
+        2, pa.py_buffer(b"\0\0\0\0\4\0\0\0\6\0\0\0"), pa.py_buffer(b"a\xff\xfeb\xe9c")
+    )
     columns: dict[str, tuple[Any, Expect]] = {
         "whole numbers": (pa.array([1, 2]), "refused"),
         "fractions": (pa.array([1.5, 2.5]), "refused"),
@@ -173,7 +202,9 @@ def parquet(world: Path) -> Iterator[Mutation]:
         "no rows": (pa.array([], pa.string()), "refused"),
     }
 
-    def write(names: Sequence[str], arrays: Sequence[Any], **options: Any) -> Callable[[Path], object]:
+    def write(
+        names: Sequence[str], arrays: Sequence[Any], **options: Any
+    ) -> Callable[[Path], object]:
         return lambda root: pq.write_table(
             pa.Table.from_arrays(list(arrays), names=list(names)), root / file, **options
         )
@@ -187,14 +218,19 @@ def parquet(world: Path) -> Iterator[Mutation]:
     yield Mutation("a column without a name", write(["", "text"], [fine, fine]), "either")
     yield Mutation("compressed otherwise", write(["text"], [fine], compression="zstd"), "accepted")
     content = (world / file).read_bytes()
-    size, footer = len(content), int.from_bytes(content[-8:-4], "little")
+    size = len(content)
+    footer = int.from_bytes(content[-8:-4], "little")
     begin = size - 8 - footer
     yield from damage.cuts(
-        file, [0, 3, 4, begin // 2, begin, begin + footer // 2, size - 8, size - 5, size - 4, size - 1], 10
+        file,
+        [0, 3, 4, begin // 2, begin, begin + footer // 2, size - 8, size - 5, size - 4, size - 1],
+        10,
     )
     for number in (0, 1, footer - 1, footer + 1, 2**31 - 1, 2**32 - 1):
         changed = content[:-8] + number.to_bytes(4, "little") + content[-4:]
-        yield Mutation(f"footer of {number} bytes", damage.replace(file, lambda changed=changed: changed))
+        yield Mutation(
+            f"footer of {number} bytes", damage.replace(file, lambda changed=changed: changed)
+        )
     yield from damage.flips(file, range(begin, size - 8, 7), 40)
     yield from damage.flips(file, range(4, begin, 11), 15)
     yield from damage.encodings(file, "the cat " * 40)
@@ -223,7 +259,9 @@ def csv(world: Path) -> Iterator[Mutation]:
         "a mark of UTF-8": ("\ufeff" + text, "accepted"),
     }
     for name, (other, expect) in contents.items():
-        yield Mutation(name, damage.replace(file, lambda other=other: other.encode()), expect, ("text",))
+        yield Mutation(
+            name, damage.replace(file, lambda other=other: other.encode()), expect, ("text",)
+        )
     yield from damage.encodings(file, text)
     yield from damage.binaries(file)
     yield from data_places(file)
@@ -248,7 +286,9 @@ def prompt_texts(world: Path) -> Iterator[Mutation]:
         yield Mutation(name, damage.replace(file, lambda other=other: other.encode()))
     yield Mutation("a prompt too long", damage.replace(file, lambda: b"the cat\n" + b"y" * 10**6))
     yield Mutation("zero bytes", damage.replace(file, lambda: b"the\0cat\n"), "accepted")
-    yield Mutation("a mark of UTF-8", damage.replace(file, lambda: b"\xef\xbb\xbfthe cat\n"), "accepted")
+    yield Mutation(
+        "a mark of UTF-8", damage.replace(file, lambda: b"\xef\xbb\xbfthe cat\n"), "accepted"
+    )
     yield from damage.encodings(file, text)
     yield from (m for m in damage.binaries(file) if m.name in ("empty", "random"))
     yield from damage.places(file)
@@ -281,8 +321,14 @@ def templates(world: Path) -> Iterator[Mutation]:
         "a file that is included": "{% include '/etc/passwd' %}",
     }
     for name, text in refused.items():
-        yield Mutation(name, damage.replace(file, lambda text=text: text.encode()), "refused", names)
-    for name, text in {"only text": "nothing of the messages", "zeros": "\0" * 4096, "only spaces": "  \n"}.items():
+        yield Mutation(
+            name, damage.replace(file, lambda text=text: text.encode()), "refused", names
+        )
+    for name, text in {
+        "only text": "nothing of the messages",
+        "zeros": "\0" * 4096,
+        "only spaces": "  \n",
+    }.items():
         yield Mutation(name, damage.replace(file, lambda text=text: text.encode()), "either", names)
     yield from damage.encodings(file, (world / file).read_text())
     yield from (m for m in damage.binaries(file) if m.name in ("empty", "random"))
@@ -316,7 +362,8 @@ def journal(world: Path) -> Iterator[Mutation]:
     rest = {key: value for key, value in json.loads(first).items() if key != "index"}
 
     def with_rest(text: str) -> str:
-        return f"{settings}\n{text[:-1] or '{'}{', ' if len(text) > 2 else ''}{json.dumps(rest)[1:]}\n{last}\n"
+        answer = f"{text[:-1] or '{'}{', ' if len(text) > 2 else ''}{json.dumps(rest)[1:]}"
+        return f"{settings}\n{answer}\n{last}\n"
 
     for mutation in damage.json_tree(file, index, index_rules, "an answer: ", with_rest):
         if "unknown" not in mutation.name:
@@ -326,16 +373,26 @@ def journal(world: Path) -> Iterator[Mutation]:
         "twice": f"{settings}\n{first}\n{first}\n",
     }.items():
         expect: Expect = "either" if name == "twice" else "refused"
-        yield Mutation(f"an index of {name}", damage.replace(file, lambda text=text: text.encode()), expect)
+        yield Mutation(
+            f"an index of {name}", damage.replace(file, lambda text=text: text.encode()), expect
+        )
     half = f"{settings}\n{first}\n{last[: len(last) // 2]}"
     yield Mutation("cut in the last line", damage.replace(file, lambda: half.encode()), "accepted")
     broken = f"{settings}\n{first[:20]}\n{last}\n"
     yield Mutation("a broken line", damage.replace(file, lambda: broken.encode()))
-    for name, text in {"a list": "[1]", "deep": damage.VALUES["deep"], "a blank line": "", "null": "null"}.items():
+    for name, text in {
+        "a list": "[1]",
+        "deep": damage.VALUES["deep"],
+        "a blank line": "",
+        "null": "null",
+    }.items():
         between = f"{settings}\n{text}\n{last}\n"
-        yield Mutation(f"{name} between", damage.replace(file, lambda between=between: between.encode()))
+        yield Mutation(
+            f"{name} between", damage.replace(file, lambda between=between: between.encode())
+        )
     for mutation in damage.encodings(file, f"{settings}\n{first}\n{last}\n"):
-        torn = mutation.name in ("a cut off character", "an encoded surrogate")  # behind the last whole line
+        # behind the last whole line
+        torn = mutation.name in ("a cut off character", "an encoded surrogate")
         yield replace(mutation, expect="either") if torn else mutation
     yield from damage.binaries(file, strict=False)
     yield from damage.places(file, "accepted")
@@ -367,10 +424,12 @@ def by_library(file: str) -> Callable[[Path], Iterator[Mutation]]:
 
 
 def arrow(world: Path) -> Iterator[Mutation]:
-    """The sequences themselves: cut, with other tokens or columns in them, and with a manifest that agrees."""
+    """The sequences themselves: cut, with other tokens or columns in them, and with a manifest that
+    agrees."""
     import pyarrow as pa
 
-    folder, name = "prep6", "data-00000-of-00001.arrow"
+    folder = "prep6"
+    name = "data-00000-of-00001.arrow"
     file = f"{folder}/{name}"
     content = (world / file).read_bytes()
     table = pa.ipc.open_stream(pa.BufferReader(content)).read_all()
@@ -382,13 +441,18 @@ def arrow(world: Path) -> Iterator[Mutation]:
         def apply(root: Path) -> None:
             write(root / file)
             size = (root / file).stat().st_size
-            (root / folder / "mtpkit_data.json").write_text(json.dumps(manifest | {"files": {name: size}}))
+            (root / folder / "mtpkit_data.json").write_text(
+                json.dumps(manifest | {"files": {name: size}})
+            )
 
         return apply
 
     def as_table(other: Any) -> Callable[[Path], object]:
         def write(path: Path) -> None:
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, other.schema) as writer:
+            with (
+                pa.OSFile(str(path), "wb") as sink,
+                pa.ipc.new_stream(sink, other.schema) as writer,
+            ):
                 writer.write_table(other)
 
         return agreeing(write)
@@ -396,7 +460,10 @@ def arrow(world: Path) -> Iterator[Mutation]:
     ends = damage.spread(range(len(content)), 12)
     yield from damage.cuts(file, ends[:-1], 6)
     for end in ends[:-1]:
-        yield Mutation(f"cut at {end}, with its size", agreeing(lambda path, end=end: path.write_bytes(content[:end])))
+        yield Mutation(
+            f"cut at {end}, with its size",
+            agreeing(lambda path, end=end: path.write_bytes(content[:end])),
+        )
     length = manifest["sequence_length"]
     columns = {column: table[column].to_pylist() for column in table.column_names}
 
@@ -444,34 +511,56 @@ def arrow(world: Path) -> Iterator[Mutation]:
     yield from damage.places(file)
 
 
-PREPARED = {name: text for name, text in data_commands("prep6").items() if name not in ("prepare", "regenerate")}
+PREPARED = {
+    name: text
+    for name, text in data_commands("prep6").items()
+    if name not in ("prepare", "regenerate")
+}
 CHAT = data_commands("data3/chat.jsonl")
 VOCAB_COMMANDS = {
     "generate": f"{commands('hf8')['generate']} --draft-vocab vocab2.json",
     "evaluate": f"{commands('hf8')['evaluate']} --draft-vocab vocab2.json",
-    "regenerate": "data regenerate --model hf8 --data data3/text.txt --prompt-length 8 --limit 1 --max-tokens 2 "
-    "--output out.jsonl --draft-vocab vocab2.json",
+    "regenerate": (
+        "data regenerate --model hf8 --data data3/text.txt --prompt-length 8 --limit 1 --max-tokens"
+        " 2 --output out.jsonl --draft-vocab vocab2.json"
+    ),
 }
 
 
 def prompt_commands(file: str) -> dict[str, str]:
     return {
         "generate": f"generate --model hf8 --prompts {file} --max-tokens 2",
-        "evaluate": f"speedup --model hf8 --prompts {file} --max-tokens 2 --k 0 1 --batch-size 1 --repeats 1 "
-        "--output out",
-        "decode": f"bench decode --model hf8 --prompts {file} --max-tokens 8 --k 0 --batch-size 1 --repeats 1",
+        "evaluate": (
+            f"speedup --model hf8 --prompts {file} --max-tokens 2 --k 0 1 --batch-size 1 --repeats"
+            " 1 --output out"
+        ),
+        "decode": (
+            f"bench decode --model hf8 --prompts {file} --max-tokens 8 --k 0 --batch-size 1"
+            " --repeats 1"
+        ),
     }
 
 
 def _data(
-    name: str, file: str, mutations: Callable[[Path], Iterator[Mutation]], more: str = "", **options: Any
+    name: str,
+    file: str,
+    mutations: Callable[[Path], Iterator[Mutation]],
+    more: str = "",
+    **options: Any,
 ) -> Kind:
-    return Kind(name, file, ("hf8", "data3"), data_commands(file, more), mutations, MAKES, **options)
+    return Kind(
+        name, file, ("hf8", "data3"), data_commands(file, more), mutations, MAKES, **options
+    )
 
 
 KINDS = (
     _data("text data", "data3/text.txt", texts, " --prompt-length 8"),
-    _data("jsonl data", "data3/rows.jsonl", rows("data3/rows.jsonl", TEXT_ROWS, ALL_TEXT_ROWS), " --prompt-length 8"),
+    _data(
+        "jsonl data",
+        "data3/rows.jsonl",
+        rows("data3/rows.jsonl", TEXT_ROWS, ALL_TEXT_ROWS),
+        " --prompt-length 8",
+    ),
     _data("json data", "data3/rows.json", by_library("data3/rows.json"), " --prompt-length 8"),
     _data("chat data", "data3/chat.jsonl", rows("data3/chat.jsonl", CHAT_ROWS, ALL_CHAT_ROWS)),
     _data(
@@ -492,7 +581,12 @@ KINDS = (
         control=False,
     ),
     Kind(
-        "prompts as text", "prompts1.txt", ("hf8", "prompts1.txt"), prompt_commands("prompts1.txt"), prompt_texts, MAKES
+        "prompts as text",
+        "prompts1.txt",
+        ("hf8", "prompts1.txt"),
+        prompt_commands("prompts1.txt"),
+        prompt_texts,
+        MAKES,
     ),
     Kind(
         "prompts as jsonl",
@@ -510,17 +604,34 @@ KINDS = (
         rows("prompts1.jsonl", PROMPT_ROWS, PROMPT_ROWS, 1),
         MAKES,
     ),
-    Kind("stdin", "stdin", ("hf8", "stdin"), {"generate": "generate --model hf8 --max-tokens 2"}, stdin, MAKES),
+    Kind(
+        "stdin",
+        "stdin",
+        ("hf8", "stdin"),
+        {"generate": "generate --model hf8 --max-tokens 2"},
+        stdin,
+        MAKES,
+    ),
     Kind(
         "chat template",
         "template1.jinja",
         ("hf8", "data3", "template1.jinja"),
-        {name: f"{CHAT[name]} --chat-template template1.jinja" for name in ("prepare", "regenerate")},
+        {
+            name: f"{CHAT[name]} --chat-template template1.jinja"
+            for name in ("prepare", "regenerate")
+        },
         templates,
         MAKES,
         names=("template", "chat"),
     ),
-    Kind("draft vocabulary", "vocab2.json", (*MODEL, "data3", "vocab2.json"), VOCAB_COMMANDS, draft_vocab, MAKES),
+    Kind(
+        "draft vocabulary",
+        "vocab2.json",
+        (*MODEL, "data3", "vocab2.json"),
+        VOCAB_COMMANDS,
+        draft_vocab,
+        MAKES,
+    ),
     Kind(
         "journal",
         "answers1.jsonl.partial",
@@ -530,7 +641,14 @@ KINDS = (
         (*MAKES, "answers1.jsonl", "answers1.jsonl.partial"),
         relocated=True,
     ),
-    Kind("manifest of prepared data", "prep6/mtpkit_data.json", ("hf8", "prep6"), PREPARED, prepared_manifest, MAKES),
+    Kind(
+        "manifest of prepared data",
+        "prep6/mtpkit_data.json",
+        ("hf8", "prep6"),
+        PREPARED,
+        prepared_manifest,
+        MAKES,
+    ),
     Kind(
         "dataset_info.json",
         "prep6/dataset_info.json",
@@ -539,7 +657,14 @@ KINDS = (
         by_library("prep6/dataset_info.json"),
         MAKES,
     ),
-    Kind("state.json", "prep6/state.json", ("hf8", "prep6"), PREPARED, by_library("prep6/state.json"), MAKES),
+    Kind(
+        "state.json",
+        "prep6/state.json",
+        ("hf8", "prep6"),
+        PREPARED,
+        by_library("prep6/state.json"),
+        MAKES,
+    ),
     Kind(
         "prepared sequences",
         "prep6/data-00000-of-00001.arrow",

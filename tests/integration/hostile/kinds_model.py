@@ -1,4 +1,5 @@
-"""Model directories of both layouts: configs, weights, tokenizers, and the small files beside them."""
+"""Model directories of both layouts: configs, weights, tokenizers, and the small files beside
+them."""
 
 import json
 import os
@@ -24,21 +25,40 @@ def commands(model: str) -> dict[str, str]:
     """Commands that read a model directory, the fastest first."""
     return {
         "generate": f"generate --model {model} --prompts prompts1.jsonl --max-tokens 2",
-        "acceptance": f"acceptance --model {model} --data data3/text.txt --sequence-length 32 --num-sequences 1",
-        "evaluate": f"speedup --model {model} --prompts prompts1.jsonl --max-tokens 2 --k 0 1 --batch-size 1 "
-        "--repeats 1 --output out",
-        "train": f"train model={model} output=out data.train=[data3/text.txt] data.sequence_length=32 "
-        "data.global_batch_size=1 heads.num_depths=2 steps=1 optimizer.warmup_steps=1",
-        "regenerate": f"data regenerate --model {model} --data data3/text.txt --prompt-length 8 --limit 2 "
-        "--max-tokens 2 --output out.jsonl",
-        "draft-vocab": f"data draft-vocab --model {model} --data data3/text.txt --size 40 --output out.json",
+        "acceptance": (
+            f"acceptance --model {model} --data data3/text.txt --sequence-length 32"
+            " --num-sequences 1"
+        ),
+        "evaluate": (
+            f"speedup --model {model} --prompts prompts1.jsonl --max-tokens 2 --k 0 1 --batch-size"
+            " 1 --repeats 1 --output out"
+        ),
+        "train": (
+            f"train model={model} output=out data.train=[data3/text.txt] data.sequence_length=32 "
+            "data.global_batch_size=1 heads.num_depths=2 steps=1 optimizer.warmup_steps=1"
+        ),
+        "regenerate": (
+            f"data regenerate --model {model} --data data3/text.txt --prompt-length 8 --limit 2 "
+            "--max-tokens 2 --output out.jsonl"
+        ),
+        "draft-vocab": (
+            f"data draft-vocab --model {model} --data data3/text.txt --size 40 --output out.json"
+        ),
         "roofline": f"bench roofline --model {model}",
     }
 
 
 MAKES = ("out", "out.json", "out.jsonl")
-HF_COMMANDS = {"import": "convert import hf8 out", **commands("hf8"), "verify": "convert verify hf8 meg7"}
-MEGATRON_COMMANDS = {"export": "convert export meg7 out", **commands("meg7"), "verify": "convert verify meg7 hf8"}
+HF_COMMANDS = {
+    "import": "convert import hf8 out",
+    **commands("hf8"),
+    "verify": "convert verify hf8 meg7",
+}
+MEGATRON_COMMANDS = {
+    "export": "convert export meg7 out",
+    **commands("meg7"),
+    "verify": "convert verify meg7 hf8",
+}
 NEEDS = (*PROMPTS, "data3")
 
 HF_CONFIG = Rules(
@@ -49,9 +69,13 @@ HF_CONFIG = Rules(
         "layer_norm_epsilon": NULLABLE | NUMBER,
         "initializer_range": NULLABLE | NUMBER,
         "routed_scaling_factor": NULLABLE | NUMBER,
-        **dict.fromkeys(("bos_token_id", "pad_token_id", "moe_latent_size", "n_group", "topk_group"), NULLABLE),
+        **dict.fromkeys(
+            ("bos_token_id", "pad_token_id", "moe_latent_size", "n_group", "topk_group"), NULLABLE
+        ),
         **dict.fromkeys(("conv_kernel", "chunk_size", "time_step_limit", "mtpkit"), NULLABLE),
-        **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_conv_bias"), NULLABLE),
+        **dict.fromkeys(
+            ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_conv_bias"), NULLABLE
+        ),
         **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act", "tie_word_embeddings"), NULLABLE),
         "eos_token_id": {*NULLABLE, "[]"},
         "num_hidden_layers": {"removed"},
@@ -71,7 +95,8 @@ HF_CONFIG = Rules(
         "mtpkit": {"{}", "unknown"},
         "time_step_limit*": {*FAR, "2.7", "[]", "{}", "NaN", "unknown"},
         "time_step_min*": {"*"},
-        "torch_dtype": {"[]"},  # transformers, which reads config.json for a tokenizer's class, fails on a list
+        # transformers, which reads config.json for a tokenizer's class, fails on a list
+        "torch_dtype": {"[]"},
     },
     aliases={"layer_norm_epsilon": "layernorm_epsilon"},
 )
@@ -182,7 +207,9 @@ def megatron_rules(tree: dict[str, Any], prefix: str) -> Rules:
         ),
         NULLABLE,
     )
-    accepted |= dict.fromkeys(("layernorm_epsilon", "rotary_base", "moe_router_topk_scaling_factor"), NULLABLE | NUMBER)
+    accepted |= dict.fromkeys(
+        ("layernorm_epsilon", "rotary_base", "moe_router_topk_scaling_factor"), NULLABLE | NUMBER
+    )
     either = {
         "layernorm_epsilon": {"10^30"},
         "rotary_base": FAR,
@@ -191,14 +218,17 @@ def megatron_rules(tree: dict[str, Any], prefix: str) -> Rules:
     }
     return Rules(
         free=tuple(free),
-        accepted={prefix + key: labels for key, labels in accepted.items()} | {prefix[:-1]: {"unknown"}},
+        accepted={prefix + key: labels for key, labels in accepted.items()}
+        | {prefix[:-1]: {"unknown"}},
         either={prefix + key: labels for key, labels in either.items()},
         unknown="accepted",
         aliases={"num_nextn_predict_layers": "mtp", "activation_func": "activation"},
     )
 
 
-def json_file(file: str, rules: Rules, missing: str = "refused") -> Callable[[Path], Iterator[Mutation]]:
+def json_file(
+    file: str, rules: Rules, missing: str = "refused"
+) -> Callable[[Path], Iterator[Mutation]]:
     """All damages of a JSON file."""
 
     def mutations(world: Path) -> Iterator[Mutation]:
@@ -240,10 +270,19 @@ def common_state(world: Path) -> Iterator[Mutation]:
             if label in BROKEN or label == "surrogate":
                 continue
             expect = rules.expect(key, label)
-            yield Mutation(f"{key}={label}", with_args({**args, key: json.loads(raw)}), expect, (key,))
+            yield Mutation(
+                f"{key}={label}", with_args({**args, key: json.loads(raw)}), expect, (key,)
+            )
         rest = {name: other for name, other in args.items() if name != key}
         yield Mutation(f"{key} removed", with_args(rest), rules.expect(key, "removed"), (key,))
-    others = {"null": None, "a list": [1], "a number": 3, "a text": "x", "no args": {}, "a tensor": torch.zeros(3)}
+    others = {
+        "null": None,
+        "a list": [1],
+        "a number": 3,
+        "a text": "x",
+        "no args": {},
+        "a tensor": torch.zeros(3),
+    }
     for name, other in others.items():
         yield Mutation(f"only {name}", saved(other))
         if name != "no args":
@@ -280,7 +319,9 @@ def index(world: Path) -> Iterator[Mutation]:
     rules = Rules(free=("metadata*",), unknown="accepted", either={"metadata*": {"*"}})
     yield from json_file(file, rules)(world)
     names = list(tree["weight_map"])
-    other = next(shard for shard in tree["weight_map"].values() if shard != tree["weight_map"][names[0]])
+    other = next(
+        shard for shard in tree["weight_map"].values() if shard != tree["weight_map"][names[0]]
+    )
     for label, shard in {
         "another shard": other,
         "a parent": "../" + tree["weight_map"][names[0]],
@@ -308,17 +349,22 @@ def safetensors(file: str, exact: bool = True) -> Callable[[Path], Iterator[Muta
     def mutations(world: Path) -> Iterator[Mutation]:
         content = (world / file).read_bytes()
         (length,) = struct.unpack("<Q", content[:8])
-        header, body = json.loads(content[8 : 8 + length]), content[8 + length :]
+        header = json.loads(content[8 : 8 + length])
+        body = content[8 + length :]
         names = [name for name in header if name != "__metadata__"]
         ends = [8 + length + header[name]["data_offsets"][1] for name in names]
         whole = len(content)
         yield from damage.cuts(
-            file, [0, 4, 7, 8, 9, 8 + length // 2, 7 + length, 8 + length, *ends[:-1], whole - 1], 20
+            file,
+            [0, 4, 7, 8, 9, 8 + length // 2, 7 + length, 8 + length, *ends[:-1], whole - 1],
+            20,
         )
         yield Mutation("more at its end", damage.replace(file, lambda: content + bytes(8)))
         for number in (0, 1, length - 1, length + 1, whole, 2**31, 2**63, 2**64 - 1):
             changed = struct.pack("<Q", number) + content[8:]
-            yield Mutation(f"header of {number} bytes", damage.replace(file, lambda changed=changed: changed))
+            yield Mutation(
+                f"header of {number} bytes", damage.replace(file, lambda changed=changed: changed)
+            )
 
         def headed(text: str) -> bytes:
             raw = text.encode("utf-8", "surrogatepass")
@@ -329,19 +375,28 @@ def safetensors(file: str, exact: bool = True) -> Callable[[Path], Iterator[Muta
             mark = '"@@"'
             return lambda: headed(json.dumps({**header, name: "@@"}).replace(mark, raw))
 
-        first, last = names[0], names[-1]
+        first = names[0]
+        last = names[-1]
         for name in dict.fromkeys((first, last)):
             entry = header[name]
             for label, raw in VALUES.items():
-                yield Mutation(f"{name}={label}", damage.replace(file, header_with(name, raw)), names=(name,))
+                yield Mutation(
+                    f"{name}={label}", damage.replace(file, header_with(name, raw)), names=(name,)
+                )
                 for key in entry:
                     tree = json.dumps({**entry, key: "@"}).replace('"@"', raw)
                     yield Mutation(
-                        f"{name}.{key}={label}", damage.replace(file, header_with(name, tree)), names=(name,)
+                        f"{name}.{key}={label}",
+                        damage.replace(file, header_with(name, tree)),
+                        names=(name,),
                     )
             for key in entry:
                 rest = json.dumps({other: value for other, value in entry.items() if other != key})
-                yield Mutation(f"{name}.{key} removed", damage.replace(file, header_with(name, rest)), names=(name,))
+                yield Mutation(
+                    f"{name}.{key} removed",
+                    damage.replace(file, header_with(name, rest)),
+                    names=(name,),
+                )
             begin, end = entry["data_offsets"]
             shape = entry["shape"]
             odd = {
@@ -363,30 +418,69 @@ def safetensors(file: str, exact: bool = True) -> Callable[[Path], Iterator[Muta
             }
             for label, changes in odd.items():
                 tree = json.dumps({**entry, **changes})
-                yield Mutation(f"{name} of {label}", damage.replace(file, header_with(name, tree)), names=(name,))
+                yield Mutation(
+                    f"{name} of {label}",
+                    damage.replace(file, header_with(name, tree)),
+                    names=(name,),
+                )
         without = {name: header[name] for name in header if name != last}
-        yield Mutation("a tensor less", damage.replace(file, lambda: headed(json.dumps(without))), names=(last,))
+        yield Mutation(
+            "a tensor less",
+            damage.replace(file, lambda: headed(json.dumps(without))),
+            names=(last,),
+        )
         renamed = {("unheard_of" if name == last else name): header[name] for name in header}
-        yield Mutation("a tensor renamed", damage.replace(file, lambda: headed(json.dumps(renamed))), names=(last,))
-        many = {**header, **{f"more{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2000)}}
+        yield Mutation(
+            "a tensor renamed",
+            damage.replace(file, lambda: headed(json.dumps(renamed))),
+            names=(last,),
+        )
+        many = {
+            **header,
+            **{
+                f"more{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+                for i in range(2000)
+            },
+        }
         more: Expect = "refused" if exact else "either"
-        yield Mutation("2000 tensors more", damage.replace(file, lambda: headed(json.dumps(many))), more, ("more",))
+        yield Mutation(
+            "2000 tensors more",
+            damage.replace(file, lambda: headed(json.dumps(many))),
+            more,
+            ("more",),
+        )
         text = json.dumps(header)
         for place in damage.spread([i for i, sign in enumerate(text) if sign in '{}[]",:'], 12):
-            yield Mutation(f"header cut at {place}", damage.replace(file, lambda place=place: headed(text[:place])))
+            yield Mutation(
+                f"header cut at {place}",
+                damage.replace(file, lambda place=place: headed(text[:place])),
+            )
         for label in ("null", "[]", "{}", "2.7", "deep", "deep objects", "empty text"):
-            yield Mutation(f"header only {label}", damage.replace(file, lambda label=label: headed(VALUES[label])))
-        yield Mutation("header with a surrogate", damage.replace(file, lambda: headed(text[:-1] + ', "\ud800": 1}')))
+            yield Mutation(
+                f"header only {label}",
+                damage.replace(file, lambda label=label: headed(VALUES[label])),
+            )
         yield Mutation(
-            "header in UTF-16", damage.replace(file, lambda: headed(text.encode("utf-16").decode("latin-1")))
+            "header with a surrogate",
+            damage.replace(file, lambda: headed(text[:-1] + ', "\ud800": 1}')),
+        )
+        yield Mutation(
+            "header in UTF-16",
+            damage.replace(file, lambda: headed(text.encode("utf-16").decode("latin-1"))),
         )
         if exact:
-            for label, number in {"NaN": float("nan"), "infinity": float("inf"), "-infinity": float("-inf")}.items():
+            for label, number in {
+                "NaN": float("nan"),
+                "infinity": float("inf"),
+                "-infinity": float("-inf"),
+            }.items():
                 for name in dict.fromkeys((first, last)):
                     at = 8 + length + header[name]["data_offsets"][0]
                     changed = content[:at] + struct.pack("<f", number) + content[at + 4 :]
                     yield Mutation(
-                        f"{label} in {name}", damage.replace(file, lambda changed=changed: changed), names=(name,)
+                        f"{label} in {name}",
+                        damage.replace(file, lambda changed=changed: changed),
+                        names=(name,),
                     )
         yield from damage.binaries(file)
         yield from damage.places(file, "refused" if exact else "accepted")
@@ -418,8 +512,14 @@ def tracker_texts(file: str, right: str, missing: Expect) -> Iterator[Mutation]:
     }
     for name, text in texts.items():
         yield Mutation(name, damage.replace(file, lambda text=text: text.encode()))
-    yield Mutation("spaces around it", damage.replace(file, lambda: f" {right}\r\n".encode()), "accepted")
-    yield Mutation("a mark of UTF-8", damage.replace(file, lambda: b"\xef\xbb\xbf" + right.encode()), "accepted")
+    yield Mutation(
+        "spaces around it", damage.replace(file, lambda: f" {right}\r\n".encode()), "accepted"
+    )
+    yield Mutation(
+        "a mark of UTF-8",
+        damage.replace(file, lambda: b"\xef\xbb\xbf" + right.encode()),
+        "accepted",
+    )
     yield from damage.encodings(file, right)
     yield from damage.binaries(file)
     yield from damage.places(file, missing)
@@ -459,20 +559,29 @@ def dcp_metadata(directory: str) -> Callable[[Path], Iterator[Mutation]]:
             "a tensor": torch.zeros(2),
         }
         for name, other in others.items():
-            yield Mutation(f"only {name}", damage.replace(file, lambda other=other: pickle.dumps(other)))
-        yield Mutation("a pickle that runs code", damage.replace(file, lambda: pickle.dumps(_Runs())))
+            yield Mutation(
+                f"only {name}", damage.replace(file, lambda other=other: pickle.dumps(other))
+            )
         yield Mutation(
-            "a deep pickle", damage.replace(file, lambda: b"\x80\x04" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".")
+            "a pickle that runs code", damage.replace(file, lambda: pickle.dumps(_Runs()))
+        )
+        yield Mutation(
+            "a deep pickle",
+            damage.replace(file, lambda: b"\x80\x04" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."),
         )
 
         def saved(**changes: Any) -> Callable[[Path], object]:
-            return damage.replace(file, lambda: pickle.dumps(dataclasses.replace(metadata, **changes)))
+            return damage.replace(
+                file, lambda: pickle.dumps(dataclasses.replace(metadata, **changes))
+            )
 
         for field in ("state_dict_metadata", "storage_data", "planner_data"):
             for name, other in {**others, "nothing": {}}.items():
                 expect = "either" if field == "planner_data" else "refused"
                 yield Mutation(f"{field} {name}", saved(**{field: other}), expect, (field,))  # type: ignore[arg-type]
-        tensors = {k: v for k, v in metadata.state_dict_metadata.items() if hasattr(v, "properties")}
+        tensors = {
+            k: v for k, v in metadata.state_dict_metadata.items() if hasattr(v, "properties")
+        }
         models = [key for key in tensors if not key.startswith("optimizer")]
         key = models[0]
         entry = tensors[key]
@@ -496,21 +605,43 @@ def dcp_metadata(directory: str) -> Callable[[Path], Iterator[Mutation]]:
             yield Mutation(f"size {name}", with_size(size), names=(key,))
         for name, other in others.items():
             yield Mutation(f"entry {name}", with_entry(other), names=(key,))
-            yield Mutation(f"properties {name}", with_entry(dataclasses.replace(entry, properties=other)), names=(key,))
-            yield Mutation(f"chunks {name}", with_entry(dataclasses.replace(entry, chunks=other)), names=(key,))
+            yield Mutation(
+                f"properties {name}",
+                with_entry(dataclasses.replace(entry, properties=other)),
+                names=(key,),
+            )
+            yield Mutation(
+                f"chunks {name}", with_entry(dataclasses.replace(entry, chunks=other)), names=(key,)
+            )
         yield Mutation("no chunks", with_entry(dataclasses.replace(entry, chunks=[])), names=(key,))
         for dtype in (torch.int32, torch.bool, torch.complex64, None, "float32"):
             properties = dataclasses.replace(entry.properties, dtype=dtype)
             yield Mutation(
-                f"dtype {dtype}", with_entry(dataclasses.replace(entry, properties=properties)), names=(key,)
+                f"dtype {dtype}",
+                with_entry(dataclasses.replace(entry, properties=properties)),
+                names=(key,),
             )
         for name, offsets in {"beyond": [10**6, 0], "negative": [-5, 0], "too few": []}.items():
             chunk = dataclasses.replace(entry.chunks[0], offsets=torch.Size(offsets))
-            yield Mutation(f"offsets {name}", with_entry(dataclasses.replace(entry, chunks=[chunk])), names=(key,))
-        for name, sizes in {"10^12": [10**12, 10**3], "negative": [-5, 3], "too few": [], "1": [1, 1]}.items():
+            yield Mutation(
+                f"offsets {name}",
+                with_entry(dataclasses.replace(entry, chunks=[chunk])),
+                names=(key,),
+            )
+        for name, sizes in {
+            "10^12": [10**12, 10**3],
+            "negative": [-5, 3],
+            "too few": [],
+            "1": [1, 1],
+        }.items():
             chunk = dataclasses.replace(entry.chunks[0], sizes=torch.Size(sizes))
             enough: Expect = "either" if name == "10^12" else "refused"
-            yield Mutation(f"sizes {name}", with_entry(dataclasses.replace(entry, chunks=[chunk])), enough, (key,))
+            yield Mutation(
+                f"sizes {name}",
+                with_entry(dataclasses.replace(entry, chunks=[chunk])),
+                enough,
+                (key,),
+            )
         place = next(index for index in metadata.storage_data if index.fqn == key)
         info = metadata.storage_data[place]
 
@@ -520,7 +651,17 @@ def dcp_metadata(directory: str) -> Callable[[Path], Iterator[Mutation]]:
         for name, other in others.items():
             yield Mutation(f"place {name}", with_info(other), names=(key,))
         for field, values in {
-            "relative_path": ("", "nothing", "../" * 3 + "etc/passwd", "/etc/passwd", ".", 3, None, "a\0b", "x" * 5000),
+            "relative_path": (
+                "",
+                "nothing",
+                "../" * 3 + "etc/passwd",
+                "/etc/passwd",
+                ".",
+                3,
+                None,
+                "a\0b",
+                "x" * 5000,
+            ),
             "offset": (-1, 1, 10**9, 10**30, 2.7, None, "0"),
             "length": (-1, 0, 1, 10**30, 2.7, None, "0"),
         }.items():
@@ -550,12 +691,22 @@ def distcp(directory: str, name: str = "__0_0.distcp") -> Callable[[Path], Itera
 
     def mutations(world: Path) -> Iterator[Mutation]:
         metadata = pickle.loads((world / directory / ".metadata").read_bytes())
-        tensors = {key for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "properties")}
-        places = [(i.fqn in tensors, p) for i, p in metadata.storage_data.items() if p.relative_path == name]
+        tensors = {
+            key
+            for key, entry in metadata.state_dict_metadata.items()
+            if hasattr(entry, "properties")
+        }
+        places = [
+            (i.fqn in tensors, p)
+            for i, p in metadata.storage_data.items()
+            if p.relative_path == name
+        ]
         starts = sorted(place.offset for _, place in places)
         needed = max(place.offset + place.length for of_tensor, place in places if of_tensor)
         ends = [*starts, *(start + 40 for start in starts), (world / file).stat().st_size - 1]
-        yield from damage.cuts(file, ends, 30, lambda end: "refused" if end < needed - 200 else "either")
+        yield from damage.cuts(
+            file, ends, 30, lambda end: "refused" if end < needed - 200 else "either"
+        )
         inside = [start + 10 * n for start in starts for n in range(8)]
         yield from damage.flips(file, inside, 30)
         yield from damage.binaries(file)
@@ -677,7 +828,12 @@ KINDS = (
         MAKES,
     ),
     Kind(
-        "tracker", "meg7/latest_checkpointed_iteration.txt", ("hf8", "meg7", *NEEDS), MEGATRON_COMMANDS, tracker, MAKES
+        "tracker",
+        "meg7/latest_checkpointed_iteration.txt",
+        ("hf8", "meg7", *NEEDS),
+        MEGATRON_COMMANDS,
+        tracker,
+        MAKES,
     ),
     Kind(
         ".metadata",
@@ -691,11 +847,22 @@ KINDS = (
         "distcp",
         "meg7/release/__0_0.distcp",
         ("hf8", "meg7", *NEEDS),
-        {n: c for n, c in MEGATRON_COMMANDS.items() if n not in ("draft-vocab", "roofline", "verify")},
+        {
+            n: c
+            for n, c in MEGATRON_COMMANDS.items()
+            if n not in ("draft-vocab", "roofline", "verify")
+        },
         distcp("meg7/release"),
         MAKES,
     ),
-    Kind("tokenizer.json", "hf8/tokenizer.json", ("hf8", *NEEDS), TOKENIZER_COMMANDS, tokenizer, MAKES),
+    Kind(
+        "tokenizer.json",
+        "hf8/tokenizer.json",
+        ("hf8", *NEEDS),
+        TOKENIZER_COMMANDS,
+        tokenizer,
+        MAKES,
+    ),
     Kind(
         "tokenizer_config.json",
         "hf8/tokenizer_config.json",

@@ -23,7 +23,9 @@ from tests.integration.hostile.world import TRAINING
 
 RUN = {
     "resume": "train --config train0.yaml steps=3",
-    "acceptance": "acceptance --model run5 --data data3/text.txt --sequence-length 32 --num-sequences 1",
+    "acceptance": (
+        "acceptance --model run5 --data data3/text.txt --sequence-length 32 --num-sequences 1"
+    ),
     "report": "report run5",
 }
 NEEDS = ("hf8", "data3", "run5", "train0.yaml")
@@ -35,7 +37,11 @@ def settings(file: str, tree: dict[str, Any], rules: Rules) -> Callable[[Path], 
 
     def mutations(world: Path) -> Iterator[Mutation]:
         def as_yaml(text: str) -> str:
-            return text.replace(": NaN", ": .nan").replace(": Infinity", ": .inf").replace("[NaN", "[.nan")
+            return (
+                text.replace(": NaN", ": .nan")
+                .replace(": Infinity", ": .inf")
+                .replace("[NaN", "[.nan")
+            )
 
         yield from damage.json_tree(file, tree, rules, text=as_yaml)
         text = (world / file).read_text()
@@ -50,7 +56,10 @@ def settings(file: str, tree: dict[str, Any], rules: Rules) -> Callable[[Path], 
             "two documents": ("---\n" + text + "\n---\n" + text, "refused"),
             "a tab": ("data:\n\ttrain: [x]\n", "refused"),
             "an open bracket": (text + "\nmore: [", "refused"),
-            "a tag of Python": ("model: !!python/object/apply:os.mkdir [code-was-run]\n", "refused"),
+            "a tag of Python": (
+                "model: !!python/object/apply:os.mkdir [code-was-run]\n",
+                "refused",
+            ),
             "a tag of a name": ("model: !!python/name:os.system\n", "refused"),
             "an unknown tag": ("model: !nothing x\n", "refused"),
             "an alias of nothing": ("model: *nothing\n", "refused"),
@@ -66,7 +75,10 @@ def settings(file: str, tree: dict[str, Any], rules: Rules) -> Callable[[Path], 
             "an interpolation of nothing": (head + "model: ${nothing}\n", "refused"),
             "an interpolation of itself": (head + "model: ${model}\n", "refused"),
             "an interpolation that is open": (head + "model: ${model\n", "refused"),
-            "an interpolation of a resolver": (head + "model: ${oc.env:HOSTILE_NOTHING}\n", "refused"),
+            "an interpolation of a resolver": (
+                head + "model: ${oc.env:HOSTILE_NOTHING}\n",
+                "refused",
+            ),
             "an unknown resolver": (head + "model: ${nothing:x}\n", "refused"),
             "a missing value": (head + "model: ???\n", "refused"),
             "a key that is a list": ("? [a, b]\n: 1\n", "refused"),
@@ -78,15 +90,25 @@ def settings(file: str, tree: dict[str, Any], rules: Rules) -> Callable[[Path], 
             "a key of 100,000 letters": ("x" * 100_000 + ": 1\n", "refused"),
         }
         for name, (content, expect) in other.items():
-            yield Mutation(name, damage.replace(file, lambda content=content: content.encode()), expect)
+            yield Mutation(
+                name, damage.replace(file, lambda content=content: content.encode()), expect
+            )
         starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
         for place in damage.spread([start + 3 for start in starts if start], 12):
-            yield Mutation(f"cut at {place}", damage.replace(file, lambda place=place: text[:place].encode()), "either")
+            yield Mutation(
+                f"cut at {place}",
+                damage.replace(file, lambda place=place: text[:place].encode()),
+                "either",
+            )
         broken = {"in UTF-16": "either", "in UTF-32": "either"}  # YAML is allowed to be in UTF-16
         for mutation in damage.encodings(file, text):
             expect = broken.get(mutation.name, "refused")
             yield Mutation(mutation.name, mutation.apply, expect)  # type: ignore[arg-type]
-        yield Mutation("a mark of UTF-8", damage.replace(file, lambda: b"\xef\xbb\xbf" + text.encode()), "accepted")
+        yield Mutation(
+            "a mark of UTF-8",
+            damage.replace(file, lambda: b"\xef\xbb\xbf" + text.encode()),
+            "accepted",
+        )
         yield from (m for m in damage.binaries(file) if m.name != "empty")
         yield from damage.places(file)
 
@@ -133,7 +155,8 @@ SETTINGS = Rules(
 
 
 def overrides(world: Path) -> Iterator[Mutation]:
-    """`key=value` on the command line, in every class of value for every key of a short run, and odd texts."""
+    """`key=value` on the command line, in every class of value for every key of a short run, and
+    odd texts."""
     flat = {
         f"{key}.{name}": value
         for key, part in TRAINING.items()
@@ -166,7 +189,13 @@ def overrides(world: Path) -> Iterator[Mutation]:
     for key in flat:
         for name, word in words.items():
             expect: Expect = "refused"
-            if key in ("output", "optimizer.lr", "data.eval", "optimizer.warmup_steps", "log_interval") or name in (
+            if key in (
+                "output",
+                "optimizer.lr",
+                "data.eval",
+                "optimizer.warmup_steps",
+                "log_interval",
+            ) or name in (
                 "[]",
                 "10^30",
             ):
@@ -219,7 +248,10 @@ def run_settings(world: Path) -> Iterator[Mutation]:
 
     file = "run5/config.yaml"
     tree = yaml.safe_load((world / file).read_text())
-    rules = Rules(either={key: {"*"} for key in (*MAY_CHANGE, "log*", "parallel")} | {"*": {"removed", "as text"}})
+    rules = Rules(
+        either={key: {"*"} for key in (*MAY_CHANGE, "log*", "parallel")}
+        | {"*": {"removed", "as text"}}
+    )
     # What the file lacks is as by default: whether that is what the run was of depends on the key.
     yield from settings(file, tree, rules)(world)
 
@@ -240,7 +272,9 @@ def metrics(world: Path) -> Iterator[Mutation]:
         for mutation in damage.json_tree(file, values, shown, f"line {number + 1}: ", among):
             key = mutation.name.partition(": ")[2].partition("=")[0].split(" ")[0]
             strict = key in ("step", "kind") and not mutation.name.endswith(("twice", "10^30"))
-            yield Mutation(mutation.name, mutation.apply, "refused" if strict else "either", mutation.names)
+            yield Mutation(
+                mutation.name, mutation.apply, "refused" if strict else "either", mutation.names
+            )
         for name, text in {
             "a list": "[1]",
             "a number": "3",
@@ -256,7 +290,9 @@ def metrics(world: Path) -> Iterator[Mutation]:
                 "refused" if name != "half" or number + 1 < len(lines) else "either",
             )
     whole = "".join(line + "\n" for line in lines)
-    yield Mutation("cut in the last line", damage.replace(file, lambda: whole[:-20].encode()), "accepted")
+    yield Mutation(
+        "cut in the last line", damage.replace(file, lambda: whole[:-20].encode()), "accepted"
+    )
     yield from damage.encodings(file, whole)
     yield from (m for m in damage.binaries(file, strict=True) if m.name not in ("empty",))
     yield Mutation("empty", damage.replace(file, lambda: b""), "either")
@@ -273,7 +309,8 @@ def best(world: Path) -> Iterator[Mutation]:
 
 
 def trainer_state(world: Path) -> Iterator[Mutation]:
-    """State of a checkpoint besides its tensors: the step, the position in the data, the best checkpoint."""
+    """State of a checkpoint besides its tensors: the step, the position in the data, the best
+    checkpoint."""
     import torch
 
     folder = "run5/iter_0000002"
@@ -281,7 +318,9 @@ def trainer_state(world: Path) -> Iterator[Mutation]:
     key = next(index for index in metadata.storage_data if index.fqn.startswith("common_state"))
     place = metadata.storage_data[key]
     content = (world / folder / place.relative_path).read_bytes()
-    state = torch.load(io.BytesIO(content[place.offset : place.offset + place.length]), weights_only=False)
+    state = torch.load(
+        io.BytesIO(content[place.offset : place.offset + place.length]), weights_only=False
+    )
 
     def saved(other: Any) -> Callable[[Path], object]:
         def apply(root: Path) -> None:
@@ -292,7 +331,9 @@ def trainer_state(world: Path) -> Iterator[Mutation]:
             path = root / folder / place.relative_path
             path.write_bytes(content + buffer.getvalue())
             moved = dataclasses.replace(place, offset=len(content), length=len(buffer.getvalue()))
-            changed = dataclasses.replace(metadata, storage_data={**metadata.storage_data, key: moved})
+            changed = dataclasses.replace(
+                metadata, storage_data={**metadata.storage_data, key: moved}
+            )
             (root / folder / ".metadata").write_bytes(pickle.dumps(changed))
 
         return apply
@@ -317,7 +358,9 @@ def trainer_state(world: Path) -> Iterator[Mutation]:
             if label in BROKEN or label == "surrogate":
                 continue
             expect: Expect = (
-                "either" if path[0] in loose or (key_name == "iteration" and label == "true") else "refused"
+                "either"
+                if path[0] in loose or (key_name == "iteration" and label == "true")
+                else "refused"
             )
             yield Mutation(
                 f"{key_name}={label}",
@@ -326,7 +369,12 @@ def trainer_state(world: Path) -> Iterator[Mutation]:
                 (folder, *map(str, path)),
             )
         expect = "either" if path[0] in loose else "refused"
-        yield Mutation(f"{key_name} removed", saved([damage._without(tree, path)]), expect, (folder, *map(str, path)))
+        yield Mutation(
+            f"{key_name} removed",
+            saved([damage._without(tree, path)]),
+            expect,
+            (folder, *map(str, path)),
+        )
 
 
 def cache_manifest(world: Path) -> Iterator[Mutation]:
@@ -404,7 +452,9 @@ KINDS = (
         RUN_WRITES,
         ("resume",),
     ),
-    Kind("trainer state", "run5/iter_0000002/.metadata", NEEDS, RUN_STATE, trainer_state, RUN_WRITES),
+    Kind(
+        "trainer state", "run5/iter_0000002/.metadata", NEEDS, RUN_STATE, trainer_state, RUN_WRITES
+    ),
     Kind(
         "metadata.json",
         "run5/iter_0000002/metadata.json",
@@ -423,7 +473,12 @@ KINDS = (
         RUN_WRITES,
     ),
     Kind(
-        "distcp of a run", "run5/iter_0000002/__0_0.distcp", NEEDS, RUN_STATE, distcp("run5/iter_0000002"), RUN_WRITES
+        "distcp of a run",
+        "run5/iter_0000002/__0_0.distcp",
+        NEEDS,
+        RUN_STATE,
+        distcp("run5/iter_0000002"),
+        RUN_WRITES,
     ),
     Kind(
         "tracker of a run",

@@ -1,7 +1,9 @@
-"""Runs cases in forked processes: what kills or hangs a process is a fault of the case that it was at.
+"""Runs cases in forked processes: what kills or hangs a process is a fault of the case that it was
+at.
 
-`Runner` starts one process that imports what commands need and then does nothing but fork, so that no thread is
-running when it does. Each fork runs one case after the other and reports each over a pipe.
+`Runner` starts one process that imports what commands need and then does nothing but fork, so that
+no thread is running when it does. Each fork runs one case after the other and reports each over a
+pipe.
 """
 
 import contextlib
@@ -48,7 +50,11 @@ def run_mtpkit(arguments: list[str]) -> None:
 
 
 def run_cases(
-    cases: Sequence[Case], world: Path, work: Path, command: Command = run_mtpkit, longest: float = LONGEST_RUN
+    cases: Sequence[Case],
+    world: Path,
+    work: Path,
+    command: Command = run_mtpkit,
+    longest: float = LONGEST_RUN,
 ) -> Iterator[tuple[Case, Outcome]]:
     """Fork this process as often as it takes to run all cases."""
     done = 0
@@ -68,7 +74,8 @@ def run_cases(
 
 def _outcomes(reader: int, child: int, longest: float, count: int) -> Iterator[Outcome]:
     """Yield the outcomes that a fork reports; the last is its end, if it ended early."""
-    held, received = b"", 0
+    held = b""
+    received = 0
     while received < count:
         ready, _, _ = select.select([reader], [], [], longest + 1)
         if not ready:
@@ -86,7 +93,11 @@ def _outcomes(reader: int, child: int, longest: float, count: int) -> Iterator[O
             received += 1
     _, status = os.waitpid(child, 0)
     if received < count:
-        how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
+        how = (
+            signal.Signals(os.WTERMSIG(status)).name
+            if os.WIFSIGNALED(status)
+            else f"code {os.WEXITSTATUS(status)}"
+        )
         yield Outcome(None, died=f"the process ended with {how}")
 
 
@@ -120,11 +131,17 @@ def run_case(case: Case, world: Path, work: Path, command: Command) -> Outcome:
     before = snapshot(work)
     said = work.with_name(f"{work.name}.stderr")
     began = time.monotonic()
-    with _inside(work), _captured(said), contextlib.nullcontext() if case.kind.draws else _without_curves():
+    with (
+        _inside(work),
+        _captured(said),
+        contextlib.nullcontext() if case.kind.draws else _without_curves(),
+    ):
         code = _exit_code(command, case.arguments)
     seconds = time.monotonic() - began
     after = snapshot(work)
-    changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    changed = sorted(
+        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    )
     shutil.rmtree(work)
     text = said.read_text(encoding="utf-8", errors="replace")
     return Outcome(code, text, seconds, tuple(changed))
@@ -134,7 +151,8 @@ def prepare(case: Case, world: Path, work: Path) -> None:
     """The files of a case in a new directory `work`."""
     work.mkdir(parents=True)
     for name in case.kind.needs:
-        source, target = world / name, work / name
+        source = world / name
+        target = work / name
         if source.is_dir():
             shutil.copytree(source, target, symlinks=True)
         else:
@@ -142,7 +160,9 @@ def prepare(case: Case, world: Path, work: Path) -> None:
     case.mutation.apply(work)
     damaged = work / case.kind.file
     if case.kind.relocated and damaged.is_file() and not damaged.is_symlink():
-        damaged.write_bytes(damaged.read_bytes().replace(bytes(world.resolve()), bytes(work.resolve())))
+        damaged.write_bytes(
+            damaged.read_bytes().replace(bytes(world.resolve()), bytes(work.resolve()))
+        )
 
 
 def _exit_code(command: Command, arguments: list[str]) -> int:
@@ -163,7 +183,8 @@ def _without_curves() -> Iterator[None]:
     """Have reports written without their curves."""
     from mtpkit.training import report
 
-    draw, report._draw = report._draw, lambda title, *_: f"<svg>{title}</svg>"
+    draw = report._draw
+    report._draw = lambda title, *_: f"<svg>{title}</svg>"
     try:
         yield
     finally:
@@ -182,14 +203,17 @@ def _inside(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _captured(stderr: Path) -> Iterator[None]:
-    """Redirect the output of this process and its libraries to a file, and stdout to nowhere; stdin is empty."""
+    """Redirect the output of this process and its libraries to a file, and stdout to nowhere; stdin
+    is empty."""
     saved = os.dup(1), os.dup(2)
     streams = sys.stdin, sys.stdout, sys.stderr
     for number, path in ((1, os.devnull), (2, stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin = io.TextIOWrapper(io.BytesIO(Path("stdin").read_bytes() if Path("stdin").is_file() else b""))
+    sys.stdin = io.TextIOWrapper(
+        io.BytesIO(Path("stdin").read_bytes() if Path("stdin").is_file() else b"")
+    )
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     try:
@@ -205,7 +229,8 @@ def _captured(stderr: Path) -> Iterator[None]:
 
 
 def snapshot(root: Path) -> dict[str, str]:
-    """Everything below a directory: what it is, and what is in it. Opens nothing but ordinary files."""
+    """Everything below a directory: what it is, and what is in it. Opens nothing but ordinary
+    files."""
     found = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
@@ -273,7 +298,9 @@ def build_world(world: Path) -> None:
             with open(os.devnull, "w") as nothing:
                 os.dup2(nothing.fileno(), 1)
             build(world)
-            (world / IMPORTED).write_text("\n".join(name for name in sys.modules if not name.startswith("__")))
+            (world / IMPORTED).write_text(
+                "\n".join(name for name in sys.modules if not name.startswith("__"))
+            )
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -285,7 +312,8 @@ def build_world(world: Path) -> None:
 
 
 def load_imported(world: Path) -> None:
-    """Import what the commands that built the valid files did at last, which each fork would else do anew."""
+    """Import what the commands that built the valid files did at last, which each fork would else
+    do anew."""
     for name in (world / IMPORTED).read_text().split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -299,7 +327,9 @@ def load_commands() -> None:
     import torch
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*", category=DeprecationWarning)
+    warnings.filterwarnings(
+        "ignore", message=".*multi-threaded, use of fork.*", category=DeprecationWarning
+    )
     import datasets  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import torch.utils.tensorboard
@@ -322,12 +352,14 @@ def load_commands() -> None:
     import mtpkit.training.loop  # noqa: F401
     from mtpkit.training import report
 
-    report._draw("loss", [("training", [1.0], [1.0])], (None, None))  # reads fonts, as else each fork would
+    # reads fonts, as else each fork would
+    report._draw("loss", [("training", [1.0], [1.0])], (None, None))
     report._draw = drawn_once(report._draw)
 
 
 def drawn_once(draw: Callable[..., str]) -> Callable[..., str]:
-    """Draw the panels of a report that differ, since most reports of a kind's cases have the same: each takes 0.1 s."""
+    """Draw the panels of a report that differ, since most reports of a kind's cases have the same:
+    each takes 0.1 s."""
     found: dict[str, str] = {}
 
     def remembered(*panel: object) -> str:

@@ -1,4 +1,5 @@
-"""Valid files of every kind, small and always the same: what cases are copies of before one file is damaged."""
+"""Valid files of every kind, small and always the same: what cases are copies of before one file is
+damaged."""
 
 import contextlib
 import json
@@ -12,8 +13,8 @@ SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left
 TEXT = "".join(SENTENCES) * 8
 TURNS = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token"
+    " }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 VOCAB = 300
 GOLDEN = Path(__file__).parents[2] / "golden" / "tp1" / "moe"
@@ -50,7 +51,10 @@ def build(world: Path) -> None:
     try:
         _models()
         _data()
-        _call("data prepare --model hf8 --data data3/text.txt data3/rows.jsonl --sequence-length 32 --output prep6")
+        _call(
+            "data prepare --model hf8 --data data3/text.txt data3/rows.jsonl --sequence-length 32"
+            " --output prep6"
+        )
         _call("data draft-vocab --model hf8 --data data3/text.txt --size 40 --output vocab2.json")
         Path("train0.yaml").write_text(json.dumps(TRAINING, indent=1))
         _call("train --config train0.yaml")
@@ -61,7 +65,8 @@ def build(world: Path) -> None:
 
 
 def _call(command: str) -> None:
-    with contextlib.suppress(SystemExit):  # in any case; whether it was well is what the controls of all kinds show
+    # in any case; whether it was well is what the controls of all kinds show
+    with contextlib.suppress(SystemExit):
         run_mtpkit(command.split())
 
 
@@ -91,7 +96,9 @@ def _models() -> None:
         Path(name).mkdir()
         _tokenizer(Path(name))
         save_hf_model(model, Path(name), size)
-        Path(name, "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7], "do_sample": False}))
+        Path(name, "generation_config.json").write_text(
+            json.dumps({"eos_token_id": [0, 7], "do_sample": False})
+        )
     _call("convert import hf8 meg7")
     kept = {"ways": {"mtp.layers.1.mixer.experts": "packed"}, "lacking": ["mtp.head.weight"]}
     Path("meg7/mtpkit_original.json").write_text(json.dumps(kept, indent=2))
@@ -109,7 +116,11 @@ def _tokenizer(directory: Path) -> None:
 
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
-        SENTENCES * 8, vocab_size=VOCAB, min_frequency=2, special_tokens=["<eos>"], show_progress=False
+        SENTENCES * 8,
+        vocab_size=VOCAB,
+        min_frequency=2,
+        special_tokens=["<eos>"],
+        show_progress=False,
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<eos>")
     fast.chat_template = TEMPLATE
@@ -148,7 +159,9 @@ def _data() -> None:
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("data3/rows.json").write_text(json.dumps(rows))
     Path("data3/text.txt").write_text(TEXT)
-    Path("data3/rows.csv").write_text("id,text\n" + "".join(f'{row["id"]},"{TEXT}"\n' for row in rows))
+    Path("data3/rows.csv").write_text(
+        "id,text\n" + "".join(f'{row["id"]},"{TEXT}"\n' for row in rows)
+    )
     pq.write_table(pa.Table.from_pylist(rows), "data3/rows.parquet")
     Path("prompts1.txt").write_text("the cat\n\ndef add\n")
     Path("template1.jinja").write_text(TEMPLATE)

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from mtpkit.bench.kernel_cases.kinds import attention, gated_delta_net, mamba2, mla, mlp, moe
 from mtpkit.bench.kernel_inputs import Case, Shapes
 from mtpkit.config import Section
-from mtpkit.config.sections import AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MlaConfig, MlpConfig, MoeConfig
+from mtpkit.config.sections import (
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    MlaConfig,
+    MlpConfig,
+    MoeConfig,
+)
 
 
 def _none(shapes: Shapes, size: object = None) -> Iterable[Case]:
@@ -15,7 +22,8 @@ def _none(shapes: Shapes, size: object = None) -> Iterable[Case]:
 
 @dataclass(frozen=True)
 class KindCases:
-    """Functions that make the cases of a layer kind, except those of its linears, which `LayerKind.linears` lists."""
+    """Functions that make the cases of a layer kind, except those of its linears, which
+    `LayerKind.linears` lists."""
 
     decode: Callable[[Shapes], Iterable[Case]] = _none
     """The ops of a step of decoding requests."""
@@ -36,9 +44,14 @@ def register(section: type[Section], cases: KindCases) -> None:
     CASES[section.letter] = cases
 
 
-register(AttentionConfig, KindCases(attention.decode, attention.prefill, attention.base, attention.heads))
+register(
+    AttentionConfig, KindCases(attention.decode, attention.prefill, attention.base, attention.heads)
+)
 register(MlaConfig, KindCases(mla.decode, mla.prefill, mla.base, mla.heads))
 register(Mamba2Config, KindCases(mamba2.decode, mamba2.prefill, heads=mamba2.heads))
-register(GatedDeltaNetConfig, KindCases(gated_delta_net.decode, gated_delta_net.prefill, base=gated_delta_net.base))
+register(
+    GatedDeltaNetConfig,
+    KindCases(gated_delta_net.decode, gated_delta_net.prefill, base=gated_delta_net.base),
+)
 register(MlpConfig, KindCases(mlp.decode, heads=mlp.heads))
 register(MoeConfig, KindCases(moe.decode, moe.prefill))

@@ -49,12 +49,16 @@ def heads(shapes: Shapes, length: int) -> Iterator[Case]:
 
 def _heads(shapes: Shapes) -> Heads:
     sizes = shapes.config.attention
-    return Heads(sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels, sizes.kv_channels)
+    return Heads(
+        sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels, sizes.kv_channels
+    )
 
 
 def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in random places."""
-    sizes, blocks = shapes.config.attention, -(-tokens // _BLOCK)
+    """Keys, values, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in
+    random places."""
+    sizes = shapes.config.attention
+    blocks = -(-tokens // _BLOCK)
     page = (_BLOCK, sizes.num_query_groups, sizes.kv_channels)
     key, value = (shapes.normal(rows * blocks, *page) for _ in range(2))
     return key, value, shapes.permutation(rows * blocks).view(rows, blocks)
@@ -68,8 +72,12 @@ def _cached_bytes(shapes: Shapes, tokens: float) -> float:
 
 def paged_attention(shapes: Shapes) -> Case:
     """Attention of a step."""
-    rows, tokens, sizes, context = shapes.rows, shapes.tokens, shapes.config.attention, shapes.context_len
-    heads, width = sizes.num_attention_heads, sizes.kv_channels
+    rows = shapes.rows
+    tokens = shapes.tokens
+    sizes = shapes.config.attention
+    context = shapes.context_len
+    heads = sizes.num_attention_heads
+    width = sizes.kv_channels
 
     def make() -> Args:
         cache = _cache(shapes, rows, context + tokens)
@@ -86,12 +94,20 @@ def paged_attention(shapes: Shapes) -> Case:
 
 def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """Attention of prompts of one length."""
-    sizes, length, rows = shapes.config.attention, lens[0], len(lens)
-    heads, width = sizes.num_attention_heads, sizes.kv_channels
+    sizes = shapes.config.attention
+    length = lens[0]
+    rows = len(lens)
+    heads = sizes.num_attention_heads
+    width = sizes.kv_channels
 
     def make() -> Args:
         cache = _cache(shapes, rows, length)
-        return shapes.normal(rows * length, heads, width), *cache, shapes.full(0, rows), starts_of(shapes, lens)
+        return (
+            shapes.normal(rows * length, heads, width),
+            *cache,
+            shapes.full(0, rows),
+            starts_of(shapes, lens),
+        )
 
     return Case(
         attention.prefill_attention,
@@ -104,10 +120,12 @@ def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 def store_kv(shapes: Shapes) -> Case:
     """Writing the step's keys and values, each token's to a random slot."""
-    sizes, count = shapes.config.attention, shapes.count
+    sizes = shapes.config.attention
+    count = shapes.count
 
     def make() -> Args:
-        key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)  # earlier entries are not touched
+        # earlier entries are not touched
+        key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)
         fused = shapes.normal(count, sizes.num_query_groups, 2 * sizes.kv_channels)
         slots = shapes.permutation(len(key) * _BLOCK)[:count]
         return fused[..., : sizes.kv_channels], fused[..., sizes.kv_channels :], key, value, slots
@@ -116,15 +134,22 @@ def store_kv(shapes: Shapes) -> Case:
 
 
 def place_qkv(shapes: Shapes) -> Case:
-    """Norms and rotation of the step's queries and keys, slices of the projection, then writing keys and values."""
-    config, sizes, count = shapes.config, shapes.config.attention, shapes.count
-    groups, width = sizes.num_query_groups, sizes.kv_channels
+    """Norms and rotation of the step's queries and keys, slices of the projection, then writing
+    keys and values."""
+    config = shapes.config
+    sizes = shapes.config.attention
+    count = shapes.count
+    groups = sizes.num_query_groups
+    width = sizes.kv_channels
     heads = sizes.num_attention_heads // groups
 
     def make() -> Args:
         fused = shapes.normal(count, groups, heads + 2, width)
         key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)
-        places = shapes.permutation(len(key) * _BLOCK)[:count], shapes.full(shapes.context_len, count)
+        places = (
+            shapes.permutation(len(key) * _BLOCK)[:count],
+            shapes.full(shapes.context_len, count),
+        )
         rotates = sizes.position_embedding_type != "none"
         turns = shapes.normal(int(width * sizes.rotary_percent) // 2).float() if rotates else None
         norms = (shapes.normal(width), shapes.normal(width)) if sizes.qk_layernorm else (None, None)
@@ -135,8 +160,11 @@ def place_qkv(shapes: Shapes) -> Case:
 
 
 def move_entries(shapes: Shapes) -> Case:
-    """Moving the keys and values of an accepted path to their final slots; here those of all tokens of a step."""
-    sizes, rows, tokens = shapes.config.attention, shapes.rows, shapes.tokens
+    """Moving the keys and values of an accepted path to their final slots; here those of all tokens
+    of a step."""
+    sizes = shapes.config.attention
+    rows = shapes.rows
+    tokens = shapes.tokens
 
     def make() -> Args:
         key, value, _ = _cache(shapes, rows, tokens)
@@ -145,30 +173,49 @@ def move_entries(shapes: Shapes) -> Case:
 
     note = f"[{sizes.num_query_groups}, {sizes.kv_channels}] each"
     return Case(
-        moves.move_entries, f"{shapes.step}, {note}", make, lambda args: 2 * _cached_bytes(shapes, shapes.count)
+        moves.move_entries,
+        f"{shapes.step}, {note}",
+        make,
+        lambda args: 2 * _cached_bytes(shapes, shapes.count),
     )
 
 
 def rotate(shapes: Shapes) -> Case:
     """Rotary embedding of a step's queries, which are views of the projection."""
-    sizes, count = shapes.config.attention, shapes.count
-    groups, width = sizes.num_query_groups, sizes.kv_channels
-    per_group, half = sizes.num_attention_heads // groups, int(width * sizes.rotary_percent) // 2
+    sizes = shapes.config.attention
+    count = shapes.count
+    groups = sizes.num_query_groups
+    width = sizes.kv_channels
+    per_group = sizes.num_attention_heads // groups
+    half = int(width * sizes.rotary_percent) // 2
 
     def make() -> Args:
         projected = shapes.normal(count, groups, per_group + 2, width)
-        return projected[:, :, :-2], shapes.full(shapes.context_len, 1, count), shapes.normal(half).float()
+        return (
+            projected[:, :, :-2],
+            shapes.full(shapes.context_len, 1, count),
+            shapes.normal(half).float(),
+        )
 
-    return Case(rotary.rotate, f"[{count}, {groups * per_group}, {width}]", make, lambda args: 2 * size(args[0]))
+    return Case(
+        rotary.rotate,
+        f"[{count}, {groups * per_group}, {width}]",
+        make,
+        lambda args: 2 * size(args[0]),
+    )
 
 
 def sigmoid_gate(shapes: Shapes) -> Case:
     """The gate of attention's output, which is a slice of the projection."""
-    sizes, count = shapes.config.attention, shapes.count
-    groups, width = sizes.num_query_groups, sizes.num_attention_heads * sizes.kv_channels
+    sizes = shapes.config.attention
+    count = shapes.count
+    groups = sizes.num_query_groups
+    width = sizes.num_attention_heads * sizes.kv_channels
 
     def make() -> Args:
         projected = shapes.normal(count, groups, sizes.projected // groups)
         return shapes.normal(count, width), projected[..., width // groups : 2 * width // groups]
 
-    return Case(activation.sigmoid_gate, f"[{count}, {width}]", make, lambda args: 3 * size(args[0]))
+    return Case(
+        activation.sigmoid_gate, f"[{count}, {width}]", make, lambda args: 3 * size(args[0])
+    )

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.recurrent import Convolution, conv_update, conv_varlen, fold_case, ring_lens, starts_of
+from mtpkit.bench.kernel_cases.recurrent import (
+    Convolution,
+    conv_update,
+    conv_varlen,
+    fold_case,
+    ring_lens,
+    starts_of,
+)
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.kernels import gated_delta_rule, norm, ring
 
@@ -24,7 +31,11 @@ def decode(shapes: Shapes) -> Iterator[Case]:
 
 def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:
     """The ops of prompts."""
-    yield from (inputs(shapes, sum(lens)), varlen(shapes, lens), conv_varlen(shapes, lens, _convolution(shapes)))
+    yield from (
+        inputs(shapes, sum(lens)),
+        varlen(shapes, lens),
+        conv_varlen(shapes, lens, _convolution(shapes)),
+    )
 
 
 def base(shapes: Shapes, length: int) -> Iterator[Case]:
@@ -38,13 +49,16 @@ def _convolution(shapes: Shapes) -> Convolution:
 
 
 def _raw(shapes: Shapes, *lead: int) -> tuple[Tensor, ...]:
-    """q, k, v, a, b, A_log and dt_bias; the first five are views of the convolution's output and of the projection."""
-    sizes, heads = shapes.config.gated_delta_net, shapes.config.gated_delta_net.num_value_heads
+    """q, k, v, a, b, A_log and dt_bias; the first five are views of the convolution's output and of
+    the projection."""
+    sizes = shapes.config.gated_delta_net
+    heads = shapes.config.gated_delta_net.num_value_heads
     parts = [sizes.key_width, sizes.key_width, sizes.value_width]
     q, k, v = shapes.normal(*lead, sizes.convolved).split(parts, -1)
     q, k = (t.unflatten(-1, (sizes.num_key_heads, -1)) for t in (q, k))
     b, a = shapes.normal(*lead, sizes.projected)[..., -2 * heads :].chunk(2, -1)
-    A_log, dt_bias = shapes.uniform(heads).float().log(), shapes.normal(heads).float() - 4
+    A_log = shapes.uniform(heads).float().log()
+    dt_bias = shapes.normal(heads).float() - 4
     return q, k, v.unflatten(-1, (heads, -1)), a, b, A_log, dt_bias
 
 
@@ -56,8 +70,11 @@ def _state(shapes: Shapes, *lead: int) -> Tensor:
 
 def _rings(shapes: Shapes, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, corrections and log decays of each row's last `length` tokens."""
-    sizes, lead = shapes.config.gated_delta_net, (shapes.rows, length)
-    keys = shapes.normal(*lead, sizes.num_key_heads, sizes.key_head_dim, std=1 / math.sqrt(sizes.key_head_dim))
+    sizes = shapes.config.gated_delta_net
+    lead = (shapes.rows, length)
+    keys = shapes.normal(
+        *lead, sizes.num_key_heads, sizes.key_head_dim, std=1 / math.sqrt(sizes.key_head_dim)
+    )
     corrections = shapes.normal(*lead, sizes.num_value_heads, sizes.value_head_dim).float()
     return keys, corrections, -0.1 * shapes.uniform(*lead, sizes.num_value_heads).float()
 
@@ -74,12 +91,18 @@ def fold(shapes: Shapes) -> Case:
 
 def replay(shapes: Shapes) -> Case:
     """The state update that replays the entries of a ring."""
-    rows, tokens, sizes = shapes.rows, shapes.tokens, shapes.config.gated_delta_net
+    rows = shapes.rows
+    tokens = shapes.tokens
+    sizes = shapes.config.gated_delta_net
     length = ring.ring_length(tokens)
 
     def make() -> Args:
         raw = _raw(shapes, rows, tokens)
-        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
+        places = (
+            shapes.permutation(rows),
+            shapes.full(shapes.context_len, rows),
+            ring_lens(shapes, length),
+        )
         return _state(shapes, rows), *_rings(shapes, length), *places, *raw
 
     def count(args: Args) -> float:
@@ -93,16 +116,24 @@ def replay(shapes: Shapes) -> Case:
         return rows * sizes.value_width * sizes.key_head_dim * shapes.state_dtype.itemsize
 
     op = gated_delta_rule.delta_replay_update
-    return Case(op, shapes.step, make, count, note=lambda moved: f"{moved / whole():.2f} x the state")
+    return Case(
+        op, shapes.step, make, count, note=lambda moved: f"{moved / whole():.2f} x the state"
+    )
 
 
 def snapshot(shapes: Shapes) -> Case:
     """The state update that keeps the state after every token."""
-    rows, tokens = shapes.rows, shapes.tokens
+    rows = shapes.rows
+    tokens = shapes.tokens
 
     def make() -> Args:
         raw = _raw(shapes, rows, tokens)
-        return _state(shapes, rows, tokens), shapes.permutation(rows), shapes.ints(tokens, rows), *raw
+        return (
+            _state(shapes, rows, tokens),
+            shapes.permutation(rows),
+            shapes.ints(tokens, rows),
+            *raw,
+        )
 
     def count(args: Args) -> float:
         state, _, _, q, k, v, a, b, *_ = args
@@ -112,7 +143,8 @@ def snapshot(shapes: Shapes) -> Case:
 
 
 def inputs(shapes: Shapes, count: int) -> Case:
-    """Making queries and keys of unit length, decays and rates for prompts and training sequences."""
+    """Making queries and keys of unit length, decays and rates for prompts and training
+    sequences."""
 
     def make() -> Args:
         q, k, _, *rest = _raw(shapes, count)
@@ -143,7 +175,11 @@ def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     rows = len(lens)
 
     def make() -> Args:
-        places = _state(shapes, rows), shapes.permutation(rows), shapes.full(shapes.context_len, rows)
+        places = (
+            _state(shapes, rows),
+            shapes.permutation(rows),
+            shapes.full(shapes.context_len, rows),
+        )
         return *_made(shapes, sum(lens)), starts_of(shapes, lens), *places
 
     def count(args: Args) -> float:
@@ -165,16 +201,22 @@ def rule(shapes: Shapes, length: int) -> Case:
         q, k, v, g, beta, *_ = args
         return size(q, k, v, v, g, beta)
 
-    return Case(gated_delta_rule.delta_rule, f"{length} tokens", make, count, flops=_flops(shapes, length))
+    return Case(
+        gated_delta_rule.delta_rule, f"{length} tokens", make, count, flops=_flops(shapes, length)
+    )
 
 
 def gated_norm(shapes: Shapes) -> Case:
     """The norm of each value head, then its gate."""
-    config, sizes = shapes.config, shapes.config.gated_delta_net
+    config = shapes.config
+    sizes = shapes.config.gated_delta_net
 
     def make() -> Args:
-        z = shapes.normal(shapes.count, sizes.projected)[:, sizes.convolved :][:, : sizes.value_width]
-        x, weight = shapes.normal(shapes.count, sizes.value_width), shapes.normal(sizes.value_head_dim)
+        z = shapes.normal(shapes.count, sizes.projected)[:, sizes.convolved :][
+            :, : sizes.value_width
+        ]
+        x = shapes.normal(shapes.count, sizes.value_width)
+        weight = shapes.normal(sizes.value_head_dim)
         return x, z, weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
 
     shape = f"[{shapes.count}, {sizes.value_width}]"

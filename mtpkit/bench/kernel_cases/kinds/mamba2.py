@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.recurrent import Convolution, conv_update, conv_varlen, fold_case, ring_lens, starts_of
+from mtpkit.bench.kernel_cases.recurrent import (
+    Convolution,
+    conv_update,
+    conv_varlen,
+    fold_case,
+    ring_lens,
+    starts_of,
+)
 from mtpkit.bench.kernel_cases.training import differentiated
 from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.config import ModelConfig
@@ -45,12 +52,18 @@ def scan_inputs(shapes: Shapes, *lead: int) -> Args:
     x, dt, B and C [*lead, ...] are views of the projection and of the convolution's output.
     """
     sizes = shapes.config.mamba2
-    heads, groups, inner, bc_width = sizes.num_heads, sizes.num_groups, sizes.inner, sizes.bc_width
+    heads = sizes.num_heads
+    groups = sizes.num_groups
+    inner = sizes.inner
+    bc_width = sizes.bc_width
     dt = shapes.normal(*lead, 2 * inner + 2 * bc_width + heads)[..., -heads:]
     x, B, C = shapes.normal(*lead, inner + 2 * bc_width).split([inner, bc_width, bc_width], -1)
-    x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
+    x = x.unflatten(-1, (heads, -1))
+    B = B.unflatten(-1, (groups, -1))
+    C = C.unflatten(-1, (groups, -1))
     A_log = (1 + 15 * shapes.uniform(heads, dtype=torch.float32)).log()
-    D, dt_bias = torch.ones(heads, device=shapes.device), shapes.normal(heads) - 4
+    D = torch.ones(heads, device=shapes.device)
+    dt_bias = shapes.normal(heads) - 4
     return x, dt, A_log, B, C, D, dt_bias, sizes.dt_limit
 
 
@@ -67,7 +80,9 @@ def fold(shapes: Shapes) -> Case:
 
     def contents(length: int) -> tuple[Tensor, ...]:
         x, _, A_log, B, *_ = scan_inputs(shapes, shapes.rows, length)
-        dt = 0.1 * shapes.uniform(shapes.rows, length, shapes.config.mamba2.num_heads, dtype=torch.float32)
+        dt = 0.1 * shapes.uniform(
+            shapes.rows, length, shapes.config.mamba2.num_heads, dtype=torch.float32
+        )
         return _state(shapes, shapes.rows), x.contiguous(), B.contiguous(), dt, A_log
 
     return fold_case(shapes, contents)
@@ -78,7 +93,12 @@ def leave_state(shapes: Shapes) -> Case:
 
     def make() -> Args:
         rows = shapes.rows
-        return shapes.permutation(rows), shapes.permutation(rows), _state(shapes, rows), _state(shapes, rows)
+        return (
+            shapes.permutation(rows),
+            shapes.permutation(rows),
+            _state(shapes, rows),
+            _state(shapes, rows),
+        )
 
     def over_pairs(op: Callable[..., None]) -> Callable[..., None]:
         return lambda sources, targets, *pair: op(sources, targets, pair)
@@ -95,31 +115,51 @@ def leave_state(shapes: Shapes) -> Case:
 
 def replay(shapes: Shapes) -> Case:
     """The state update that replays the entries of a ring."""
-    rows, tokens, config = shapes.rows, shapes.tokens, shapes.config
+    rows = shapes.rows
+    tokens = shapes.tokens
+    config = shapes.config
     length = ring.ring_length(tokens)
 
     def make() -> Args:
         x, _, _, B, *_ = inputs = scan_inputs(shapes, rows, tokens)
         ring_dt = 0.1 * shapes.uniform(rows, length, config.mamba2.num_heads, dtype=torch.float32)
-        rings = (shapes.normal(rows, length, *x.shape[2:]), shapes.normal(rows, length, *B.shape[2:]), ring_dt)
-        places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows), ring_lens(shapes, length))
+        rings = (
+            shapes.normal(rows, length, *x.shape[2:]),
+            shapes.normal(rows, length, *B.shape[2:]),
+            ring_dt,
+        )
+        places = (
+            shapes.permutation(rows),
+            shapes.full(shapes.context_len, rows),
+            ring_lens(shapes, length),
+        )
         return _state(shapes, rows), *rings, *places, *inputs
 
     def count(args: Args) -> float:
         state, ring_x, ring_B, ring_dt, _, _, lens, x, dt, _, B, C, *_ = args
         folded = int((ring.ring_base(lens, tokens, length) == 0).sum() - (lens == 0).sum())
         entry = size(ring_x[0, 0], ring_B[0, 0], ring_dt[0, 0])
-        return size(state) + folded * size(state[0]) + (int(lens.sum()) + rows * tokens) * entry + size(x, x, dt, B, C)
+        return (
+            size(state)
+            + folded * size(state[0])
+            + (int(lens.sum()) + rows * tokens) * entry
+            + size(x, x, dt, B, C)
+        )
 
     whole = rows * math.prod(_state_shape(config)) * shapes.state_dtype.itemsize
     return Case(
-        ssm_update.ssm_replay_update, shapes.step, make, count, note=lambda moved: f"{moved / whole:.2f} x the state"
+        ssm_update.ssm_replay_update,
+        shapes.step,
+        make,
+        count,
+        note=lambda moved: f"{moved / whole:.2f} x the state",
     )
 
 
 def snapshot(shapes: Shapes) -> Case:
     """The state update that keeps the state after every token."""
-    rows, tokens = shapes.rows, shapes.tokens
+    rows = shapes.rows
+    tokens = shapes.tokens
 
     def make() -> Args:
         inputs = scan_inputs(shapes, rows, tokens)
@@ -135,11 +175,21 @@ def snapshot(shapes: Shapes) -> Case:
 
 def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """The scan over prompts, each of which continues from a state."""
-    config, rows = shapes.config, len(lens)
+    config = shapes.config
+    rows = len(lens)
 
     def make() -> Args:
-        places = _state(shapes, rows), shapes.permutation(rows), shapes.full(shapes.context_len, rows)
-        return *scan_inputs(shapes, sum(lens)), starts_of(shapes, lens), config.mamba2.chunk_size, *places
+        places = (
+            _state(shapes, rows),
+            shapes.permutation(rows),
+            shapes.full(shapes.context_len, rows),
+        )
+        return (
+            *scan_inputs(shapes, sum(lens)),
+            starts_of(shapes, lens),
+            config.mamba2.chunk_size,
+            *places,
+        )
 
     def count(args: Args) -> float:
         x, dt, _, B, C, *_ = args
@@ -151,10 +201,13 @@ def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 def scan(shapes: Shapes, length: int) -> Case:
     """The scan of Mamba2 at depth 1, and its backward."""
-    sizes, starts = shapes.config.mamba2, starts_of(shapes, (length,))
+    sizes = shapes.config.mamba2
+    starts = starts_of(shapes, (length,))
 
     def split(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        return differentiated(lambda *tensors: function(*tensors, sizes.dt_limit, starts, sizes.chunk_size))
+        return differentiated(
+            lambda *tensors: function(*tensors, sizes.dt_limit, starts, sizes.chunk_size)
+        )
 
     def moved(args: Args) -> float:
         x, dt, _, B, C, *_ = args
@@ -176,12 +229,14 @@ def scan(shapes: Shapes, length: int) -> Case:
 
 def gated_norm(shapes: Shapes) -> Case:
     """The norm before Mamba's output projection, which no linear fuses."""
-    config, count = shapes.config, shapes.count
+    config = shapes.config
+    count = shapes.count
     inner = config.mamba2.inner
 
     def make() -> Args:
         group_size = inner // config.mamba2.num_groups
-        x, gate = shapes.normal(count, inner), shapes.normal(count, config.mamba2.projected)[:, :inner]
+        x = shapes.normal(count, inner)
+        gate = shapes.normal(count, config.mamba2.projected)[:, :inner]
         return x, gate, shapes.normal(inner), group_size, config.layernorm_epsilon
 
     return Case(norm.gated_rms_norm, f"[{count}, {inner}]", make, lambda args: size(args[0], *args))

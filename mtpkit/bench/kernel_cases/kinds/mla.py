@@ -39,20 +39,24 @@ def heads(shapes: Shapes, length: int) -> Iterator[Case]:
 
 
 def _heads(shapes: Shapes) -> Heads:
-    count, sizes = shapes.config.attention.num_attention_heads, shapes.config.mla
+    count = shapes.config.attention.num_attention_heads
+    sizes = shapes.config.mla
     return Heads(count, count, sizes.qk_width, sizes.v_head_dim)
 
 
 def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """The cache, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in random places."""
+    """The cache, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in
+    random places."""
     blocks = -(-tokens // _BLOCK)
     cache = shapes.normal(rows * blocks, _BLOCK, shapes.config.mla.row)
     return cache, shapes.permutation(rows * blocks).view(rows, blocks)
 
 
 def _queries(shapes: Shapes, *lead: int) -> tuple[Tensor, Tensor]:
-    """Latent queries, laid out as a product of all heads at once leaves them, and rotary queries."""
-    sizes, heads = shapes.config.mla, shapes.config.attention.num_attention_heads
+    """Latent queries, laid out as a product of all heads at once leaves them, and rotary
+    queries."""
+    sizes = shapes.config.mla
+    heads = shapes.config.attention.num_attention_heads
     latent = shapes.normal(heads, *lead, sizes.kv_lora_rank).movedim(0, -2)
     return latent, shapes.normal(*lead, heads, sizes.qk_pos_emb_head_dim)
 
@@ -64,7 +68,9 @@ def _row_bytes(shapes: Shapes, tokens: float) -> float:
 def _flops(shapes: Shapes, pairs: float) -> float:
     """FLOPs of `pairs` pairs of a token and a token that it attends to."""
     sizes = shapes.config.mla
-    return 2.0 * pairs * shapes.config.attention.num_attention_heads * (sizes.row + sizes.kv_lora_rank)
+    return (
+        2.0 * pairs * shapes.config.attention.num_attention_heads * (sizes.row + sizes.kv_lora_rank)
+    )
 
 
 def _scale(shapes: Shapes) -> float:
@@ -73,32 +79,40 @@ def _scale(shapes: Shapes) -> float:
 
 def step(shapes: Shapes) -> Case:
     """Attention of a step."""
-    rows, tokens, context = shapes.rows, shapes.tokens, shapes.context_len
+    rows = shapes.rows
+    tokens = shapes.tokens
+    context = shapes.context_len
 
     def make() -> Args:
-        queries, cache = _queries(shapes, rows, tokens), _cache(shapes, rows, context + tokens)
+        queries = _queries(shapes, rows, tokens)
+        cache = _cache(shapes, rows, context + tokens)
         return *queries, *cache, shapes.full(context, rows), _scale(shapes)
 
     return Case(
         latent_attention.latent_attention,
         f"{shapes.step}, {context} before",
         make,
-        lambda args: _row_bytes(shapes, rows * (context + tokens)) + size(args[0], args[0], args[1]),
+        lambda args: (
+            _row_bytes(shapes, rows * (context + tokens)) + size(args[0], args[0], args[1])
+        ),
         flops=_flops(shapes, rows * tokens * (context + tokens / 2)),
     )
 
 
 def _starts(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
-    """Indices [R + 1] of each prompt's first token, and the end of the last prompt, for prompts of one length."""
+    """Indices [R + 1] of each prompt's first token, and the end of the last prompt, for prompts of
+    one length."""
     return lens[0] * (shapes.full(1, len(lens) + 1).cumsum(0) - 1)
 
 
 def context(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """Attention of chunks of one length to an equal number of earlier tokens."""
-    rows, length = len(lens), lens[0]
+    rows = len(lens)
+    length = lens[0]
 
     def make() -> Args:
-        queries, cache = _queries(shapes, rows * length), _cache(shapes, rows, length)
+        queries = _queries(shapes, rows * length)
+        cache = _cache(shapes, rows, length)
         return *queries, *cache, shapes.full(length, rows), _starts(shapes, lens), _scale(shapes)
 
     return Case(
@@ -113,7 +127,9 @@ def context(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 def chunk(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """Attention within chunks of one length, joined with the attention to earlier tokens."""
-    rows, length, sizes = len(lens), lens[0], shapes.config.mla
+    rows = len(lens)
+    length = lens[0]
+    sizes = shapes.config.mla
     heads = shapes.config.attention.num_attention_heads
 
     def make() -> Args:
@@ -133,7 +149,8 @@ def chunk(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 
 def store(shapes: Shapes) -> Case:
     """Writing the step's latents and rotary keys, each token's to a random slot."""
-    sizes, count = shapes.config.mla, shapes.count
+    sizes = shapes.config.mla
+    count = shapes.count
     widths = [sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim]
 
     def make() -> Args:

@@ -13,7 +13,8 @@ from mtpkit.model.kinds import KINDS
 
 def decode(shapes: Shapes) -> Iterator[Case]:
     """The activation of feed-forward layers, unless fc1 fuses it."""
-    count, width = shapes.count, shapes.config.mlp.ffn_hidden_size
+    count = shapes.count
+    width = shapes.config.mlp.ffn_hidden_size
     if shapes.config.mlp.activation == "swiglu":
         yield Case(
             activations.swiglu,
@@ -21,7 +22,9 @@ def decode(shapes: Shapes) -> Iterator[Case]:
             lambda: (shapes.normal(count, 2 * width),),
             lambda args: 1.5 * size(args[0]),
         )
-    elif not any("relu2" in fused(shapes, one) for one in KINDS[MlpConfig.letter].linears(shapes.config)):
+    elif not any(
+        "relu2" in fused(shapes, one) for one in KINDS[MlpConfig.letter].linears(shapes.config)
+    ):
         yield Case(
             activations.relu2,
             f"[{count}, {width}]",

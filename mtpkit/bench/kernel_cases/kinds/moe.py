@@ -15,7 +15,11 @@ from mtpkit.kernels import moe
 
 def decode(shapes: Shapes) -> Iterator[Case]:
     """The ops of a step."""
-    yield from (router_logits(shapes), route(shapes, shapes.count), expert_mlp(shapes, shapes.count))
+    yield from (
+        router_logits(shapes),
+        route(shapes, shapes.count),
+        expert_mlp(shapes, shapes.count),
+    )
 
 
 def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:
@@ -26,8 +30,10 @@ def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:
 
 def router_logits(shapes: Shapes) -> Case:
     """The norm before a mixture of experts and the router's product."""
-    config, count = shapes.config, shapes.count
-    width, experts = config.hidden_size, config.moe.num_experts
+    config = shapes.config
+    count = shapes.count
+    width = config.hidden_size
+    experts = config.moe.num_experts
 
     def make() -> Args:
         zero_centered = config.layernorm_zero_centered_gamma
@@ -45,7 +51,8 @@ def router_logits(shapes: Shapes) -> Case:
 
 def route(shapes: Shapes, tokens: int) -> Case:
     """Choosing the experts of each token."""
-    config, count = shapes.config, shapes.config.moe.num_experts
+    config = shapes.config
+    count = shapes.config.moe.num_experts
     rest = config.moe.routing
 
     def make() -> Args:
@@ -66,10 +73,14 @@ def route(shapes: Shapes, tokens: int) -> Case:
 
 
 def expert_mlp(shapes: Shapes, tokens: int) -> Case:
-    """The routed experts, drawn at random for each token; bytes count only the experts that were drawn."""
+    """The routed experts, drawn at random for each token; bytes count only the experts that were
+    drawn."""
     config = shapes.config
-    count, inner, top_k = config.moe.num_experts, config.moe.ffn_hidden_size, config.moe.router_topk
-    width, rows = config.moe.latent_size or config.hidden_size, inner * (2 if config.mlp.activation == "swiglu" else 1)
+    count = config.moe.num_experts
+    inner = config.moe.ffn_hidden_size
+    top_k = config.moe.router_topk
+    width = config.moe.latent_size or config.hidden_size
+    rows = inner * (2 if config.mlp.activation == "swiglu" else 1)
 
     def draw(weights: Args) -> Args:
         expert_ids = shapes.uniform(tokens, count).topk(top_k).indices
