@@ -37,7 +37,7 @@ from mtpkit.cli import run as run_command
 from mtpkit.data.samples import Columns
 from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.engine import require_whole
-from mtpkit.engine.prompts import encode
+from mtpkit.engine.requests.prompts import encode
 from mtpkit.training.evaluation import evaluate_directory
 
 ROOT = Path(__file__).parents[1]

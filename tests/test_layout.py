@@ -106,7 +106,7 @@ def test_walker_sees_a_violation(layer: str, source: str) -> None:
     [
         ("config", "from mtpkit.errors import UserError"),
         ("engine", "from mtpkit.model import build_model\nimport torch, numpy"),
-        ("engine", "from mtpkit.engine.blocks import Allocator"),
+        ("engine", "from mtpkit.engine.scheduling.blocks import Allocator"),
         ("cli", "from mtpkit import LLM, __version__"),
     ],
 )

@@ -12,7 +12,7 @@ from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, too_many_tokens
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
-from mtpkit.engine.adaptive import Speculation
+from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.errors import counted, raise_problems
 from mtpkit.model.hybrid import HybridModel
 

@@ -17,8 +17,8 @@ from mtpkit.bench.serving import Clock, WallClock, percentiles_ms
 from mtpkit.bench.settings import LOAD_DRAFTS, LoadConfig
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
-from mtpkit.engine.adaptive import Speculation
 from mtpkit.engine.loading import DTYPES
+from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.model.hybrid import HybridModel
 
 

@@ -28,7 +28,7 @@ from mtpkit.bench.settings import USUAL_DRAFTS, RooflineConfig, depth_rates
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
-from mtpkit.engine.options import Rollback
+from mtpkit.engine.requests.options import Rollback
 from mtpkit.errors import UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.flops import FORWARD, eh_proj_matrix

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 from mtpkit.config import LARGEST_COUNT, Balance, LossKind, MtpConfig
 from mtpkit.config.checked import checked, field_of, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
-from mtpkit.engine.options import Count, Drafts, Rollback
-from mtpkit.engine.tree import parse_tree
+from mtpkit.engine.requests.options import Count, Drafts, Rollback
+from mtpkit.engine.requests.tree import parse_tree
 from mtpkit.training.config.settings import HeadAttention, HeadsConfig, ParallelConfig, TrainConfig
 
 MOST_RANDOM_TOKENS = 2**28

@@ -13,7 +13,7 @@ from mtpkit.checkpoint import find_companions, load_config, load_model
 from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.drafting import check_depths
-from mtpkit.engine.prompts import encode, list_prompts
+from mtpkit.engine.requests.prompts import encode, list_prompts
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import JsonObject, parse_json, read_text
 from mtpkit.model import build_model

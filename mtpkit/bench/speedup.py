@@ -22,7 +22,7 @@ from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.tables import WideTable
 from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.loading import config_of
-from mtpkit.engine.prompts import Prompt, encode, list_prompts
+from mtpkit.engine.requests.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.files import JsonObject
 from mtpkit.model.hybrid import HybridModel

@@ -8,14 +8,14 @@ use.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpkit.engine.options import EngineConfig, EngineOptions
-from mtpkit.engine.params import COMMAND_DEFAULTS, SamplingParams
+from mtpkit.engine.requests.options import EngineConfig, EngineOptions
+from mtpkit.engine.requests.params import COMMAND_DEFAULTS, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.engine.engine import Engine
     from mtpkit.engine.llm import LLM
     from mtpkit.engine.replicas import Replicas
-    from mtpkit.engine.request import (
+    from mtpkit.engine.requests.request import (
         CompletionOutput,
         EngineStats,
         RequestError,
@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 _MODULES = {"Engine": "engine", "LLM": "llm", "Replicas": "replicas"} | dict.fromkeys(
-    ("CompletionOutput", "EngineStats", "RequestError", "RequestOutput", "require_whole"), "request"
+    ("CompletionOutput", "EngineStats", "RequestError", "RequestOutput", "require_whole"),
+    "requests.request",
 )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from mtpkit.checkpoint.directory import load_config, open_weights
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.llm import LLM
-from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.step import Batch, Drafts, Verdict
+from mtpkit.engine.requests.params import SamplingParams
+from mtpkit.engine.steps.plan import Batch, Drafts, Verdict
 from mtpkit.errors import UserError
 from mtpkit.platform import default_device
 

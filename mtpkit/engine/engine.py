@@ -10,18 +10,14 @@ from dataclasses import replace
 import torch
 
 from mtpkit.config.checked import are_whole, is_whole
-from mtpkit.engine.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
-from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.detokenizer import Detokenizer
+from mtpkit.engine.device.executor import Executor, Launched, Verifier
+from mtpkit.engine.device.runner import StepRunner
 from mtpkit.engine.drafting import Drafter
-from mtpkit.engine.executor import Executor, Launched, Verifier
-from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.pacing import pacing_for
-from mtpkit.engine.params import SEED_BITS, SamplingParams
-from mtpkit.engine.prefix import CachedBlocks, PrefixCache
-from mtpkit.engine.processors import processors_of
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.request import (
+from mtpkit.engine.requests.detokenizer import Detokenizer
+from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
+from mtpkit.engine.requests.request import (
     AcceptanceStats,
     EngineStats,
     PromptError,
@@ -29,11 +25,16 @@ from mtpkit.engine.request import (
     RequestOutput,
     RequestStats,
 )
-from mtpkit.engine.runner import StepRunner
-from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.step import Plan, StepResult
-from mtpkit.engine.token_texts import Tokenizer, TokenTexts
-from mtpkit.engine.tree import DraftShape, width_of
+from mtpkit.engine.requests.token_texts import Tokenizer, TokenTexts
+from mtpkit.engine.requests.tree import DraftShape, width_of
+from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
+from mtpkit.engine.scheduling.blocks import IdPool
+from mtpkit.engine.scheduling.pacing import pacing_for
+from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
+from mtpkit.engine.scheduling.prefix_cache import PrefixCache
+from mtpkit.engine.scheduling.scheduler import Scheduler
+from mtpkit.engine.steps.plan import Plan, StepResult
+from mtpkit.engine.steps.processors import processors_of
 from mtpkit.errors import MtpkitError, UserError, shown
 from mtpkit.model.state import StateLayout
 

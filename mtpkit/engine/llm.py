@@ -15,14 +15,21 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine import loading
-from mtpkit.engine.absent import GENERATE_ARGUMENTS, LLM_ARGUMENTS, absent_method, answers_absent
+from mtpkit.engine.device.graphs import largest_step
+from mtpkit.engine.device.runner import Runner
 from mtpkit.engine.drafting import make_drafter
 from mtpkit.engine.engine import Engine
-from mtpkit.engine.graphs import largest_step
 from mtpkit.engine.memory import plan_memory
-from mtpkit.engine.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
-from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.prompts import (
+from mtpkit.engine.ranks import Ranks, join
+from mtpkit.engine.requests.absent import (
+    GENERATE_ARGUMENTS,
+    LLM_ARGUMENTS,
+    absent_method,
+    answers_absent,
+)
+from mtpkit.engine.requests.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
+from mtpkit.engine.requests.params import SamplingParams
+from mtpkit.engine.requests.prompts import (
     Prompt,
     checkpoint_of,
     encode,
@@ -30,11 +37,9 @@ from mtpkit.engine.prompts import (
     list_params,
     list_prompts,
 )
-from mtpkit.engine.ranks import Ranks, join
-from mtpkit.engine.request import EngineStats, PromptError, Request, RequestOutput
-from mtpkit.engine.runner import Runner
-from mtpkit.engine.tree import Tree, width_of
-from mtpkit.engine.verifier import SyntheticAcceptance
+from mtpkit.engine.requests.request import EngineStats, PromptError, Request, RequestOutput
+from mtpkit.engine.requests.tree import Tree, width_of
+from mtpkit.engine.steps.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import draft_embedding_bytes, stack_experts, state_specs
 from mtpkit.model.stages import Decoding

@@ -12,9 +12,9 @@ import torch
 from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.memory import MemoryPlan
-from mtpkit.engine.options import EngineConfig, EngineOptions
-from mtpkit.engine.token_texts import Tokenizer
-from mtpkit.engine.tree import DynamicTree, Tree, parse_tree
+from mtpkit.engine.requests.options import EngineConfig, EngineOptions
+from mtpkit.engine.requests.token_texts import Tokenizer
+from mtpkit.engine.requests.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.kernels import MOST_TREE_TOKENS
 from mtpkit.kernels.dispatch import CHOICE, on_kernels

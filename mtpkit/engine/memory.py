@@ -6,11 +6,11 @@ import psutil
 import torch
 
 from mtpkit.config import LARGEST_COUNT, ModelConfig
-from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.graphs import largest_step
-from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.prefix import checkpoint_bytes
+from mtpkit.engine.device.checkpoints import checkpoint_bytes
+from mtpkit.engine.device.graphs import largest_step
 from mtpkit.engine.ranks import Ranks
+from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.errors import UserError
 from mtpkit.model.kinds import kinds_in
 from mtpkit.model.state import StateLayout

@@ -30,9 +30,9 @@ import torch
 
 from mtpkit.engine.llm import LLM
 from mtpkit.engine.memory import MemoryPlan
-from mtpkit.engine.options import EngineOptions
-from mtpkit.engine.params import SEED_BITS, SamplingParams
-from mtpkit.engine.prompts import (
+from mtpkit.engine.requests.options import EngineOptions
+from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
+from mtpkit.engine.requests.prompts import (
     Prompt,
     checkpoint_of,
     encode,
@@ -40,7 +40,7 @@ from mtpkit.engine.prompts import (
     list_params,
     list_prompts,
 )
-from mtpkit.engine.request import EngineStats, PromptError, Request, RequestOutput
+from mtpkit.engine.requests.request import EngineStats, PromptError, Request, RequestOutput
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.platform import require_one_process
 

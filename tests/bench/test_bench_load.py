@@ -25,7 +25,7 @@ from mtpkit.bench.settings import LoadConfig, RooflineConfig
 from mtpkit.bench.shapes import open_model
 from mtpkit.bench.sizes import NEMOTRON_H_8B
 from mtpkit.bench.timing import Kernel, Trace
-from mtpkit.engine import verifier
+from mtpkit.engine.steps import verifier
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.layers.mamba import MambaMixer
 

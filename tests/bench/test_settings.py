@@ -8,7 +8,7 @@ import pytest
 from mtpkit.bench import settings
 from mtpkit.config.checked import WrongValues, keys_of
 from mtpkit.engine import EngineOptions
-from mtpkit.engine.options import EngineConfig
+from mtpkit.engine.requests.options import EngineConfig
 
 CLASSES = [
     one

@@ -7,8 +7,8 @@ import torch
 from mtpkit.bench.settings import LoadConfig, TurnsConfig
 from mtpkit.bench.shapes import open_model
 from mtpkit.bench.turns import measure_turns
-from mtpkit.engine.prefix import CheckpointStore
-from mtpkit.engine.step import Restore
+from mtpkit.engine.device.checkpoints import CheckpointStore
+from mtpkit.engine.steps.plan import Restore
 from mtpkit.errors import MtpkitError, UserError
 
 CONFIG = LoadConfig(ks=(0, 3), acceptance=(0.8,), block_size=8, trace=False)

@@ -15,7 +15,7 @@ from mtpkit.data.documents import tokenize
 from mtpkit.data.prompts import read_prompts
 from mtpkit.data.samples import read_samples
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.engine.prompts import encode
+from mtpkit.engine.requests.prompts import encode
 from mtpkit.errors import UserError
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams
+from mtpkit.engine.device.checkpoints import CheckpointStore
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.drafting.growth import Shape
-from mtpkit.engine.prefix import CheckpointStore
-from mtpkit.engine.sampler import TOKEN_STREAM
-from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.step import Drafts, Plan, StepOutput
-from mtpkit.engine.tree import Tree
+from mtpkit.engine.requests.tree import Tree
+from mtpkit.engine.scheduling.scheduler import Scheduler
+from mtpkit.engine.steps.plan import Drafts, Plan, StepOutput
+from mtpkit.engine.steps.sampler import TOKEN_STREAM
 from mtpkit.kernels import sampling
 from mtpkit.model.state import Part, ReplaySpec, SnapshotSpec, StateLayout, StateSizes
 

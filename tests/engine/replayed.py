@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import torch
 
 from mtpkit.engine import loading
-from mtpkit.engine.capture import Capture
-from mtpkit.engine.step import Drafts
+from mtpkit.engine.device.capture import Capture
+from mtpkit.engine.steps.plan import Drafts
 
 
 class Replayed:

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from mtpkit import LLM, SamplingParams
-from mtpkit.engine import absent
+from mtpkit.engine.requests import absent
 from mtpkit.errors import UserError
 from tests.engine.tiny import greedy, make_llm, tiny_model
 

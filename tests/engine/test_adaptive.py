@@ -6,10 +6,10 @@ import random
 import pytest
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.adaptive import AdaptiveSpeculation
-from mtpkit.engine.executor import Executor
-from mtpkit.engine.step import Drafts
-from mtpkit.engine.tree import TokenTree
+from mtpkit.engine.device.executor import Executor
+from mtpkit.engine.requests.tree import TokenTree
+from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation
+from mtpkit.engine.steps.plan import Drafts
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, fake_engine, run

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mtpkit.engine import EngineConfig, SamplingParams
-from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.scheduler import Scheduler
+from mtpkit.engine.scheduling.blocks import IdPool
+from mtpkit.engine.scheduling.scheduler import Scheduler
 from tests.engine.fakes import HashModel, check_batches, fake_engine, run
 
 MODEL = HashModel()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mtpkit.engine.blocks import IdPool
+from mtpkit.engine.scheduling.blocks import IdPool
 from mtpkit.errors import MtpkitError
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mtpkit.engine.step import Drafts
+from mtpkit.engine.steps.plan import Drafts
 from mtpkit.model import build_model
 from tests.engine.fakes import KnownTokens
 from tests.engine.test_trees import FIXED, GROWN, tree_llm

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.detokenizer import Detokenizer
-from mtpkit.engine.token_texts import CleanUp
+from mtpkit.engine.requests.detokenizer import Detokenizer
+from mtpkit.engine.requests.token_texts import CleanUp
 from tests.engine import tokenizers
 from tests.engine.fakes import HashModel, fake_engine, run
 

@@ -6,8 +6,8 @@ import torch
 
 from mtpkit import SamplingParams
 from mtpkit.engine import Engine, EngineConfig
-from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.vocabulary import Vocabulary
+from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.vocabulary import Vocabulary
 from mtpkit.model import SequenceInput, base_forward
 from tests.engine.tiny import (
     VOCAB_SIZE,

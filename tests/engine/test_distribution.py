@@ -9,12 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
-from mtpkit.engine import Engine, EngineConfig, SamplingParams, sampler
+from mtpkit.engine import Engine, EngineConfig, SamplingParams
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.drafting.growth import Shape
 from mtpkit.engine.drafting.trees import RepeatedTreeDrafter
-from mtpkit.engine.step import Drafts, StepOutput
-from mtpkit.engine.tree import parse_tree
+from mtpkit.engine.requests.tree import parse_tree
+from mtpkit.engine.steps import sampler
+from mtpkit.engine.steps.plan import Drafts, StepOutput
 from mtpkit.kernels import acceptance, sampling
 from mtpkit.kernels.acceptance import drawn_tree
 from mtpkit.model.state import StateLayout

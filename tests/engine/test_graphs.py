@@ -10,9 +10,10 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from mtpkit.engine import SamplingParams, runner
-from mtpkit.engine.graphs import bucket_size
-from mtpkit.engine.processors import GREEDY, for_graph
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.device import runner
+from mtpkit.engine.device.graphs import bucket_size
+from mtpkit.engine.steps.processors import GREEDY, for_graph
 from mtpkit.kernels.dispatch import CHOICE
 from mtpkit.model import build_model
 from mtpkit.model.hybrid import one_layer_per_kind

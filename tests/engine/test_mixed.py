@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine import executor as executor_module
-from mtpkit.engine.batch import BatchBuilder
-from mtpkit.engine.step import Verdict
+from mtpkit.engine.device import executor as executor_module
+from mtpkit.engine.steps.batch import BatchBuilder
+from mtpkit.engine.steps.plan import Verdict
 from tests.engine.replayed import replay_on_cpu
 from tests.engine.tiny import (
     decode,

@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtpkit
-from mtpkit.engine import SamplingParams, verifier
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.steps import verifier
 from tests.engine.tiny import greedy, make_llm, make_prompts, penalised, tiny_model
 
 PACKAGE = str(Path(mtpkit.__file__).parent)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.adaptive import AdaptiveSpeculation
-from mtpkit.engine.request import RequestError, require_whole
-from mtpkit.engine.step import Drafts
-from mtpkit.engine.tree import parse_tree
+from mtpkit.engine.requests.request import RequestError, require_whole
+from mtpkit.engine.requests.tree import parse_tree
+from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation
+from mtpkit.engine.steps.plan import Drafts
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, extend_hash, fake_engine, run

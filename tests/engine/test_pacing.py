@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mtpkit.engine import EngineConfig, SamplingParams
-from mtpkit.engine.pacing import Pacing, pacing_for
-from mtpkit.engine.step import Plan, Row
+from mtpkit.engine.scheduling.pacing import Pacing, pacing_for
+from mtpkit.engine.steps.plan import Plan, Row
 from tests.engine.fakes import HashModel, check_batches, fake_engine, run
 
 MODEL = HashModel()

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine import adaptive as adaptive_module
-from mtpkit.engine.executor import Executor
-from mtpkit.engine.tree import width_of
+from mtpkit.engine.device.executor import Executor
+from mtpkit.engine.requests.tree import width_of
+from mtpkit.engine.scheduling import adaptive as adaptive_module
 from mtpkit.model import build, build_model
 from tests.engine.poison import poison
 from tests.engine.rank_cases import config, split_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtpkit import SamplingParams
-from mtpkit.engine.prompts import list_params
-from mtpkit.engine.request import RequestError, require_whole
+from mtpkit.engine.requests.prompts import list_params
+from mtpkit.engine.requests.request import RequestError, require_whole
 from mtpkit.errors import UserError
 from tests.engine.tiny import greedy, make_llm, tiny_model
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from mtpkit.engine import vocabulary as choices
-from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
+from mtpkit.engine.steps import vocabulary as choices
+from mtpkit.engine.steps.vocabulary import SplitVocabulary, Vocabulary
 from mtpkit.kernels import NO_TOKEN, sampling
 from mtpkit.kernels.acceptance import drawn_tree
 from mtpkit.model import build_model, collectives

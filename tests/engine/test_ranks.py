@@ -14,10 +14,10 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from mtpkit.engine import vocabulary as choices
 from mtpkit.engine.ranks.follow import Decision, SplitRanks
-from mtpkit.engine.step import Plan, Row
-from mtpkit.engine.vocabulary import SplitVocabulary, Vocabulary
+from mtpkit.engine.steps import vocabulary as choices
+from mtpkit.engine.steps.plan import Plan, Row
+from mtpkit.engine.steps.vocabulary import SplitVocabulary, Vocabulary
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model, collectives
 from mtpkit.model.layers import linear, moe

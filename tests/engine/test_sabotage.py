@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtpkit.engine import executor as executor_module
-from mtpkit.engine.batch import BatchBuilder
-from mtpkit.engine.device_state import DeviceState
+from mtpkit.engine.device import executor as executor_module
 from mtpkit.engine.drafting import repeated
 from mtpkit.engine.drafting.distinct import Window, _Rows
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
-from mtpkit.engine.processors import Penalties
-from mtpkit.engine.step import Earlier, Verdict
+from mtpkit.engine.steps.batch import BatchBuilder
+from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.plan import Earlier, Verdict
+from mtpkit.engine.steps.processors import Penalties
 from mtpkit.model.state import Committed
 from tests.engine.tiny import (
     decode,

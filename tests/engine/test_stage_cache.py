@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine import executor as executor_module
-from mtpkit.engine.prefix import CheckpointStore
+from mtpkit.engine.device import executor as executor_module
+from mtpkit.engine.device.checkpoints import CheckpointStore
 from mtpkit.engine.ranks.returned import unpack_returned
 from mtpkit.model import build, build_model
 from tests.engine.rank_cases import MIXED, PROMPTS, Case, config, names, split_model

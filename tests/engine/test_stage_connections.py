@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from mtpkit.engine.capture import Capture
+from mtpkit.engine.device.capture import Capture
 from mtpkit.engine.ranks import stages as stages_module
 from mtpkit.engine.ranks.stages import PipelineStage
 from mtpkit.model import build

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpkit.engine import executor as executor_module
-from mtpkit.engine.executor import Executor
+from mtpkit.engine.device import executor as executor_module
+from mtpkit.engine.device.executor import Executor
 from mtpkit.engine.ranks.returned import check_returned, columns_of, nbytes_of, unpack_returned
-from mtpkit.engine.step import Plan, Row
-from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.engine.requests.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.engine.steps.plan import Plan, Row
 from mtpkit.errors import MtpkitError
 from mtpkit.model import build, build_model
 from mtpkit.model.inputs import StepInput

@@ -20,11 +20,9 @@ import typer
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.cli import bench, generate
 from mtpkit.engine import LLM, loading
-from mtpkit.engine import adaptive as adaptive_module
-from mtpkit.engine import executor as executor_module
 from mtpkit.engine import llm as llm_module
-from mtpkit.engine.adaptive import AdaptiveSpeculation
-from mtpkit.engine.executor import Executor
+from mtpkit.engine.device import executor as executor_module
+from mtpkit.engine.device.executor import Executor
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.ranks.returned import (
@@ -36,8 +34,10 @@ from mtpkit.engine.ranks.returned import (
     unpack_returned,
 )
 from mtpkit.engine.ranks.stages import PipelineStage
-from mtpkit.engine.step import Drafts, Plan, Verdict
-from mtpkit.engine.tree import DynamicTree, parse_tree
+from mtpkit.engine.requests.tree import DynamicTree, parse_tree
+from mtpkit.engine.scheduling import adaptive as adaptive_module
+from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation
+from mtpkit.engine.steps.plan import Drafts, Plan, Verdict
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import StepInput, build, build_model
 from mtpkit.model.stages import Decoding

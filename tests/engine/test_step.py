@@ -2,7 +2,7 @@
 
 import torch
 
-from mtpkit.engine.step import Drafts, StepResult, Verdict, pack_result
+from mtpkit.engine.steps.plan import Drafts, StepResult, Verdict, pack_result
 from mtpkit.kernels import NO_TOKEN
 
 

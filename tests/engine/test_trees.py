@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mtpkit.engine import SamplingParams
+from mtpkit.engine.device.executor import Executor
 from mtpkit.engine.drafting.growth import DynamicGrowth, Shape, StaticGrowth
-from mtpkit.engine.executor import Executor
-from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.engine.requests.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from tests.engine.fakes import KnownTokens

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.engine.requests.tree import DynamicTree, TokenTree, parse_tree
 from tests.engine.fakes import HashModel, fake_engine, run
 from tests.engine.tiny import decode, greedy, make_llm, make_prompts, tiny_model
 

@@ -8,7 +8,7 @@ import torch
 
 from mtpkit.config import ModelConfig
 from mtpkit.engine import LLM, SamplingParams
-from mtpkit.engine.step import Drafts
+from mtpkit.engine.steps.plan import Drafts
 from mtpkit.model import (
     SequenceInput,
     base_forward,

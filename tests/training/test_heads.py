@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import save_model
-from mtpkit.engine.options import EngineOptions
+from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.layers.moe import MegatronMoELayer, MoELayer

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.batch import token_rows
 from mtpkit.engine.drafting.protocol import MtpDrafter
-from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
+from mtpkit.engine.steps.batch import token_rows
+from mtpkit.engine.steps.plan import Batch, Drafts, Verdict, embeddable
 from mtpkit.kernels.step_rows import kv_slots
 from mtpkit.model import mtp_forward
 from mtpkit.model.inputs import StepInput

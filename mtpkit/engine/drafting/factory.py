@@ -9,7 +9,7 @@ from mtpkit.engine.drafting.distinct import DistinctDrafter
 from mtpkit.engine.drafting.protocol import Drafter, NoDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.drafting.trees import DistinctTreeDrafter, RepeatedTreeDrafter
-from mtpkit.engine.tree import Tree
+from mtpkit.engine.requests.tree import Tree
 from mtpkit.errors import UserError
 from mtpkit.model.hybrid import HybridModel
 

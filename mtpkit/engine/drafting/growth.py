@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.tree import DynamicTree, TokenTree, Tree
+from mtpkit.engine.requests.tree import DynamicTree, TokenTree, Tree
 from mtpkit.platform import to_device
 
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpkit.engine import sampler
-from mtpkit.engine.step import Batch, Drafts, Verdict
+from mtpkit.engine.steps import sampler
+from mtpkit.engine.steps.plan import Batch, Drafts, Verdict
 from mtpkit.kernels.linear import linear
 from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
 from mtpkit.model.hybrid import HybridModel

@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mtpkit.engine import sampler
 from mtpkit.engine.drafting.distinct import DistinctDrafter, Window
 from mtpkit.engine.drafting.growth import Growth, Level, Shape
 from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.drafting.repeated import RepeatedDrafter, shifted_token_ids
-from mtpkit.engine.step import Batch, Drafts, Verdict, embeddable
-from mtpkit.engine.tree import DynamicTree, Tree
+from mtpkit.engine.requests.tree import DynamicTree, Tree
+from mtpkit.engine.steps import sampler
+from mtpkit.engine.steps.plan import Batch, Drafts, Verdict, embeddable
 from mtpkit.kernels.step_rows import kv_slots
 from mtpkit.model import mtp_forward, normed_states
 from mtpkit.model.hybrid import HybridModel

@@ -25,10 +25,10 @@ from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
 from mtpkit.engine.ranks.peers import exchange_in_peer_memory
 from mtpkit.engine.ranks.stages import Stage
 from mtpkit.engine.ranks.watch import Watch
-from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.step import Plan
-from mtpkit.engine.tree import DraftShape
-from mtpkit.engine.vocabulary import AbsentVocabulary, SplitVocabulary, Vocabulary
+from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.scheduling.scheduler import Scheduler
+from mtpkit.engine.steps.plan import Plan
+from mtpkit.engine.steps.vocabulary import AbsentVocabulary, SplitVocabulary, Vocabulary
 from mtpkit.errors import MtpkitError, listed
 
 _NONE = -1

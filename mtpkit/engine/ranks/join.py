@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mtpkit.config import ModelConfig
-from mtpkit.engine.options import EngineOptions
 from mtpkit.engine.ranks.follow import Ranks, SplitRanks
 from mtpkit.engine.ranks.stages import PipelineStage, Stage
 from mtpkit.engine.ranks.watch import SECRET_LENGTH, Watch, listen
+from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.errors import UserError, counted, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
 from mtpkit.platform import (

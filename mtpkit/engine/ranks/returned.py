@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.step import Batch, Drafts, Plan, Verdict, pack_result
-from mtpkit.engine.tree import DynamicTree, Tree
+from mtpkit.engine.requests.tree import DynamicTree, Tree
+from mtpkit.engine.steps.plan import Batch, Drafts, Plan, Verdict, pack_result
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels import NO_TOKEN
 

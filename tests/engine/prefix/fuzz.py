@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.prefix import PrefixCache
-from mtpkit.engine.tree import DynamicTree, parse_tree
+from mtpkit.engine.requests.tree import DynamicTree, parse_tree
+from mtpkit.engine.scheduling.prefix_cache import PrefixCache
 from tests.engine.fakes import HashModel, check_batches, fake_engine
 
 MODEL = HashModel()

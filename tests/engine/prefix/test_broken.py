@@ -4,10 +4,10 @@ import functools
 
 import pytest
 
+from mtpkit.engine.device.checkpoints import CheckpointStore
 from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.drafting.trees import RepeatedTreeDrafter
-from mtpkit.engine.prefix import CheckpointStore
-from mtpkit.engine.step import Restore
+from mtpkit.engine.steps.plan import Restore
 from mtpkit.model.state import Committed, ConvWindow, Snapshot
 from tests.engine.prefix.compare import Pair, multi_turn
 from tests.engine.test_trees import FIXED

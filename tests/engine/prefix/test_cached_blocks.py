@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mtpkit.engine.prefix import CachedBlocks
+from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
 from mtpkit.errors import MtpkitError
 
 

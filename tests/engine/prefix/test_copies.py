@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtpkit.engine import capture
-from mtpkit.engine.prefix import store as store_module
-from mtpkit.engine.step import Restore, Save
+from mtpkit.engine.device import capture
+from mtpkit.engine.device import checkpoints as store_module
+from mtpkit.engine.steps.plan import Restore, Save
 from mtpkit.kernels.ring import ring_capacity
 from mtpkit.model.state import Ring, layout
 from tests.engine.replayed import replay_on_cpu

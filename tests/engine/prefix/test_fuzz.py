@@ -4,13 +4,14 @@ they find."""
 import pytest
 import torch
 
-from mtpkit.engine import verifier as verifier_module
-from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.executor import Executor
-from mtpkit.engine.prefix import CachedBlocks, PrefixCache
-from mtpkit.engine.prefix import cache as cache_module
-from mtpkit.engine.scheduler import Scheduler
-from mtpkit.engine.step import Restore, Save, StepOutput
+from mtpkit.engine.device.executor import Executor
+from mtpkit.engine.scheduling import prefix_cache as cache_module
+from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
+from mtpkit.engine.scheduling.prefix_cache import PrefixCache
+from mtpkit.engine.scheduling.scheduler import Scheduler
+from mtpkit.engine.steps import verifier as verifier_module
+from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.plan import Restore, Save, StepOutput
 from tests.engine.fakes import HashRunner, HashStore
 from tests.engine.prefix import fuzz
 

@@ -4,7 +4,7 @@ changed."""
 import pytest
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.prefix import PrefixCache
+from mtpkit.engine.scheduling.prefix_cache import PrefixCache
 from tests.engine.fakes import HashModel, fake_engine
 
 MODEL = HashModel()

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.prefix.blocks import CachedBlocks
-from mtpkit.engine.request import Request
-from mtpkit.engine.step import Restore, Save
+from mtpkit.engine.requests.request import Request
+from mtpkit.engine.scheduling.blocks import IdPool
+from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
+from mtpkit.engine.steps.plan import Restore, Save
 from mtpkit.errors import MtpkitError
 
 _DIGEST = 16

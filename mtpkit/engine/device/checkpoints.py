@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mtpkit.engine.capture import NO_ROW, RowGraphs
-from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.step import Restore, Save
+from mtpkit.engine.device.capture import NO_ROW, RowGraphs
+from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.plan import Restore, Save
 from mtpkit.kernels.copy_units import copy_units
 from mtpkit.model.state import Committed, StateLayout, States
 from mtpkit.platform import to_device

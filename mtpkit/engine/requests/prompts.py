@@ -5,9 +5,9 @@ from typing import Any
 
 from mtpkit.config.checked import are_whole, is_list, is_whole
 from mtpkit.data.tokenizer import without_second_bos
-from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.request import PromptError
-from mtpkit.engine.token_texts import Tokenizer
+from mtpkit.engine.requests.params import SamplingParams
+from mtpkit.engine.requests.request import PromptError
+from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]

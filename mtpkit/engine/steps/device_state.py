@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from mtpkit.config import LARGEST_COUNT
-from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.params import MOST_END_TOKENS
-from mtpkit.engine.processors import GREEDY, PROCESSORS, Columns, Use
-from mtpkit.engine.request import Request
-from mtpkit.engine.sampler import Sampling
-from mtpkit.engine.step import Batch, Drafts, Earlier, Verdict
-from mtpkit.engine.tree import DynamicTree
-from mtpkit.engine.vocabulary import Vocabulary
+from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.params import MOST_END_TOKENS
+from mtpkit.engine.requests.request import Request
+from mtpkit.engine.requests.tree import DynamicTree
+from mtpkit.engine.steps.plan import Batch, Drafts, Earlier, Verdict
+from mtpkit.engine.steps.processors import GREEDY, PROCESSORS, Columns, Use
+from mtpkit.engine.steps.sampler import Sampling
+from mtpkit.engine.steps.vocabulary import Vocabulary
 from mtpkit.kernels.step_rows import store_rows
 from mtpkit.model.state import Committed, Counter
 from mtpkit.platform import to_device

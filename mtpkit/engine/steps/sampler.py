@@ -9,8 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtpkit.engine.processors import MIN_P, PROCESSORS, TEMPERATURE, TOP_K, TOP_P, Columns, Use
-from mtpkit.engine.vocabulary import Shaping, Vocabulary
+from mtpkit.engine.steps.processors import (
+    MIN_P,
+    PROCESSORS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Columns,
+    Use,
+)
+from mtpkit.engine.steps.vocabulary import Shaping, Vocabulary
 from mtpkit.kernels import sampling as ops
 
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)

@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
 from mtpkit.config.checked import checked, field_of
-from mtpkit.engine.params import Seed
-from mtpkit.engine.tree import DraftShape, DynamicTree, TokenTree, parse_tree, width_of
+from mtpkit.engine.requests.params import Seed
+from mtpkit.engine.requests.tree import DraftShape, DynamicTree, TokenTree, parse_tree, width_of
 from mtpkit.kernels import MOST_TREE_TOKENS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]

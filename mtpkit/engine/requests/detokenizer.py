@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mtpkit.engine.token_texts import CleanUp, RawText, Tokenizer, TokenTexts
+from mtpkit.engine.requests.token_texts import CleanUp, RawText, Tokenizer, TokenTexts
 
 
 class Detokenizer:

@@ -13,14 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape
-from mtpkit.engine.capture import RowGraphs
-from mtpkit.engine.device_state import DeviceState
+from mtpkit.engine.device.capture import RowGraphs
+from mtpkit.engine.device.checkpoints import CheckpointStore
+from mtpkit.engine.device.graphs import Sent, StepGraphs, largest_step
+from mtpkit.engine.device.runner import CachingRunner, CapturedRunner, Runner, StepRunner
 from mtpkit.engine.drafting import Drafter
-from mtpkit.engine.graphs import Sent, StepGraphs, largest_step
-from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.prefix import CheckpointStore
-from mtpkit.engine.processors import GREEDY
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.ranks.returned import (
     Column,
@@ -32,8 +29,11 @@ from mtpkit.engine.ranks.returned import (
     to_bytes,
     unpack_returned,
 )
-from mtpkit.engine.runner import CachingRunner, CapturedRunner, Runner, StepRunner
-from mtpkit.engine.step import (
+from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.tree import DraftShape, width_of
+from mtpkit.engine.steps.batch import NULL_SLOT, BatchBuilder, StepShape
+from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.plan import (
     Batch,
     Plan,
     Restore,
@@ -43,8 +43,8 @@ from mtpkit.engine.step import (
     Verdict,
     pack_result,
 )
-from mtpkit.engine.tree import DraftShape, width_of
-from mtpkit.engine.verifier import verify
+from mtpkit.engine.steps.processors import GREEDY
+from mtpkit.engine.steps.verifier import verify
 from mtpkit.model.state import StateLayout
 
 Verifier = Callable[[Tensor, Batch], Verdict]

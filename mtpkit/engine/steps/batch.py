@@ -2,7 +2,7 @@
 
 The host sends all numbers in one copy and the block tables in another; everything else is computed
 on the device. A step whose sizes are fixed can therefore be captured in a CUDA graph, see
-`mtpkit.engine.graphs`.
+`mtpkit.engine.device.graphs`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.device_state import DeviceState
-from mtpkit.engine.processors import Use
-from mtpkit.engine.step import Batch, Plan, Row
-from mtpkit.engine.tree import TokenTree, Tree
+from mtpkit.engine.requests.tree import TokenTree, Tree
+from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.plan import Batch, Plan, Row
+from mtpkit.engine.steps.processors import Use
 from mtpkit.kernels.ancestors import ancestor_masks
 from mtpkit.kernels.step_rows import decode_rows, kv_slots
 from mtpkit.model.inputs import StepInput, TreeInput

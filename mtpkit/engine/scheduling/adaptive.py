@@ -3,7 +3,7 @@ tokens per second."""
 
 from collections.abc import Mapping, Sequence
 
-from mtpkit.engine.tree import DraftShape, depth_of
+from mtpkit.engine.requests.tree import DraftShape, depth_of
 
 _DECAY = 0.99
 """Decay factor of the acceptance counts per step."""

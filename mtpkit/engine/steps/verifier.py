@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtpkit.engine import sampler
-from mtpkit.engine.step import Batch, Verdict
+from mtpkit.engine.steps import sampler
+from mtpkit.engine.steps.plan import Batch, Verdict
 from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.acceptance import accept_matching, accept_tree

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.engine.batch import NULL_SLOT, BatchBuilder, StepShape, block_tables
-from mtpkit.engine.capture import Capture
-from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.processors import GREEDY, TEMPERATURE, Use, for_graph
-from mtpkit.engine.step import Batch, Plan
-from mtpkit.engine.tree import DraftShape, width_of
+from mtpkit.engine.device.capture import Capture
+from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.tree import DraftShape, width_of
+from mtpkit.engine.steps.batch import NULL_SLOT, BatchBuilder, StepShape, block_tables
+from mtpkit.engine.steps.plan import Batch, Plan
+from mtpkit.engine.steps.processors import GREEDY, TEMPERATURE, Use, for_graph
 
 _SMALLEST = 16
 """Fewest chunk tokens that a graph is captured for."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.ranks import Stage
-from mtpkit.engine.step import Batch, StepOutput
+from mtpkit.engine.steps.plan import Batch, StepOutput
 from mtpkit.model import base_forward, fold_rings, local_logits, normed_states
 from mtpkit.model.hybrid import HybridModel, one_layer_per_kind
 from mtpkit.model.state import Committed, States

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
-from mtpkit.engine.detokenizer import Detokenizer
-from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.tree import Tree
+from mtpkit.engine.requests.detokenizer import Detokenizer
+from mtpkit.engine.requests.params import SamplingParams
+from mtpkit.engine.requests.tree import Tree
 from mtpkit.errors import MtpkitError, UserError
 
 FinishReason = Literal["stop", "length", "error"]

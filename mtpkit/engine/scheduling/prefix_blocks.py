@@ -4,7 +4,7 @@ needed."""
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable
 
-from mtpkit.engine.blocks import IdPool
+from mtpkit.engine.scheduling.blocks import IdPool
 from mtpkit.errors import MtpkitError
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpkit.engine.params import SamplingParams
-from mtpkit.engine.request import Request
-from mtpkit.engine.vocabulary import Vocabulary
+from mtpkit.engine.requests.params import SamplingParams
+from mtpkit.engine.requests.request import Request
+from mtpkit.engine.steps.vocabulary import Vocabulary
 from mtpkit.kernels import sampling as ops
 from mtpkit.platform import to_device
 

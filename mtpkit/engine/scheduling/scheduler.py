@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from mtpkit.engine.blocks import IdPool
-from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.pacing import Pacing
-from mtpkit.engine.params import MOST_END_TOKENS
-from mtpkit.engine.prefix.cache import Hit, PrefixCache
-from mtpkit.engine.request import AcceptanceStats, BadDraft, FinishReason, PromptError, Request
-from mtpkit.engine.step import Plan, Restore, Row, Save, StepResult
-from mtpkit.engine.tree import DraftShape, depth_of
+from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.params import MOST_END_TOKENS
+from mtpkit.engine.requests.request import (
+    AcceptanceStats,
+    BadDraft,
+    FinishReason,
+    PromptError,
+    Request,
+)
+from mtpkit.engine.requests.tree import DraftShape, depth_of
+from mtpkit.engine.scheduling.blocks import IdPool
+from mtpkit.engine.scheduling.pacing import Pacing
+from mtpkit.engine.scheduling.prefix_cache import Hit, PrefixCache
+from mtpkit.engine.steps.plan import Plan, Restore, Row, Save, StepResult
 from mtpkit.errors import MtpkitError, UserError
 
 _arrival = attrgetter("arrival")

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from mtpkit.config import LARGEST_COUNT
 from mtpkit.config.checked import checked
-from mtpkit.engine.absent import SAMPLING_ARGUMENTS, answers_absent_fields
+from mtpkit.engine.requests.absent import SAMPLING_ARGUMENTS, answers_absent_fields
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mtpkit.engine.options import EngineConfig
-from mtpkit.engine.step import Plan
+from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.steps.plan import Plan
 
 _FIRST = 512
 """Prompt tokens of a step beside decoding requests until step times have been measured."""

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.request import Request
-from mtpkit.engine.sampler import Sampling
-from mtpkit.engine.tree import DraftShape, depth_of
+from mtpkit.engine.requests.request import Request
+from mtpkit.engine.requests.tree import DraftShape, depth_of
+from mtpkit.engine.steps.sampler import Sampling
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model.inputs import StepInput
 

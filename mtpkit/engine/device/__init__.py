@@ -1,0 +1,1 @@
+"""Running steps on a device: models and caches, CUDA graphs, checkpoints of state."""

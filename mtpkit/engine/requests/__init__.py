@@ -1,0 +1,1 @@
+"""What a user asks for: requests, their parameters, prompts, texts and settings."""

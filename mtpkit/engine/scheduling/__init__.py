@@ -1,0 +1,1 @@
+"""What runs next: requests, blocks and tokens of each step, by integers alone."""

@@ -1,0 +1,1 @@
+"""One step: its plan, its inputs on the device, sampling and verification."""
