@@ -31,8 +31,9 @@ test-lowest: $(STAMP) ## run the same tests with the oldest dependencies that py
 test-gpu: $(STAMP) ## run the tests that need a GPU
 	@$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff, imports between packages, and mypy
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/lint-imports --no-logo
 	@$(VENV)/bin/mypy
 
 clean: ## remove caches and outputs, keep the virtual environment

@@ -1,4 +1,7 @@
-"""The house keeps its order: imports go one way, and the scripts stay thin."""
+"""The house keeps its order: who may name layer kinds and kernels, and scripts that stay thin.
+
+Which packages may import which, `make lint` checks: see `tool.importlinter` in pyproject.toml.
+"""
 
 import ast
 import re
@@ -13,17 +16,6 @@ from mtpkit.config import SECTIONS, ModelConfig
 from mtpkit.model.kinds import KINDS
 
 ROOT = Path(mtpkit.__file__).parent.parent
-ORDER = [
-    {"errors", "files", "config", "platform", "version"},
-    {"kernels", "data"},
-    {"model"},
-    {"checkpoint"},
-    {"training", "engine"},
-    {"bench"},
-    {"cli"},
-]
-"""Layers from the bottom up. Those that share a line, but the first, do not import each other."""
-RANK = {layer: rank for rank, layers in enumerate(ORDER) for layer in layers}
 SCRIPT_LINES = 40
 
 
@@ -37,25 +29,6 @@ def imported_modules(source: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
-def violations(layer: str, source: str) -> list[str]:
-    """Imports in a module of `layer` that the order forbids, as `line: name`."""
-    return [
-        f"{line}: {name}" for line, name in imported_modules(source) if not _allowed(layer, name)
-    ]
-
-
-def _allowed(layer: str, name: str) -> bool:
-    root, *rest = name.split(".")
-    if root != "mtpkit":
-        return root != ""  # a relative import hides where it goes
-    target = rest[0] if rest else "__init__"
-    # What the package exports lazily belongs to the layer that defines it.
-    target = mtpkit._EXPORTS.get(target, f"mtpkit.{target}").split(".")[1]
-    if target not in RANK:
-        return target.startswith("__") and layer == "cli"
-    return target == layer or RANK[target] < RANK[layer] or RANK[target] == RANK[layer] == 0
-
-
 def package_modules() -> list[Path]:
     return sorted((ROOT / "mtpkit").rglob("*.py"))
 
@@ -64,100 +37,6 @@ def scripts() -> list[Path]:
     return sorted(
         path for folder in ("train", "infer", "convert") for path in (ROOT / folder).glob("*.py")
     )
-
-
-def test_imports_go_one_way() -> None:
-    found = []
-    for path in package_modules():
-        layer = path.relative_to(ROOT / "mtpkit").parts[0].removesuffix(".py")
-        if layer != "__init__":
-            assert layer in RANK, f"{path} is in no layer of the design"
-            found += [
-                f"{path.relative_to(ROOT)}:{violation}"
-                for violation in violations(layer, path.read_text())
-            ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("layer", "source"),
-    [
-        ("training", "from mtpkit.engine import LLM"),
-        ("engine", "import mtpkit.training.loop"),
-        ("training", "from mtpkit import LLM"),
-        ("training", "from mtpkit import engine"),
-        ("kernels", "import mtpkit.data as data"),
-        ("data", "from mtpkit.kernels.conv import reference"),
-        ("data", "def late():\n    from mtpkit.model import build_model"),
-        ("model", "from mtpkit.checkpoint import families"),
-        ("config", "from mtpkit.model.inputs import StepInput"),
-        ("bench", "from mtpkit.cli import run"),
-        ("model", "from .inputs import StepInput"),
-        ("model", "import mtpkit"),
-        ("cli", "import mtpkit.nowhere"),
-    ],
-)
-def test_walker_sees_a_violation(layer: str, source: str) -> None:
-    assert violations(layer, source)
-
-
-@pytest.mark.parametrize(
-    ("layer", "source"),
-    [
-        ("config", "from mtpkit.errors import UserError"),
-        ("engine", "from mtpkit.model import build_model\nimport torch, numpy"),
-        ("engine", "from mtpkit.engine.scheduling.blocks import Allocator"),
-        ("cli", "from mtpkit import LLM, __version__"),
-    ],
-)
-def test_walker_allows_the_order(layer: str, source: str) -> None:
-    assert not violations(layer, source)
-
-
-def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Module -> the modules that it imports, given their sources by dotted name."""
-
-    def module(name: str) -> str:
-        return name if name in sources else name.rpartition(".")[0]
-
-    graph = {}
-    for importer, source in sources.items():
-        graph[importer] = {
-            module(name) for _, name in imported_modules(source)
-        } & sources.keys() - {importer}
-    return graph
-
-
-def circles(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import themselves by way of others."""
-    reached = {name: set(targets) for name, targets in graph.items()}
-    for middle in graph:
-        for targets in reached.values():
-            if middle in targets:
-                targets |= reached[middle]
-    return sorted(name for name, targets in reached.items() if name in targets)
-
-
-def test_no_modules_import_each_other() -> None:
-    """Not inside functions or for type checking alone, either."""
-    sources = {}
-    for path in package_modules():
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    assert not circles(import_graph(sources))
-
-
-def test_a_circle_is_found() -> None:
-    late = "def late():\n    from mtpkit.a.b import name"
-    sources = {
-        "mtpkit.a.b": "from mtpkit.c import x",
-        "mtpkit.c": "import mtpkit.d",
-        "mtpkit.d": late,
-        "mtpkit.e": "",
-    }
-    assert circles(import_graph(sources)) == ["mtpkit.a.b", "mtpkit.c", "mtpkit.d"]
-    sources["mtpkit.d"] = "from mtpkit.e import y"
-    assert not circles(import_graph(sources))
 
 
 ENGINE_KERNELS = (
@@ -245,7 +124,7 @@ def in_package(path: Path) -> str:
 
 
 LETTERS = frozenset(KINDS)
-GENERAL_LAYERS = {"base.py", "embedding.py", "linear.py", "norm.py", "te.py"}
+GENERAL_LAYERS = {"backend.py", "base.py", "embedding.py", "linear.py", "norm.py", "te.py"}
 """Files of `model/layers` whose classes are of no kind: parts of layers, and what backends build
 them from."""
 

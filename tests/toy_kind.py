@@ -18,10 +18,10 @@ from torch import Tensor
 from mtpkit.config import SECTIONS, ModelConfig, Section
 from mtpkit.config.checked import checked
 from mtpkit.kernels.ring import ring_base
-from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, register
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import Part, RecurrentSpec, Replay, Snapshot, StateSpec
 

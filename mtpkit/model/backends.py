@@ -4,14 +4,14 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.backends import LocalSpecProvider
 
 from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.attention import CoreAttention
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.linear import (
     ColumnParallelLinear,
     CopiedLinear,
@@ -22,26 +22,6 @@ from mtpkit.model.layers.norm import RMSNorm
 
 BackendName = Literal["local", "te"]
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Modules with megatron-core's constructor signatures and Megatron's parameter names."""
-
-    norm: type
-    column_linear: type
-    norm_column_linear: type
-    """Column-parallel linear that holds the norm of its input as `layer_norm_weight`."""
-    copied_linear: type
-    """Linear without bias that every tensor-parallel rank holds whole. Its constructor takes (input
-    size, output size, config); it maps [..., in] to [..., out]."""
-    row_linear: type
-    """Row-parallel linear that can add its output to a residual stream, see
-    `layers.linear.RowParallelLinear`."""
-    core_attention: type
-    """Causal attention over sequences, called like `kernels.attention.sequence_attention`."""
-    moe_provider: BackendSpecProvider
-    """megatron-core's spec provider for the experts."""
 
 
 def _local() -> Backend:

@@ -19,9 +19,9 @@ from torch import nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.kernels.activation import relu2
-from mtpkit.model.backends import Backend
 from mtpkit.model.head import MtpHead
 from mtpkit.model.kinds import KINDS, kinds_in
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.transformer_config import TransformerConfig
 
 

@@ -64,7 +64,7 @@ def test_the_figures_hang_together(cached, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config, pattern",
+    ("config", "pattern"),
     [
         (get_base("qwen3-next-tiny"), "*E"),
         (get_base("nemotron-3-tiny"), "*E"),

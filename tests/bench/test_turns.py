@@ -52,7 +52,7 @@ def test_lengths_make_the_share():
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
         ({"turns": 1}, "turns is 1, must be 0 or at least 2"),
         ({"turns": 8, "shared": 0.5}, "raise shared or lower turns"),

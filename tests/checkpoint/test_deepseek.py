@@ -151,8 +151,7 @@ def transformers_with_mtp(directory, prompt, count, monkeypatch):
         result = forward(
             self, input_ids, last_hidden_states, attention_mask, position_ids, *args, **kwargs
         )
-        for position, token in zip(position_ids[0].tolist(), input_ids[0].tolist(), strict=True):
-            known[position] = token
+        known.update(zip(position_ids[0].tolist(), input_ids[0].tolist(), strict=True))
         newest = int(position_ids[0, -1])
         drafts[(prompt[0], *(known[p] for p in range(1, newest + 1)))] = result[0][0].tolist()
         return result

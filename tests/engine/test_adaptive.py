@@ -56,7 +56,7 @@ def feed(policy, rates, steps=600, rows=4, batches=1):
 
 
 @pytest.mark.parametrize(
-    "times, rates, best",
+    ("times", "rates", "best"),
     [
         (CHEAP, [0.9, 0.9, 0.9], 3),
         (CHEAP, [0.9, 0.0, 0.0], 1),
@@ -85,7 +85,7 @@ def test_notices_that_drafts_became_good(batches):
     assert chosen[-100:].count(3) > 90
 
 
-@pytest.mark.parametrize("before, best", [([0.9, 0.0, 0.0], 1), ([0.9, 0.9, 0.0], 2)])
+@pytest.mark.parametrize(("before", "best"), [([0.9, 0.0, 0.0], 1), ([0.9, 0.9, 0.0], 2)])
 def test_notices_that_deeper_drafts_became_good(before, best):
     """While fewer are verified and pay."""
     policy = AdaptiveSpeculation(CHEAP)
@@ -349,7 +349,7 @@ def test_batch_sizes_are_apart():
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    "heads, mtp_pattern, most",
+    ("heads", "mtp_pattern", "most"),
     [("repeated", "*-", 2), ("distinct", "*-", 3), ("repeated", "M-", 2), ("distinct", "M-", 3)],
 )
 def test_auto_decodes_the_same_tokens_while_k_changes(heads, mtp_pattern, most, ahead):
@@ -368,7 +368,7 @@ def test_auto_decodes_the_same_tokens_while_k_changes(heads, mtp_pattern, most, 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize(
-    "heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
+    ("heads", "mtp_pattern"), [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
 )
 def test_drafts_are_those_without_caches_while_k_changes(heads, mtp_pattern, rollback):
     """Steps of few or no drafts keep the caches of all depths true for the later ones."""

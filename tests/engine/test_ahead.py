@@ -84,9 +84,7 @@ def run_all(llm, params) -> list[list[int]]:
     """Outputs of all prompts at once, with slots and blocks that nobody holds broken before each
     step."""
     one = iter(params)
-    ids = []
-    for prompt in PROMPTS:
-        ids.append(llm.engine.add_request(prompt, next(one)))
+    ids = [llm.engine.add_request(prompt, next(one)) for prompt in PROMPTS]
     finished = {}
     while llm.engine.has_unfinished:
         finished |= {output.request_id: output for output in llm.engine.step() if output.finished}
@@ -95,7 +93,7 @@ def run_all(llm, params) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("heads, mtp_pattern, k", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern", "k"), HEADS)
 def test_greedy_output_is_that_of_plain_decoding(heads, mtp_pattern, k, settings):
     model = tiny_model(heads, mtp_pattern=mtp_pattern)
     llm = guide(make_llm(model, k, async_scheduling=True, **settings), PROMPTS)
@@ -105,7 +103,7 @@ def test_greedy_output_is_that_of_plain_decoding(heads, mtp_pattern, k, settings
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 3), ("distinct", 3)])
+@pytest.mark.parametrize(("heads", "k"), [("repeated", 0), ("repeated", 3), ("distinct", 3)])
 def test_penalised_output_is_that_of_plain_decoding(heads, k, settings):
     """Requests with penalties, greedy and drawn, beside requests without."""
     model = tiny_model(heads)
@@ -119,7 +117,7 @@ def test_penalised_output_is_that_of_plain_decoding(heads, k, settings):
     assert (llm.stats().preemptions > 0) == (settings.get("num_blocks") == 30)
 
 
-@pytest.mark.parametrize("heads, k", [("repeated", 3), ("distinct", 3)])
+@pytest.mark.parametrize(("heads", "k"), [("repeated", 3), ("distinct", 3)])
 def test_what_ends_a_request_inside_its_drafts(heads, k):
     """Stop tokens and stop strings are seen a step late; counts and earlier positions of the next
     one are its own."""

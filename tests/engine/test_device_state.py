@@ -66,7 +66,7 @@ def test_requests_of_all_kinds_in_slots_that_others_had(slots, k):
 
 
 @pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize("name, value", [("top_k", 1), ("top_p", 0.1), ("min_p", 0.9)])
+@pytest.mark.parametrize(("name", "value"), [("top_k", 1), ("top_p", 0.1), ("min_p", 0.9)])
 def test_a_filter_goes_with_its_request(name, value, k):
     """The third request takes the first one's slot while the second's filter is still computed for
     both rows."""
@@ -169,7 +169,7 @@ def move_request(engine, request) -> None:
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize(
-    "heads, mtp_pattern",
+    ("heads", "mtp_pattern"),
     [("repeated", "*-"), ("repeated", "M*"), ("distinct", "*-"), ("distinct", "M*")],
 )
 def test_a_request_moved_to_another_slot_goes_on_with_the_same_tokens(

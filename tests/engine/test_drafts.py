@@ -16,7 +16,7 @@ CASES = [("repeated", 1), ("repeated", 3), ("distinct", 1), ("distinct", 2), ("d
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("heads, k", CASES)
+@pytest.mark.parametrize(("heads", "k"), CASES)
 def test_drafts_equal_those_without_caches(heads, k, guided):
     model = tiny_model(heads)
     drafts = record_drafts(make_llm(model, k, max_num_batched_tokens=13), PROMPTS, 10, guided)
@@ -26,7 +26,7 @@ def test_drafts_equal_those_without_caches(heads, k, guided):
 
 
 @pytest.mark.parametrize(
-    "heads, mtp_pattern, k",
+    ("heads", "mtp_pattern", "k"),
     [*((heads, "*-", k) for heads, k in CASES), ("distinct", "M*", 2), ("distinct", "M*", 3)],
 )
 def test_drafts_are_the_same_alone_in_a_batch_in_chunks_and_after_preemption(heads, mtp_pattern, k):

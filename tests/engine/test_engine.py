@@ -43,8 +43,7 @@ def test_numbers_never_meet_an_id_that_was_given(given):
     unqueued = engine.make_request([9], GREEDY, "3")
     ids = [engine.add_request([1], GREEDY, given)]
     run(engine)
-    for prompt in ([2], [3], [4]):
-        ids.append(engine.add_request(prompt, GREEDY))
+    ids += [engine.add_request(prompt, GREEDY) for prompt in ([2], [3], [4])]
     engine.scheduler.add(unqueued)
     assert len({*ids, "3"}) == 5
     outputs = run(engine)
@@ -66,7 +65,7 @@ def test_parameters_are_sampling_parameters(params):
 
 
 @pytest.mark.parametrize(
-    "prompt, params, message",
+    ("prompt", "params", "message"),
     [
         ([1, "2"], GREEDY, r"tokens \['2'\] are outside the vocabulary of 11"),
         ([1, True, 2.0], GREEDY, r"tokens \[True, 2.0\] are outside the vocabulary of 11"),

@@ -136,7 +136,7 @@ def test_graphs_change_no_token(device, depths, rollback, ahead):
 )
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
 @pytest.mark.parametrize(
-    "heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("repeated", "*M")]
+    ("heads", "mtp_pattern"), [("repeated", "*-"), ("distinct", "*-"), ("repeated", "*M")]
 )
 def test_trees(device, heads, mtp_pattern, rollback, tree):
     """Of attention, Mamba2 and gated delta nets; sampled with a seed, too."""
@@ -155,7 +155,7 @@ def test_trees(device, heads, mtp_pattern, rollback, tree):
 
 
 @pytest.mark.parametrize(
-    "pattern, mtp_pattern",
+    ("pattern", "mtp_pattern"),
     [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E"), ("G*G-", "G-")],
 )
 def test_layers_of_every_kind(device, pattern, mtp_pattern):
@@ -211,14 +211,14 @@ capture in any case."""
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pattern, mtp_pattern", [*TWICE, ("*M*M", "M-")])
+@pytest.mark.parametrize(("pattern", "mtp_pattern"), [*TWICE, ("*M*M", "M-")])
 def test_kernels_are_compiled_before_a_capture(pattern, mtp_pattern, dtype, nothing_compiled):
     model = build_model(tiny_config("repeated", pattern, mtp_pattern), dtype, "cuda")
     make_llm(model, 3, warm_up=True, max_num_seqs=3, max_num_batched_tokens=40)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pattern, mtp_pattern", TWICE)
+@pytest.mark.parametrize(("pattern", "mtp_pattern"), TWICE)
 def test_a_kernel_left_for_the_capture_is_seen(pattern, mtp_pattern, nothing_compiled, monkeypatch):
     def first_layer(model):
         short = one_layer_per_kind(model)
@@ -273,7 +273,7 @@ def poison_null(engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
+    ("heads", "mtp_pattern"), [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
 )
 @pytest.mark.parametrize(
     "params", [greedy(8), penalised(8), penalised(8, temperature=0.9, seed=3, top_k=20)]
@@ -378,7 +378,7 @@ def without_graphs(model) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_batched_tokens": 24}, {"block_size": 2, "num_blocks": 40}]
 )
-@pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 3), ("distinct", 3)])
+@pytest.mark.parametrize(("heads", "k"), [("repeated", 0), ("repeated", 3), ("distinct", 3)])
 def test_penalties_in_graphs(device, heads, k, settings):
     """Requests with penalties, greedy and drawn, beside requests without; then all in slots that
     others had."""
@@ -423,7 +423,7 @@ def test_penalties_get_graphs_of_their_own(device):
         } == seen
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 def test_drafts_in_graphs_are_those_outside(device, heads, mtp_pattern):
     """Acceptance is that of eager decoding: a stale tail or state would cost drafts without
     changing a token."""
@@ -441,7 +441,7 @@ def test_drafts_in_graphs_are_those_outside(device, heads, mtp_pattern):
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 def test_auto_under_graphs(device, heads, mtp_pattern):
     """Step times are measured, and steps of any K leave the caches of all depths true for the
     next."""
@@ -498,7 +498,7 @@ def test_a_request_of_the_full_length_beside_short_ones(device, k):
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("k, temperature", [(0, 0.0), (3, 0.0), (3, 0.9)])
+@pytest.mark.parametrize(("k", "temperature"), [(0, 0.0), (3, 0.0), (3, 0.9)])
 def test_a_request_of_nan_ends_with_an_error_and_leaves_nothing(
     device, k, temperature, rollback, eager
 ):

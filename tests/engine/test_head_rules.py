@@ -44,7 +44,7 @@ def same_drafts(model, drafts) -> bool:
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 def test_tokens_and_drafts(heads, mtp_pattern, rules):
     """With prompts in chunks and with preemptions."""
     model = ruled_model(heads, mtp_pattern, **rules)
@@ -63,7 +63,7 @@ def test_tokens_and_drafts(heads, mtp_pattern, rules):
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 def test_each_rule_has_drafts_of_its_own(heads, mtp_pattern, rules):
     drafts = record_drafts(make_llm(ruled_model(heads, mtp_pattern, **rules), 3), PROMPTS, TOKENS)
     others = [{}, *(other for other in RULES.values() if other != rules)]
@@ -105,7 +105,7 @@ def keep_first_embedding(monkeypatch) -> None:
     monkeypatch.setattr(recurrence, "mtp_input", lambda *args: original(*args[:-1], None))
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_first_embedding_that_is_read_is_seen(monkeypatch, heads, mtp_pattern, forgotten):
     model = ruled_model(heads, mtp_pattern, **ZEROED)

@@ -36,14 +36,14 @@ def said(llm) -> list[list[int]]:
     return generate(llm, PROMPTS, greedy(16))
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
 def test_drafts_change_no_token(heads, mtp_pattern, k):
     model = latent_model(heads, mtp_pattern)
     assert said(make_llm(model, k)) == truth(model)
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -67,7 +67,7 @@ def test_chunks_mixed_steps_and_preemption(heads, mtp_pattern, settings, shapes,
     assert (llm.stats().preemptions > 0) == (settings.get("num_blocks") == 30)
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", HEADS)
+@pytest.mark.parametrize(("heads", "mtp_pattern"), HEADS)
 def test_drafts_are_those_of_whole_sequences(heads, mtp_pattern):
     model = latent_model(heads, mtp_pattern)
     drafts = record_drafts(

@@ -157,7 +157,7 @@ def test_statistics_add_up():
 
 
 @pytest.mark.parametrize(
-    "heads, settings, message",
+    ("heads", "settings", "message"),
     [
         ("repeated", {"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),
         ("distinct", {"num_speculative_tokens": 4}, "has 3 distinct MTP heads"),

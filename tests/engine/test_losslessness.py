@@ -27,7 +27,7 @@ def truth(model, prompts=PROMPTS, max_tokens=20):
 
 
 @pytest.mark.parametrize(
-    "pattern, mtp_pattern",
+    ("pattern", "mtp_pattern"),
     [("M-*M-", "*-"), ("MM", "*"), ("*-*-", "*-"), ("M*M-", "M-"), ("G-*G-", "G-")],
 )
 @pytest.mark.parametrize("rollback", ROLLBACKS)
@@ -38,7 +38,8 @@ def test_plain_decoding_equals_full_recomputation(pattern, mtp_pattern, rollback
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
 @pytest.mark.parametrize(
-    "heads, k", [*(("repeated", k) for k in (1, 2, 3, 4, 5)), *(("distinct", k) for k in (1, 2, 3))]
+    ("heads", "k"),
+    [*(("repeated", k) for k in (1, 2, 3, 4, 5)), *(("distinct", k) for k in (1, 2, 3))],
 )
 @pytest.mark.parametrize("guided", [False, True])
 def test_speculation_changes_no_token(heads, k, rollback, guided):
@@ -85,7 +86,7 @@ def test_chunked_prefill(heads, budget):
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
 @pytest.mark.parametrize(
-    "heads, k", [("repeated", 0), ("repeated", 2), ("repeated", 5), ("distinct", 3)]
+    ("heads", "k"), [("repeated", 0), ("repeated", 2), ("repeated", 5), ("distinct", 3)]
 )
 def test_forced_preemption(heads, k, rollback):
     model = tiny_model(heads)
@@ -219,7 +220,7 @@ def test_state_in_bf16_stays_near_that_in_fp32(k, rollback, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rollback", ROLLBACKS)
 @pytest.mark.parametrize(
-    "heads, mtp_pattern", [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
+    ("heads", "mtp_pattern"), [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
 )
 def test_eagerly_on_a_gpu(heads, mtp_pattern, rollback):
     model = tiny_model(heads, mtp_pattern=mtp_pattern, device="cuda")

@@ -12,7 +12,7 @@ from mtpkit.model.state import Replay
 from tests.engine.tiny import VOCAB_SIZE, generate, greedy, held_bytes, make_llm, tiny_model
 
 
-@pytest.mark.parametrize("heads, mtp_pattern", [("repeated", "*-"), ("distinct", "M*")])
+@pytest.mark.parametrize(("heads", "mtp_pattern"), [("repeated", "*-"), ("distinct", "M*")])
 def test_plan_counts_what_is_allocated(heads, mtp_pattern):
     llm = make_llm(tiny_model(heads, mtp_pattern=mtp_pattern), 3, num_blocks=24, max_num_seqs=5)
     plan = llm.memory_plan
@@ -128,7 +128,7 @@ def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
     assert tokens[0] == 2 * tokens[1] > 100 * 4 * 48  # at least the widest activation of each token
 
 
-@pytest.mark.parametrize("graphs, rows", [(False, 8), (True, 8 + 9)])
+@pytest.mark.parametrize(("graphs", "rows"), [(False, 8), (True, 8 + 9)])
 def test_distributions_of_drawn_drafts_are_planned_for(graphs, rows):
     """Each of the 3 drafts of a row three times, in fp32; with graphs for all rows of a step."""
     llm = make_llm(tiny_model(), 3)

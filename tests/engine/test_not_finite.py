@@ -322,7 +322,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("k, heads, settings", MODES)
+@pytest.mark.parametrize(("k", "heads", "settings"), MODES)
 def test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks(k, heads, settings, temperature):
     """One token's embedding is NaN. The requests that have it break beside the others, in the same
     chunks and steps; those that come after them into the same slots and blocks give what an engine
@@ -390,10 +390,10 @@ def test_requests_break_at_the_token_that_breaks_them(k, settings, device):
 
 
 @pytest.mark.parametrize(
-    "k, settings", [(0, {}), (3, {}), (3, {"draft_sampling": True}), (1, {"temperature": 1.0})]
+    ("k", "settings"), [(0, {}), (3, {}), (3, {"draft_sampling": True}), (1, {"temperature": 1.0})]
 )
 @pytest.mark.parametrize(
-    "name, index, value",
+    ("name", "index", "value"),
     [
         ("output_layer.weight", slice(None), math.nan),
         ("output_layer.weight", (7, 3), math.nan),

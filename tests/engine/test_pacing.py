@@ -176,7 +176,7 @@ def begun(bound: float | None) -> Pacing:
 
 
 @pytest.mark.parametrize(
-    "bound, tokens", [(None, 512), (0.012, 320), (0.02, 512), (0.025, 512), (0.03, 512)]
+    ("bound", "tokens"), [(None, 512), (0.012, 320), (0.02, 512), (0.025, 512), (0.03, 512)]
 )
 def test_tokens_that_share_a_pass_have_a_time_of_their_own(bound, tokens):
     """Seconds of a token in one kind of steps do not lead to steps of the other kind that take too
@@ -187,13 +187,13 @@ def test_tokens_that_share_a_pass_have_a_time_of_their_own(bound, tokens):
     assert sum(chosen == tokens for chosen, _ in taken) >= 0.98 * len(taken)
 
 
-@pytest.mark.parametrize("bound, waiting, tokens", [(0.25, 1, 8192), (None, 1000, 2048)])
+@pytest.mark.parametrize(("bound", "waiting", "tokens"), [(0.25, 1, 8192), (None, 1000, 2048)])
 def test_long_chunks_are_chosen_where_they_compute_more(bound, waiting, tokens):
     assert mixed_steps(begun(bound), 300, waiting=waiting)[-1][0] == tokens
 
 
 @pytest.mark.parametrize(
-    "token, crowded, tokens", [(16e-6, False, 2048), (16e-6, True, 512), (30e-6, True, 2048)]
+    ("token", "crowded", "tokens"), [(16e-6, False, 2048), (16e-6, True, 512), (30e-6, True, 2048)]
 )
 def test_while_requests_wait_for_others_to_end_the_cheaper_tokens_are_chosen(
     token, crowded, tokens
@@ -227,7 +227,7 @@ def test_a_kind_of_step_that_was_late_is_tried_again(late):
 
 
 @pytest.mark.parametrize(
-    "bound, waiting, most, tokens",
+    ("bound", "waiting", "most", "tokens"),
     [(0.25, 1, 512, 8192), (None, 1000, 512, 2048), (0.03, 1, 512, 512), (0.012, 1, 300, 256)],
 )
 @pytest.mark.parametrize("seconds", [1e-4, 6.51e-3, 7e-3])
@@ -301,7 +301,7 @@ def test_a_step_without_decode_rows_beside_other_batches_is_one_of_its_own(most_
     assert pacing.most_tokens(8192, 16, 1) == (256 if most_mixed else 384)
 
 
-@pytest.mark.parametrize("bound, tokens", [(None, 512), (0.03, 768), (0.25, 8192)])
+@pytest.mark.parametrize(("bound", "tokens"), [(None, 512), (0.03, 768), (0.25, 8192)])
 def test_a_load_that_never_decodes_alone_is_paced_too(bound, tokens):
     """From the first step on prompts wait in every one: what decoding takes is what the prompts
     leave of the time."""
@@ -325,7 +325,7 @@ def test_before_any_time_is_known_chunks_are_of_middle_size():
     assert Pacing(0.03).most_tokens(8192, 4, 1) == 512 == Pacing(None).most_tokens(8192, 4, 1)
 
 
-@pytest.mark.parametrize("budget, tokens", [(10, 10), (16, 16), (100, 64), (8192, 128)])
+@pytest.mark.parametrize(("budget", "tokens"), [(10, 10), (16, 16), (100, 64), (8192, 128)])
 def test_steps_are_filled_up_to_captured_sizes(budget, tokens):
     assert Pacing(0.03, (16, 64, 128)).most_tokens(budget, 0, 1) == tokens
 
@@ -454,7 +454,7 @@ def test_prompts_do_not_gather_for_long():
     assert steps[last - 1] == (16, 0)
 
 
-@pytest.mark.parametrize("ended, gathers", [(1, True), (2, False)])
+@pytest.mark.parametrize(("ended", "gathers"), [(1, True), (2, False)])
 def test_each_batch_gathers_prompts_for_itself(ended, gathers):
     """As one batch of 16 slots does, until 16 steps have passed or two slots are free."""
     engine, steps = paced_engine(1000, 32, num_batches=2)

@@ -11,7 +11,7 @@ INFINITE = [float("inf"), float("-inf"), float("nan"), 1e39, 10**400]
 
 
 @pytest.mark.parametrize(
-    "setting, message",
+    ("setting", "message"),
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
@@ -43,7 +43,7 @@ def test_every_field_has_a_type_that_is_checked_and_a_docstring(made):
 
 
 @pytest.mark.parametrize(
-    "names, values, must",
+    ("names", "values", "must"),
     [
         (["n", "top_k"], ["3", 2.5, 1.0, True, None, np.float64(1)], "a whole number"),
         (["max_tokens"], ["3", 2.5, 1.0, True, np.float64(1)], "a whole number or None"),
@@ -121,7 +121,7 @@ def test_stop_is_normalised():
 
 
 @pytest.mark.parametrize(
-    "setting, message",
+    ("setting", "message"),
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),
         ({"block_size": 0}, "block_size is 0"),
@@ -149,7 +149,7 @@ def test_engine_settings(setting, message):
 
 
 @pytest.mark.parametrize(
-    "made, setting",
+    ("made", "setting"),
     [
         *(
             (SamplingParams, {name: sign * 10**30})

@@ -261,7 +261,7 @@ def test_memory_that_cannot_be_reached(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "access, atomics, status, reached",
+    ("access", "atomics", "status", "reached"),
     [(1, 1, 0, True), (0, 1, 0, False), (1, 0, 0, False), (1, 1, 5, False)],
 )
 def test_what_gpus_must_be_able_to_do(monkeypatch, access, atomics, status, reached):

@@ -24,7 +24,7 @@ class Numbers:
 
 @pytest.mark.parametrize("tokenizer", [None, Numbers()])
 @pytest.mark.parametrize(
-    "prompts, params, message",
+    ("prompts", "params", "message"),
     [
         ([1] * 128, greedy(), "^the prompt: 128 prompt tokens leave no room"),
         (
@@ -146,7 +146,7 @@ def test_a_bad_prompt_of_a_list_has_an_output_with_its_error(message):
 
 
 @pytest.mark.parametrize(
-    "prompts, params, message",
+    ("prompts", "params", "message"),
     [
         (
             ["text"],

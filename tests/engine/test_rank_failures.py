@@ -211,7 +211,7 @@ def ends(
 
 
 @pytest.mark.parametrize(
-    "what, said",
+    ("what", "said"),
     [
         ("killed", "rank 1 has died"),
         ("fails", "rank 1 failed: the paper ran out"),
@@ -244,7 +244,7 @@ def ends_on_gpu(rank: int, *args) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "what, said", [("killed", "rank 1 has died"), ("fails", "rank 1 failed: the paper ran out")]
+    ("what", "said"), [("killed", "rank 1 has died"), ("fails", "rank 1 failed: the paper ran out")]
 )
 def test_a_rank_that_waits_in_a_kernel_is_ended(model_dir, tmp_path, what, said):
     require_end(model_dir, tmp_path, what, said, function=ends_on_gpu, method="spawn")

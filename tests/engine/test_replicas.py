@@ -103,7 +103,7 @@ def test_prompts_that_cannot_be_served_have_outputs_with_their_errors(model_dir)
 
 
 @pytest.mark.parametrize(
-    "what, said",
+    ("what", "said"),
     [
         ("fails", "replica 1 failed: ZeroDivisionError: the paper ran out"),
         ("killed", r"replica 1 \(process \d+\) has died by signal 9; its own output"),
@@ -137,7 +137,7 @@ def test_a_replica_ends_when_nobody_is_left_to_tell(model_dir):
 
 
 @pytest.mark.parametrize(
-    "changes, environment, said",
+    ("changes", "environment", "said"),
     [
         (
             {"tensor_parallel_size": 2},

@@ -103,7 +103,7 @@ def test_random_histories(arrivals, settings, depths, spare_blocks, abort_at):
         )
 
 
-@pytest.mark.parametrize("length, k", [(8, 0), (7, 1), (4, 2)])
+@pytest.mark.parametrize(("length", "k"), [(8, 0), (7, 1), (4, 2)])
 def test_a_prompt_that_fills_the_cache_is_served_or_refused(length, k):
     """Also where a single token is asked for: the prompt itself must find room."""
     params = SamplingParams(temperature=0, max_tokens=1)
@@ -217,7 +217,7 @@ def test_rows_that_sample_have_room_for_what_the_drafts_write(k, ahead):
     assert {(True, True), (True, False), (False, False)} <= set(seen)
 
 
-@pytest.mark.parametrize("k, budget", [(0, 5), (2, 7), (2, 12), (3, 9)])
+@pytest.mark.parametrize(("k", "budget"), [(0, 5), (2, 7), (2, 12), (3, 9)])
 def test_a_step_has_at_most_the_tokens_of_the_budget(k, budget):
     """Counted over decode rows, chunks that go on and chunks that begin; and it is used up."""
     engine = fake_engine(
@@ -310,7 +310,7 @@ def test_max_tokens_cuts_accepted_drafts(max_tokens):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 5])
-@pytest.mark.parametrize("max_tokens, count", [(None, 8), (30, 8), (8, 8), (7, 7), (1, 1)])
+@pytest.mark.parametrize(("max_tokens", "count"), [(None, 8), (30, 8), (8, 8), (7, 7), (1, 1)])
 def test_max_model_len_ends_an_output_as_max_tokens_does(max_tokens, count, k, ahead):
     """As in vLLM: prompt and output together have at most that many tokens."""
     engine = fake_engine(
@@ -340,7 +340,7 @@ def test_stop_tokens_end_the_output_among_accepted_drafts():
 
 
 @pytest.mark.parametrize(
-    "settings, prompt, max_tokens, message",
+    ("settings", "prompt", "max_tokens", "message"),
     [
         ({}, [], 4, "prompt is empty"),
         (

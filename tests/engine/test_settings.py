@@ -26,7 +26,7 @@ def test_arguments_are_the_fields_of_the_options():
 
 
 @pytest.mark.parametrize(
-    "name, value, must",
+    ("name", "value", "must"),
     [
         ("model", None, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
         ("model", 5, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
@@ -88,7 +88,7 @@ def test_all_problems_are_named_at_once():
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
         ({"synthetic_acceptance": []}, "must be 2 rates from 0 to 1, one per draft"),
         ({"synthetic_acceptance": [0.5, float(2)]}, "must be 2 rates from 0 to 1, one per draft"),
@@ -134,7 +134,7 @@ def test_numbers_of_numpy_are_numbers():
     assert not [name for name, value in held.items() if isinstance(value, np.generic)]
 
 
-@pytest.mark.parametrize("heads, k, said", [(True, 0, 1), (True, 1, 0), (False, 0, 0)])
+@pytest.mark.parametrize(("heads", "k", "said"), [(True, 0, 1), (True, 1, 0), (False, 0, 0)])
 def test_heads_that_are_not_used_are_mentioned(caplog, heads, k, said):
     model = tiny_model() if heads else headless_model()
     with caplog.at_level(logging.INFO):

@@ -165,7 +165,7 @@ def test_eight_requests_through_room_for_two(ahead):
         assert {later - earlier for earlier, later in itertools.pairwise(steps)} == {4}
 
 
-@pytest.mark.parametrize("num_blocks, budget", [(7, 3), (8, 4)], ids=["one row", "two rows"])
+@pytest.mark.parametrize(("num_blocks", "budget"), [(7, 3), (8, 4)], ids=["one row", "two rows"])
 def test_with_blocks_for_few_the_last_in_turn_gives_way_to_the_others(num_blocks, budget):
     """A budget of one row, whose turn is the youngest request's, which finds no block: another one
     decodes. A budget of two, in which the one that has waited longest is the younger: it is not
@@ -246,7 +246,7 @@ def test_resumed_rows_count_in_the_budget(k):
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    ("settings", "said"),
     [
         (
             dict(num_speculative_tokens=3, max_num_batched_tokens=31),

@@ -21,7 +21,7 @@ from tests.integration.brief_training import (
 
 
 @pytest.mark.parametrize(
-    "name, heads",
+    ("name", "heads"),
     [
         ("mimo", "repeated"),
         *((name, "distinct") for name in RULES if name != "mimo"),

@@ -22,7 +22,7 @@ def run(twin, name, *tensors):
 
 
 @pytest.mark.parametrize(
-    "drafts, choices, accepted, token_ids",
+    ("drafts", "choices", "accepted", "token_ids"),
     [
         ([5, 7, 9], [5, 7, 2, 4], 2, [5, 7, 2, 0]),
         ([5, 7, 9], [5, 7, 9, 4], 3, [5, 7, 9, 4]),

@@ -67,7 +67,7 @@ def test_argmax_of_equal_and_masked_logits(twin):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "vocabulary, place", [(1, 0), (17, 16), (9000, 0), (9000, 5000), (9000, 8999)]
+    ("vocabulary", "place"), [(1, 0), (17, 16), (9000, 0), (9000, 5000), (9000, 8999)]
 )
 def test_no_token_of_invalid_logits(twin, vocabulary, place, dtype):
     """A row is invalid with one NaN or +inf anywhere, or -inf everywhere."""

@@ -86,7 +86,7 @@ def check(twin, rows, temperature, top_k=None, top_p=None, min_p=None):
 
 
 @pytest.mark.parametrize(
-    "key, counter, words",
+    ("key", "counter", "words"),
     [  # Random123's known answers for philox4x32-10
         (0, [0] * 4, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         (-1, [0xFFFFFFFF] * 4, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -155,7 +155,7 @@ def test_zero_temperature_is_certain_in_a_mixed_batch(twin):
 
 
 @pytest.mark.parametrize(
-    "top_k, top_p, min_p",
+    ("top_k", "top_p", "min_p"),
     [
         (5, None, None),
         (None, 0.6, None),
@@ -170,7 +170,7 @@ def test_filters_keep_what_their_definitions_keep(twin, top_k, top_p, min_p, dty
     check(twin, logits(4).to(dtype), [1.0, 0.7, 0.0, 1.5], top_k, top_p, min_p)
 
 
-@pytest.mark.parametrize("vocab_size, top_k", [(1, 1), (3, 2), (17, 17), (63, 1), (5000, 40)])
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(1, 1), (3, 2), (17, 17), (63, 1), (5000, 40)])
 def test_filters_at_awkward_sizes(twin, vocab_size, top_k):
     check(twin, logits(2, vocab_size), 1.0, top_k, 0.9, 0.01)
 
@@ -215,7 +215,7 @@ def test_tokens_that_are_ruled_out(twin):
 
 
 @pytest.mark.parametrize(
-    "kind, filters",
+    ("kind", "filters"),
     [
         ("flat", {"top_p": 0.9}),
         ("flat", {"top_k": 300, "top_p": 0.8, "min_p": 0.02}),
@@ -386,7 +386,7 @@ def test_penalties_follow_their_definitions(twin):
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 1500])
 @pytest.mark.parametrize("counts_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("rows, depths", [(0, 0), (0, 3), (5, 0), (3, 2), (2, 7)])
+@pytest.mark.parametrize(("rows", "depths"), [(0, 0), (0, 3), (5, 0), (3, 2), (2, 7)])
 def test_penalties_of_a_mixed_batch(twin, vocab_size, counts_dtype, rows, depths):
     """Decode rows with drafts, then chunks; slots in any order, the last one for two null rows."""
     slots = torch.tensor([3, 0, 4, -1, -1])[:rows].repeat_interleave(1 + depths)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 
 @pytest.mark.parametrize(
-    "choices, accepted, chosen, along, ranks",
+    ("choices", "accepted", "chosen", "along", "ranks"),
     [
         ([5, 3, 4, 8, 6, 1, 2], 3, [5, 3, 6, 2], [0, 1, 4, 6], [0, 1, 0]),
         ([6, 3, 7, 8, 9, 1, 2], 2, [6, 7, 1, 0], [0, 2, 5, 0], [1, 0, -2]),

@@ -61,7 +61,7 @@ def test_gradients_are_those_of_one_after_the_other(counts, activation, stacked,
 
 
 @pytest.mark.parametrize(
-    "inner, dtype", [(50, torch.float32), (51, torch.float32), (48, torch.float64)]
+    ("inner", "dtype"), [(50, torch.float32), (51, torch.float32), (48, torch.float64)]
 )
 def test_what_pytorch_does_not_multiply_runs_one_after_the_other(inner, dtype):
     experts = experts_of(inner=inner, dtype=dtype)

@@ -381,7 +381,7 @@ def test_tokens_that_are_not_kept_fill_the_caches_alone(mtp_pattern, keep):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "letter, product", [("*", "linear_proj"), ("M", "out_proj"), ("+", "linear_proj")]
+    ("letter", "product"), [("*", "linear_proj"), ("M", "out_proj"), ("+", "linear_proj")]
 )
 @pytest.mark.parametrize("keep", [[], [2], [1, 3, 4]])
 def test_the_last_layer_with_a_cache_multiplies_kept_tokens_alone(letter, product, keep):

@@ -11,10 +11,10 @@ from torch import nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import AttentionConfig
-from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
 from mtpkit.model.kinds.settings import Settings, UnfusedNorm
 from mtpkit.model.layers.attention import SelfAttention
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedKVSpec, StateSpec
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mtpkit.config import ModelConfig, Section
 from mtpkit.config.checked import keys_of
-from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.settings import LayerMarks, Settings, UnfusedNorm
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.state import StateSpec
 
 Shape = tuple[int, ...]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import GatedDeltaNetConfig
-from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, LayerKind, Memory, Shape, Slot
 from mtpkit.model.kinds.settings import LayerMarks, Settings
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.delta import GatedDeltaNet as Mixer
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import Mamba2Config
-from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Draw, GatedNorm, LayerKind, Linear, Memory, Shape, Slot
 from mtpkit.model.kinds.settings import Settings
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.layers.residual import MambaLayer
 from mtpkit.model.state import ConvWindowSpec, Part, RecurrentSpec, StateSpec

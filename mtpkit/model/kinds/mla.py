@@ -10,10 +10,10 @@ from torch import nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlaConfig
-from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.attention import OUTPUT, SCORES
 from mtpkit.model.kinds.base import Draw, LayerKind, Linear, Memory, Shape, Slot
 from mtpkit.model.kinds.settings import Settings, UnfusedNorm
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.mla import LatentAttention
 from mtpkit.model.layers.residual import AttentionLayer
 from mtpkit.model.state import PagedLatentSpec, StateSpec

@@ -11,9 +11,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MlpConfig
-from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import LayerKind, Linear, Shape, Slot
 from mtpkit.model.kinds.settings import Settings, UnfusedNorm
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.residual import MLP, MLPLayer
 
 

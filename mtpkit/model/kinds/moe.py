@@ -10,10 +10,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MoeConfig
-from mtpkit.model.backends import Backend
 from mtpkit.model.kinds.base import Experts, Linear, Shape, Slot
 from mtpkit.model.kinds.mlp import FeedForward
 from mtpkit.model.kinds.settings import LayerMarks, Settings, UnfusedNorm
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.moe import MoELayer
 from mtpkit.model.layers.residual import MixtureLayer
 

@@ -23,8 +23,8 @@ from mtpkit.kernels.latent_attention import (
     latent_context_attention,
 )
 from mtpkit.kernels.rotary import rotate
-from mtpkit.model.backends import Backend
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
+from mtpkit.model.layers.backend import Backend
 from mtpkit.model.layers.base import SplitOverRanks
 from mtpkit.model.layers.rotary import frequencies, yarn_frequencies, yarn_scale
 from mtpkit.model.state import PagedLatent

@@ -133,7 +133,7 @@ def equal(rollback: str, tree: dict) -> bool:
 
 @pytest.mark.parametrize("tree", [{}, FIXED], ids=["chain", "tree"])
 @pytest.mark.parametrize(
-    "sabotage, rollback",
+    ("sabotage", "rollback"),
     [
         (nothing, "replay"),
         (nothing, "snapshot"),

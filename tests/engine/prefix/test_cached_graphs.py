@@ -17,7 +17,7 @@ def device(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "heads, k, pattern, mtp_pattern, rollback",
+    ("heads", "k", "pattern", "mtp_pattern", "rollback"),
     [
         ("repeated", 3, "M-*M-", "*-", "replay"),
         ("distinct", 3, "G-*G-", "*-", "replay"),

@@ -137,7 +137,7 @@ def test_saves_and_restores_of_any_number_take_as_many_operations_as_one(rollbac
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("heads, pattern, mtp_pattern", KINDS)
+@pytest.mark.parametrize(("heads", "pattern", "mtp_pattern"), KINDS)
 def test_saves_together_are_saves_one_by_one(heads, pattern, mtp_pattern, rollback):
     executor = executor_of(pattern, heads, mtp_pattern, state_rollback=rollback)
     save = executor.checkpoints.save
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_changes_hands_within_a_step_is_the_last_ones():
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("heads, pattern, mtp_pattern", KINDS)
+@pytest.mark.parametrize(("heads", "pattern", "mtp_pattern"), KINDS)
 def test_graphs_save_and_restore_what_is_copied_without_them(
     heads, pattern, mtp_pattern, rollback, monkeypatch
 ):

@@ -28,8 +28,8 @@ KINDS = [("M-*M-", "*-"), ("G-*G-", "*-"), ("*-*-", "*-"), ("+-M-+-", "+-")]
 SEEDED = SamplingParams(temperature=0.9, top_k=20, seed=3, max_tokens=6, ignore_eos=True)
 
 
-@pytest.mark.parametrize("pattern, mtp_pattern", KINDS)
-@pytest.mark.parametrize("heads, k", [("repeated", 0), ("repeated", 3), ("distinct", 3)])
+@pytest.mark.parametrize(("pattern", "mtp_pattern"), KINDS)
+@pytest.mark.parametrize(("heads", "k"), [("repeated", 0), ("repeated", 3), ("distinct", 3)])
 def test_every_kind_of_state(pattern, mtp_pattern, heads, k):
     pair = Pair(tiny_model(heads, pattern, mtp_pattern), k)
     multi_turn(pair, START, 4, greedy(6))
@@ -38,7 +38,7 @@ def test_every_kind_of_state(pattern, mtp_pattern, heads, k):
 
 
 @pytest.mark.parametrize(
-    "heads, k, rollback, ahead",
+    ("heads", "k", "rollback", "ahead"),
     [
         ("repeated", 1, "snapshot", True),
         ("repeated", 4, "replay", True),
@@ -101,7 +101,7 @@ def test_heads_that_read_by_other_rules(rules, heads, k):
 
 
 @pytest.mark.parametrize(
-    "heads, pattern, mtp_pattern, rollback",
+    ("heads", "pattern", "mtp_pattern", "rollback"),
     [
         ("repeated", "M-*M-", "*-", "replay"),
         ("distinct", "M-*M-", "*-", "snapshot"),
@@ -128,9 +128,9 @@ def test_trees_of_drafts(heads, pattern, mtp_pattern, rollback):
 
 
 @pytest.mark.parametrize(
-    "k, settings", [(3, FIXED), (3, GROWN_SHAPE | dict(state_rollback="snapshot")), (2, DRAWN)]
+    ("k", "settings"), [(3, FIXED), (3, GROWN_SHAPE | dict(state_rollback="snapshot")), (2, DRAWN)]
 )
-@pytest.mark.parametrize("pattern, mtp_pattern", [("M-*M-", "*-"), ("G-*G-", "M-")])
+@pytest.mark.parametrize(("pattern", "mtp_pattern"), [("M-*M-", "*-"), ("G-*G-", "M-")])
 def test_conversations_with_trees(pattern, mtp_pattern, k, settings):
     """Paths of which some go through second children, or by what chance draws, were accepted."""
     model = tiny_model("repeated", pattern, mtp_pattern)
@@ -159,7 +159,7 @@ def test_seeded_sampling(k):
 
 
 @pytest.mark.parametrize(
-    "heads, length", [("distinct", 1), ("repeated", 15), ("distinct", 16), ("repeated", 17)]
+    ("heads", "length"), [("distinct", 1), ("repeated", 15), ("distinct", 16), ("repeated", 17)]
 )
 def test_prompts_at_the_edges_of_blocks_and_checkpoints(heads, length):
     """That are the same, end one token before, or go on by one, and that differ in the last token:
@@ -191,7 +191,7 @@ def test_an_identical_prompt_needs_no_forward_pass(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings, ahead",
+    ("settings", "ahead"),
     [
         ({"num_blocks": 14}, True),
         ({"prefix_cache_bytes": 20000}, False),
@@ -299,7 +299,7 @@ def test_a_checkpoint_before_the_generation_prompt():
 
 
 @pytest.mark.parametrize(
-    "heads, mtp_pattern, k, rollback",
+    ("heads", "mtp_pattern", "k", "rollback"),
     [
         ("repeated", "M*", 3, "replay"),
         ("repeated", "G-", 2, "snapshot"),

@@ -245,7 +245,8 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(monkeypatch, fault):
     fault(monkeypatch)
-    with pytest.raises(Exception) as found:
+    # Whichever check sees the fault first.
+    with pytest.raises(Exception) as found:  # noqa: PT011
         for seed in (2, 3):
             fuzz.run(OPERATIONS, seed)
     # A fault that no longer fits the code fails before that.
