@@ -226,15 +226,6 @@ class PrefillConfig:
         yield from too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
 
 
-@checked("conversion benchmark")
-class ConvertBenchConfig:
-    """Settings of `measure_conversion`."""
-
-    gigabytes: Annotated[float, Field(gt=0, le=100_000)] = 2.0
-    """Size of the synthetic checkpoint, in 10^9 bytes; the disk must have room for twice as
-    much."""
-
-
 @checked("load benchmark")
 class LoadConfig:
     """Settings of `measure_load`: requests of lognormal lengths, by default those of

@@ -1,5 +1,5 @@
-"""Time decoding, prefill, serving, training, conversion and kernels; the same run times a copy and
-a matrix product."""
+"""Time decoding, prefill, serving, training and kernels; the same run times a copy and a matrix
+product."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from mtpkit.bench.settings import (
     LOAD_DRAFTS,
     ON_CPU,
     USUAL_DRAFTS,
-    ConvertBenchConfig,
     DecodeConfig,
     KernelConfig,
     LoadConfig,
@@ -345,33 +344,6 @@ def kernels(
     result = measure_kernels(get_config(model), config, device, model, _keep(output))
     _say_what_ran(context)
     result.show(as_json)
-
-
-@app.command(cls=Command)
-@options.takes_options
-def convert(
-    *,
-    config: Annotated[ConvertBenchConfig, options.Fields()],
-    directory: Annotated[
-        Path,
-        typer.Option(
-            callback=options.writable_directory,
-            help="Place on the disk to measure; left as it was.",
-        ),
-    ] = Path(),
-    output: Output = None,
-    as_json: options.PrintJson = False,
-) -> None:
-    """Time import, stitch and export of a synthetic checkpoint, as shares of the rate at which its
-    files are copied.
-
-    All files are removed afterwards. Exported tensors must equal those of the original.
-    """
-    from mtpkit.bench.convert import measure_conversion
-    from mtpkit.platform import require_one_process
-
-    require_one_process()
-    _finish(measure_conversion(config, directory), output, as_json)
 
 
 @app.command(cls=Command)

@@ -103,7 +103,6 @@ PLACES = {
         f"bench {name} --output": "out"
         for name in ("decode", "prefill", "load", "train", "kernels", "roofline")
     },
-    **dict.fromkeys(("bench convert --output", "bench convert --directory"), "out"),
     "bench load --save-requests": "out.json",
     "demo --output": "out",
 }
