@@ -1,5 +1,7 @@
 """The prompt tokens of a step follow what decoding requests can wait for."""
 
+import random
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def test_a_time_that_says_nothing_of_a_token_is_not_taken_up():
     pacing.observe([plan(16, 8)], 10.0)
     assert pacing.most_tokens(8192, 16, 1) == before
     pacing.observe([plan(0, 512)], 10.0)
-    assert before / 2 < pacing.most_tokens(8192, 16, 1) < before
+    assert before / 2 < pacing.most_tokens(8192, 16, 1) <= before
 
 
 @pytest.mark.parametrize("tokens", [16, 1750])
@@ -201,13 +203,14 @@ def test_while_requests_wait_for_others_to_end_the_cheaper_tokens_are_chosen(
     """Those of long chunks take 24 us, and a second computes more of them than of any that share a
     pass."""
     taken = mixed_steps(begun(None), 300, waiting=1000, token=token, crowded=crowded)
-    assert {chosen for chosen, _ in taken[-100:]} == {tokens}
+    assert sum(chosen == tokens for chosen, _ in taken[-100:]) >= 90  # the others are trials
 
 
 def test_kinds_are_compared_at_what_a_step_may_have():
     """1,024 tokens take 32 ms in a pass of their own, 512 that share one 14.7."""
     pacing = begun(0.25)
-    pacing.observe([plan(16, 512)], 6.5e-3 + 512 * 16e-6)
+    for _ in range(3):
+        pacing.observe([plan(16, 512)], 6.5e-3 + 512 * 16e-6)
     assert pacing.most_tokens(1024, 16, 1) == 512 and pacing.most_tokens(2048, 16, 1) == 2048
 
 
@@ -221,9 +224,113 @@ def test_mixed_steps_have_their_most_tokens_too():
 def test_a_kind_of_step_that_was_late_is_tried_again(late):
     pacing = Pacing(0.25, SIZES, SIZES, most_mixed=512)
     mixed_steps(pacing, 50)
-    taken = mixed_steps(pacing, 8000, late=late)
-    assert taken[-1][0] == 8192
-    assert late < 10 or taken[100][0] == 512
+    mixed_steps(pacing, 60, late=late)
+    tokens = [chosen for chosen, _ in mixed_steps(pacing, 60)]
+    assert sum(chosen for chosen in tokens if chosen == 8192) >= 0.95 * sum(tokens)
+
+
+def crowded_steps(
+    pacing: Pacing,
+    steps: int,
+    late: float = 0.0,
+    decode: float = 12.3e-3,
+    token: float = 12.4e-6,
+    seed: int = 0,
+    late_steps: int = 10**9,
+) -> list[int]:
+    """Prompt tokens of steps with 128 decode rows, while prompts always wait. Up to 512 tokens
+    share the pass of the decode rows, and take `token` seconds each; more have one of their own,
+    22.6 us each. Times vary by 2 %. In each of the first `late_steps` steps, the host is late with
+    probability `late`: the step seems to last longer, and the next one shorter by as much.
+    """
+    rng = random.Random(seed)
+    taken = []
+    lateness = 0.0
+    for step in range(steps):
+        tokens = pacing.most_tokens(8192, 128, 400, True)
+        taken.append(tokens)
+        seconds = decode + tokens * (token if tokens <= 512 else 22.6e-6)
+        plans = (
+            [plan(128, *[tokens] * (tokens > 0))] if tokens <= 512 else [plan(128), plan(0, tokens)]
+        )
+        before = lateness
+        lateness = (
+            rng.uniform(0.2, 0.9) * seconds if step < late_steps and rng.random() < late else 0.0
+        )
+        pacing.observe(plans, max(1e-4, seconds * rng.gauss(1, 0.02) + lateness - before))
+    return taken
+
+
+def filled() -> Pacing:
+    """128 prompts have been computed alone, and their requests have decoded since."""
+    pacing = Pacing(None, SIZES, SIZES, most_mixed=512)
+    for seconds in (0.185, 0.2, 0.185):
+        pacing.observe([plan(0, 8192)], seconds)
+    for _ in range(3):
+        pacing.observe([plan(128)], 12.3e-3)
+    return pacing
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("late", "late_steps"), [(0.0, 0), (0.05, 10**9), (0.1, 10**9), (0.5, 20)])
+@pytest.mark.parametrize(("token", "best"), [(12.4e-6, 512), (30e-6, 4096)])
+def test_a_late_host_does_not_change_the_kind_of_steps(token, best, late, late_steps, seed):
+    """But for trials, also while little has been measured."""
+    taken = crowded_steps(filled(), 500, late, token=token, seed=seed, late_steps=late_steps)
+    for part, share in ((taken[:250], 0.15), (taken[250:], 0.06)):
+        others = sum(tokens for tokens in part if tokens not in (0, best))
+        assert others <= share * sum(part)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "plans"), [(0.06, [plan(128, 512)]), (0.4, [plan(128), plan(0, 4096)])]
+)
+@pytest.mark.parametrize(("token", "best"), [(12.4e-6, 512), (30e-6, 4096)])
+def test_a_kind_whose_times_were_all_wrong_is_chosen_again(token, best, wrong, plans):
+    """Nine steps of one kind seemed to take 60 or 400 ms."""
+    pacing = filled()
+    crowded_steps(pacing, 200, token=token)
+    for _ in range(9):
+        pacing.observe(plans, wrong)
+    crowded_steps(pacing, 20 if best == 512 else 1200, token=token)
+    taken = crowded_steps(pacing, 200, token=token)
+    assert sum(tokens for tokens in taken if tokens == best) >= 0.9 * sum(taken)
+
+
+@pytest.mark.parametrize("seen", [3e-3, 12.3e-3, 30e-3])
+def test_the_time_of_decoding_is_measured_again_while_prompts_always_wait(seen):
+    """It was measured once, together with the result before it, rightly, or late; later decoding
+    takes twice as long. Few steps have no prompts for that."""
+    pacing = Pacing(0.03, SIZES, SIZES, most_mixed=512)
+    pacing.observe([plan(0, 8192)], 0.185)
+    pacing.observe([plan(128)], seen)
+    for decode, tokens in ((12.3e-3, 512), (24.6e-3, 384)):
+        taken = crowded_steps(pacing, 420, decode=decode, token=13e-6)
+        assert pacing._token_seconds(True) == pytest.approx(13e-6, rel=0.1)
+        assert taken.count(0) <= 8 and taken[:-1].count(0) >= 3
+        assert sorted(taken[-50:])[25] == pytest.approx(tokens, rel=0.2)
+
+
+def test_prompts_do_not_wait_for_measurements():
+    """Beside a request that has decoded alone, prompts are in each of the next hundred steps."""
+    pacing = Pacing(None, SIZES, SIZES, most_mixed=512)
+    pacing.observe([plan(0, 2048)], 2e-3 + 2048 * 23e-6)
+    for _ in range(3):
+        pacing.observe([plan(1)], 6e-3)
+    for _ in range(100):
+        chosen = pacing.most_tokens(8192, 1, 1)
+        assert chosen
+        pacing.observe([plan(1, chosen)], 6e-3 + 16e-6 * chosen)
+
+
+def test_a_number_of_requests_that_never_decoded_alone_costs_one_step():
+    """Results arrive after the next two steps were planned."""
+    pacing = timed(Pacing(None), rows=1)
+    assert pacing.most_tokens(8192, 100, 1)
+    pacing.observe([plan(100, 100)], 0.03)
+    assert [bool(pacing.most_tokens(8192, 100, 1)) for _ in range(3)] == [False, True, True]
+    pacing.observe([plan(100)], 0.02)
+    assert pacing.most_tokens(8192, 100, 1) == pytest.approx(350, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -251,22 +358,23 @@ def test_short_steps_that_seem_to_take_no_time_say_little_of_long_ones(seconds):
     for _ in range(60):
         pacing.observe([plan(16)], 6.5e-3)
         pacing.observe([plan(16), plan(0, 1024)], 30e-3)
-    apart = pacing._token[False]
+    apart = pacing._token_seconds(False)
     pacing.observe([plan(16, 16)], seconds)
-    assert pacing._token.get(True, apart) > 0.7 * apart
+    assert pacing._token_seconds(True) > 0.7 * apart
     for _ in range(1000):
         pacing.observe([plan(16)], 6.5e-3)
         pacing.observe([plan(16, 16)], 6.6e-3)
-    assert pacing._token[False] == apart
+    assert pacing._token_seconds(False) == apart
     assert mixed_steps(pacing, 100)[-1][0] == 512
 
 
 def test_slow_steps_of_one_kind_do_not_make_the_other_slow():
     pacing = begun(None)
-    apart = pacing._token[False]
+    apart = pacing._token_seconds(False)
     for _ in range(100):
         pacing.observe([plan(16, 512)], 6.5e-3 + 512 * 40e-6)
-    assert pacing._token == {False: apart, True: pytest.approx(40e-6)}
+    assert pacing._token_seconds(False) == apart
+    assert pacing._token_seconds(True) == pytest.approx(40e-6)
 
 
 @pytest.mark.parametrize("bound", [1e-20, 1e300])
@@ -277,15 +385,16 @@ def test_bounds_of_any_size(bound, most_mixed):
     pacing.observe([plan(16, 512)], 0.07)
     for _ in range(5000):
         pacing.observe([plan(16, 8)], 0.010001)
+    pacing.observe([plan(16)], 0.01)
     assert pacing.most_tokens(8192, 16, 1) == (16 if bound < 1 else most_mixed or 8192)
 
 
-def test_mixed_steps_are_tried_once_where_longer_chunks_keep_to_the_bound():
+def test_mixed_steps_are_tried_where_longer_chunks_keep_to_the_bound():
     """Also if each prompt is so long that none of its chunks is short."""
-    chosen = [tokens for tokens, _ in mixed_steps(begun(0.03), 3)]
-    assert chosen == [512, 512, 512]
+    chosen = [tokens for tokens, _ in mixed_steps(begun(0.03), 5)]
+    assert chosen == [512] * 5
     pacing = begun(0.25)
-    assert [tokens for tokens, _ in mixed_steps(pacing, 3)] == [512, 8192, 8192]
+    assert [tokens for tokens, _ in mixed_steps(pacing, 5)] == [512, 512, 512, 8192, 8192]
     short = Pacing(0.03, SIZES, SIZES, most_mixed=128)  # too short to be timed
     short.observe([plan(0, 2048)], 2e-3 + 2048 * 23e-6)
     short.observe([plan(16)], 6.5e-3)
@@ -295,8 +404,10 @@ def test_mixed_steps_are_tried_once_where_longer_chunks_keep_to_the_bound():
 @pytest.mark.parametrize("most_mixed", [0, 512])
 def test_a_step_without_decode_rows_beside_other_batches_is_one_of_its_own(most_mixed):
     pacing = Pacing(0.03, SIZES, SIZES, most_mixed=most_mixed)
-    pacing._decode = {5: 0.01}
-    pacing._token = {False: 0.02 / 400, True: 0.02 / 300}
+    for _ in range(3):
+        pacing.observe([plan(16)], 0.01)
+        pacing.observe([plan(0, 400)], 0.02)
+        pacing.observe([plan(16, 300)], 0.03)
     assert pacing.most_tokens(8192, 0, 1, False, 16) == 384
     assert pacing.most_tokens(8192, 16, 1) == (256 if most_mixed else 384)
 
@@ -362,9 +473,8 @@ def test_the_scheduler_keeps_to_it(num_batches):
     alone it fills the step."""
     settings = dict(max_inter_token_latency=5.0 * num_batches, num_batches=num_batches)
     engine = fake_engine(MODEL, num_blocks=400, max_num_batched_tokens=200, **settings)
-    # 40 tokens fit
-    engine.pacing._decode = {1: 1.0}
-    engine.pacing._token = {False: 0.1}
+    engine.pacing.observe([plan(1)], 1.0)
+    engine.pacing.observe([plan(0, 256)], 25.6)  # 40 tokens fit
     engine.pacing.observe = lambda plans, seconds: None
     seen = []
     plan_step = engine.scheduler.plan

@@ -2,7 +2,9 @@
 their next token."""
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 
@@ -22,29 +24,77 @@ are free: then prompts wait longer than decoding requests do."""
 _ENOUGH = 4096
 """Prompt tokens beyond which a longer step does not lower the time per token: it would only delay
 decoding."""
-_WEIGHT = 0.2
-"""Weight of the newest measurement in a running mean."""
-_DRIFT = 0.0003
-"""At each long step of the faster kind, the slower kind's seconds per token are lowered by this
-share of the gap to the faster kind's. A kind that was measured too slow, and is therefore no longer
-chosen, is thus tried again after some thousand steps."""
-_LATE = 2.0
-"""Measurements are clipped at this many times the running mean: a pause of the host says nothing
-about the device."""
 _LONG = 256
 """Prompt tokens from which a step is long. Shorter steps mostly wait for the weights to be read, so
 their seconds per token are only an upper bound."""
+_KEPT = 9
+"""Measurements of one quantity that are kept. Its value is their median: a late host makes one
+interval too long and often the next one too short, and five of nine would have to be wrong in the
+same direction."""
+_FEW = 3
+"""Measurements from which on a median is trusted. Where a quantity is measured again after a long
+time, only two old measurements are kept beside the new one, so that two new ones outvote them."""
+_SOON = 8
+_LATER = 128
+"""A step has no prompt tokens if this many steps had some since its level was last timed without:
+one while the level has never been timed, `_SOON` while it has fewer than `_FEW` measurements, then
+`_LATER`."""
+_AGAIN = 48
+"""The kind of step that is not chosen is tried again after the other kind has computed this many
+times as many prompt tokens as the trial would, so that trials compute about 2 % of the tokens,
+whichever kind has longer steps."""
+_TRIAL = 20
+"""Steps after which a trial ends although it has not been timed, since too few prompts wait. It is
+more than the number of steps for which prompts may gather."""
+_FASTEST = 1e-9
+"""Least seconds per prompt token, even if measurements leave none."""
+
+
+class _Measured:
+    """The newest measurements of one quantity."""
+
+    def __init__(self) -> None:
+        self.newest = deque[tuple[float, int, int | None]](maxlen=_KEPT)
+        """Of each step that was timed: its seconds, its prompt tokens, and its level, None without
+        decode rows."""
+        self.since = 0
+        """Steps (for d) or prompt tokens (for c) of the other kind since this one was last measured
+        or due."""
+        self.stale = False
+        """Whether so many of these passed that the next measurement counts for more."""
+        self.trial = 0
+        """Steps that are left of a trial."""
+
+    def due(self, steps: int = 1) -> None:
+        """Note that the quantity is to be measured within `steps` steps."""
+        self.since = 0
+        self.stale = True
+        self.trial = steps
+
+    def add(self, seconds: float, tokens: int, level: int | None) -> None:
+        """Add the time of a step."""
+        while self.stale and len(self.newest) >= _FEW:
+            self.newest.popleft()
+        self.newest.append((seconds, tokens, level))
+        self.since = 0
+        self.stale = False
+        self.trial = 0
 
 
 class Pacing:
     """Chooses the number of prompt tokens of each step from the times of earlier steps.
 
     A step is taken to last d + c n seconds: n is its number of prompt tokens, d the time of a step
-    that only decodes, and c the time per prompt token. Both d and c are running means. Each level
-    of the number of decoding requests has its own d; levels are about a fifth apart. There are two
-    values of c, one for each kind of step: prompt tokens *mixed* into the forward pass of the
-    decode rows, or in a pass *apart*. Mixed tokens are cheaper while the decode rows leave the
-    device room, since the weights are read for those rows anyway, and dearer otherwise.
+    that only decodes, and c the time per prompt token. Each level of the number of decoding
+    requests has its own d; levels are about a fifth apart. There are two values of c, one for each
+    kind of step: prompt tokens *mixed* into the forward pass of the decode rows, or in a pass
+    *apart*. Mixed tokens are cheaper while the decode rows leave the device room, since the weights
+    are read for those rows anyway, and dearer otherwise.
+
+    Both d and c are medians of the newest measurements. Only steps without prompt tokens measure d.
+    Where prompts wait in every step, a step goes without them now and then; the kind of step that
+    is not chosen is tried now and then. So no wrong value lasts because it prevents the steps that
+    would correct it.
 
     The kind that computes more prompt tokens per second is chosen. While requests wait for a slot,
     mixed tokens are chosen if their c is smaller: running requests have few prompt tokens left, and
@@ -74,9 +124,14 @@ class Pacing:
         """The newest result of `most_tokens`."""
         self.told: int | None = None
         """The number that rank 0 chose for the next step; `most_tokens` then returns it."""
-        self._decode: dict[int, float] = {}
-        self._token: dict[bool, float] = {}
-        """c of mixed tokens (True) and of tokens apart (False)."""
+        self._decode: defaultdict[int, _Measured] = defaultdict(_Measured)
+        """Steps without prompt tokens, by level."""
+        self._decode_seconds: dict[int, float] = {}
+        """d of each level that was timed."""
+        self._long = {True: _Measured(), False: _Measured()}
+        """Long steps with mixed tokens (True) and with tokens apart (False)."""
+        self._short = {True: _Measured(), False: _Measured()}
+        """Shorter steps since the newest long one."""
 
     def most_tokens(
         self,
@@ -89,7 +144,8 @@ class Pacing:
         """Most prompt tokens of a step.
 
         Args:
-            budget: upper limit of the result.
+            budget: upper limit of the result, which is 0 where a step without prompt tokens is to
+                be timed.
             num_decoding: decode rows of the step.
             num_waiting: requests of the step's batch whose prompts are not computed yet.
             crowded: whether some of the waiting requests cannot begin before running requests end.
@@ -105,6 +161,8 @@ class Pacing:
     def _most(
         self, budget: int, num_decoding: int, num_waiting: int, crowded: bool, elsewhere: int
     ) -> int:
+        if num_decoding and num_waiting and self._decodes_alone(_level(num_decoding)):
+            return 0
         if delayed := num_decoding or elsewhere:
             share = 1.0 if crowded else min(1.0, (num_waiting - 1) / delayed)
             most_mixed = self.most_mixed if num_decoding else 0
@@ -114,10 +172,24 @@ class Pacing:
         sizes = self.beside if num_decoding else self.alone
         return max((size for size in sizes if size <= budget), default=budget)
 
+    def _decodes_alone(self, level: int) -> bool:
+        """Whether the next step has no prompt tokens, so that d of this level is measured."""
+        measured = self._decode[level]
+        if not measured.newest:
+            wait = 1
+        elif len(measured.newest) < _FEW:
+            wait = _SOON
+        else:
+            wait = _LATER
+        if measured.since < wait:
+            return False
+        measured.due()
+        return True
+
     def _bounded(
         self, budget: int, num_decoding: int, patience: float, most_mixed: int, crowded: bool
     ) -> int:
-        decode = self._decode_seconds(num_decoding)
+        decode = self._seconds_to_decode(_level(num_decoding))
         mixed = self._token_seconds(True)
         apart = self._token_seconds(False)
         if not decode or not mixed or not apart:
@@ -125,64 +197,87 @@ class Pacing:
         bound = patience * decode if self.bound is None else self.bound
         room = max(0.0, bound - decode)
         most = budget if self.bound is not None else min(budget, _ENOUGH)
-        choices = [(min(most, room / apart), apart)]
-        if most_mixed:
-            choices = [
-                (min(most, most_mixed, room / mixed), mixed),
-                *(one for one in choices if one[0] > most_mixed),
-            ]
-        untimed = True not in self._token  # then mixed tokens are tried
-        if most_mixed >= _LONG and (untimed or (crowded and mixed < apart)):
-            choices = choices[:1]
-        # More tokens in a pass of their own may take so much longer that fewer are computed per
-        # second.
-        tokens, _ = max(choices, key=lambda choice: choice[0] / (decode + choice[0] * choice[1]))
-        return min(budget, max(_LEAST, int(tokens)))
+        tokens = {True: min(most, most_mixed, room / mixed), False: min(most, room / apart)}
+        kind = bool(most_mixed)
+        if most_mixed and tokens[False] > most_mixed:
+            # More tokens in a pass of their own may take so much longer that fewer are computed per
+            # second.
+            rate_mixed = tokens[True] / (decode + tokens[True] * mixed)
+            rate_apart = tokens[False] / (decode + tokens[False] * apart)
+            gathering = crowded and most_mixed >= _LONG and mixed < apart
+            kind = self._tried(gathering or rate_mixed >= rate_apart, tokens)
+        return min(budget, max(_LEAST, int(tokens[kind])))
+
+    def _tried(self, best: bool, tokens: dict[bool, float]) -> bool:
+        """The kind of the next step: `best`, unless the other kind is to be tried. `tokens`: its
+        prompt tokens, by kind."""
+        if tokens[True] >= _LONG and len(self._long[True].newest) < _FEW:
+            return True
+        other = self._long[not best]
+        if tokens[not best] >= _LONG and other.since >= _AGAIN * tokens[not best]:
+            other.due(_TRIAL)
+        if not other.trial:
+            return best
+        other.trial -= 1
+        return not best
 
     def _token_seconds(self, mixed: bool) -> float | None:
-        """c of this kind of step; of the other kind while none of this kind has been timed."""
-        return self._token.get(mixed, self._token.get(not mixed))
-
-    def _decode_seconds(self, num_decoding: int) -> float | None:
-        """d of the nearest timed number of decoding requests."""
-        if not self._decode:
+        """c of this kind of step. While it has few measurements, c is at most twice that of the
+        other kind, and at least half of it."""
+        token = self._median(self._long[mixed])
+        other = self._median(self._long[not mixed])
+        if token is None:
+            token = other
+        elif other is not None and len(self._long[mixed].newest) < _FEW:
+            token = min(max(token, other / 2), other * 2)
+        if token is None:
             return None
-        return self._decode[min(self._decode, key=lambda known: abs(known - _level(num_decoding)))]
+        short = self._median(self._short[mixed])
+        # A few short steps say too little. Many show that c is too high, perhaps so high that no
+        # step is long any more.
+        if short is not None and len(self._short[mixed].newest) == _KEPT:
+            token = min(token, short)
+        return max(token, _FASTEST)
+
+    def _median(self, steps: _Measured) -> float | None:
+        """Median of the seconds per prompt token, with d as it is known now."""
+        tokens = []
+        for seconds, num_tokens, level in steps.newest:
+            decode = 0.0 if level is None else self._seconds_to_decode(level)
+            if decode is not None:
+                tokens.append((seconds - decode) / num_tokens)
+        return median(tokens) if tokens else None
+
+    def _seconds_to_decode(self, level: int) -> float | None:
+        """d of the nearest level that was timed."""
+        known = self._decode_seconds
+        if not known or level in known:
+            return known.get(level)
+        return known[min(known, key=lambda other: abs(other - level))]
 
     def observe(self, plans: Sequence[Plan], seconds: float) -> None:
         """Record the seconds of a step, from the arrival of the previous results (of any batch) to
         that of its own."""
         decoding = sum(plan.num_decode_rows for plan in plans)
         tokens = sum(plan.num_chunk_tokens for plan in plans)
-        level = _level(decoding)
-        mixed = any(plan.num_decode_rows and plan.num_chunk_tokens for plan in plans)
-        known = self._token_seconds(mixed)
+        level = _level(decoding) if decoding else None
         if not tokens:
-            if not decoding:  # only copies between slots and checkpoints
-                return
-            self._decode[level] = _mean(self._decode.get(level), seconds)
+            if level is not None:  # otherwise there are only copies between slots and checkpoints
+                self._decode[level].add(seconds, 0, level)
+                self._decode_seconds[level] = median(
+                    one for one, _, _ in self._decode[level].newest
+                )
             return
-        # while prompts keep coming, perhaps no step only decodes
-        if decoding and level not in self._decode:
-            fed = sum(row.length for plan in plans for row in plan.decode_rows)
-            left = 0.0 if known is None else seconds - tokens * known
-            self._decode[level] = max(left, seconds * fed / (fed + tokens))
-        # it may have been timed too high, or the host was late
-        elif decoding and seconds < self._decode[level]:
-            self._decode[level] = _mean(self._decode[level], seconds)
-        token = (seconds - (self._decode[level] if decoding else 0.0)) / tokens
-        if token <= 0.0:  # results of two steps came together
+        if level is not None:
+            self._decode[level].since += 1
+        mixed = any(plan.num_decode_rows and plan.num_chunk_tokens for plan in plans)
+        if tokens < _LONG:
+            self._short[mixed].add(seconds, tokens, level)
             return
-        if tokens >= _LONG:
-            if mixed not in self._token and known:
-                token = min(max(token, known / _LATE), known * _LATE)
-            self._token[mixed] = _mean(self._token.get(mixed), token)
-            this = self._token[mixed]
-            other = self._token.get(not mixed, 0.0)
-            if this < other:
-                self._token[not mixed] = other + _DRIFT * (this - other)
-        elif known is not None and token < known:
-            self._token[mixed] = _mean(known, token)
+        self._long[mixed].add(seconds, tokens, level)
+        self._short[mixed].newest.clear()
+        if decoding:
+            self._long[not mixed].since += tokens
 
 
 def pacing_for(
@@ -209,8 +304,4 @@ def pacing_for(
 def _level(num_decoding: int) -> int:
     """The level of a number of decoding requests, all of which share one d: four levels per
     doubling."""
-    return round(4 * math.log2(num_decoding)) if num_decoding else 0
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if not old else old + _WEIGHT * (min(new, _LATE * old) - old)
+    return round(4 * math.log2(num_decoding))
