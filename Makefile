@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.mtpkit-setup
 
-.PHONY: help setup demo test test-newest test-lowest test-gpu lint clean
+.PHONY: help setup demo test test-all test-newest test-lowest test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,7 +17,10 @@ $(STAMP): pyproject.toml tools/setup.sh
 demo: $(STAMP) ## train MTP heads on the tiny base, convert them, measure the speedup
 	@$(VENV)/bin/mtpkit demo
 
-test: $(STAMP) ## run the test suite
+test: $(STAMP) ## run the first and the last case of each test, few of them with processes
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal --tier fast $(PYTEST_ARGS)
+
+test-all: $(STAMP) ## run all tests that need no GPU
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-newest: $(STAMP) ## run some of the tests with the newest dependencies, Python 3.13 where there is one

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import tiers
 from tests.shared import look_at_new_objects
 
 torch.set_num_threads(1)
@@ -45,20 +46,55 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=["fast", "all"],
+        default="all",
+        help="fast: the first and the last case of each test function, and few processes",
+    )
+
+
 def pytest_collection_finish() -> None:
     """Spare collections the look at all that was imported."""
     gc.collect()
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device and `pytest -m gpu`")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none, and leave out what the tier does not have."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device and `pytest -m gpu`")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+    if config.getoption("--tier") == "fast":
+        chosen = set(tiers.fast(items))
+        left_out = [item for item in items if item not in chosen]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = f"{len(left_out)} of {len(items)} cases left out"
+        items[:] = [item for item in items if item in chosen]
+
+
+LEFT_OUT = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Take over what a worker left out; each of them collects the same."""
+    if "left_out" in getattr(node, "workeroutput", {}):
+        node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput") and LEFT_OUT in session.config.stash:
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if LEFT_OUT in config.stash:
+        terminalreporter.write_line(f"fast tier: {config.stash[LEFT_OUT]}; --tier all runs them")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,92 @@
+"""The fast tier: which cases of the tests `make test` runs."""
+
+import multiprocessing
+import subprocess
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch.multiprocessing
+
+STARTERS = (subprocess, multiprocessing, torch.multiprocessing)
+"""A test whose code names one of these modules, or leads to code that does, starts processes."""
+HANDFUL = (
+    "tests/cli/test_boundary.py::test_exit_code_and_line",
+    "tests/engine/test_ranks.py::test_two_ranks_decode_what_one_does",
+    "tests/engine/test_replicas.py::test_tokens_are_those_of_one_engine",
+    "tests/engine/test_stages.py::test_two_stages_decode_what_one_rank_does",
+    "tests/model/test_parallel.py::test_tensor_parallel",
+    "tests/training/test_kill.py::test_a_killed_run_goes_on_bit_for_bit",
+    "tests/training/test_parallel.py::test_two_processes_have_the_gradients_of_one",
+)
+"""Functions of the fast tier that start processes, of which each costs seconds: one for each way
+that the package has of being several processes."""
+
+
+def function_name(item: pytest.Item) -> str:
+    """The id of a case without its parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def fast(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The first and the last case of each function, without functions that start processes.
+
+    Between these two every parameter of a full product has two values. Cases that need a GPU do not
+    count, since they are skipped.
+    """
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("gpu"):
+            functions[function_name(item)].append(item)
+
+    chosen = []
+    for name, cases in functions.items():
+        if name in HANDFUL or not starts_processes(cases[0]):
+            chosen += cases if len(cases) <= 2 else [cases[0], cases[-1]]
+    return chosen
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """Whether a test or a fixture of it has code that names a module which starts processes."""
+    seen: set[object] = set()
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    functions = [item.function, *(fixture.func for made in fixtures for fixture in made)]
+    return any(_leads_to_processes(function, seen) for function in functions)
+
+
+def _leads_to_processes(value: object, seen: set[object]) -> bool:
+    """Whether a module starts processes, or the code of a function or class of the tests does."""
+    if isinstance(value, types.ModuleType):
+        return value in STARTERS
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if not isinstance(value, types.FunctionType | type) or value in seen:
+        return False
+    if not value.__module__.startswith("tests"):
+        return False
+    seen.add(value)
+    parts = vars(value).values() if isinstance(value, type) else _named(value)
+    return any(_leads_to_processes(part, seen) for part in parts)
+
+
+def _named(function: types.FunctionType) -> Iterator[object]:
+    """What the code of a function names outside of it: globals, and variables of the function
+    around it."""
+    for cell in function.__closure__ or ():
+        if cell != types.CellType():  # a variable that is not assigned yet
+            yield cell.cell_contents
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for scope in (function.__globals__, *_modules(function, code)):
+            yield from (scope.get(name) for name in code.co_names)
+
+
+def _modules(function: types.FunctionType, code: types.CodeType) -> Iterator[dict[str, object]]:
+    """The globals of modules of the tests that code names, since it may name what is in them."""
+    for name in code.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType) and value.__name__.startswith("tests"):
+            yield vars(value)
