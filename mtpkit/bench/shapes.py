@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from mtpkit.bench.sizes import LARGE_SHAPES, SHAPES
-from mtpkit.checkpoint import find_companions, load_config, load_model
+from mtpkit.checkpoint import load_config, load_model, open_directory
 from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.drafting import check_depths
@@ -166,7 +166,7 @@ def read_token_ids(path: Path, model: str) -> list[list[int]]:
                 f"{path} holds texts, but the shape {model} has no tokenizer: give prompt_token_ids"
                 " in a .jsonl"
             )
-        tokenizer = load_tokenizer(find_companions(_directory(model)))
+        tokenizer = load_tokenizer(open_directory(_directory(model)).companions)
     return [list(encode(prompt, tokenizer, name)[1]) for name, prompt in list_prompts(prompts)]
 
 

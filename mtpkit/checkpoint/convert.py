@@ -3,6 +3,7 @@ tokenizer."""
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,34 +13,23 @@ from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
     RELEASE,
     TRACKER,
-    Layout,
-    beside,
-    detect_layout,
-    find_companions,
-    load_config,
-    load_hf_config,
-    open_weights,
+    HFDirectory,
+    MegatronDirectory,
+    open_directory,
 )
-from mtpkit.checkpoint.families import Family, find_family, get_family
+from mtpkit.checkpoint.families import Family, find_family
 from mtpkit.checkpoint.families.keys import Settings
 from mtpkit.checkpoint.families.table import MappedTensors, Stored
 from mtpkit.checkpoint.layouts.huggingface import (
     INDEX,
     MAX_SHARD_BYTES,
-    HFReader,
     copy_companions,
     write_hf,
 )
 from mtpkit.checkpoint.layouts.megatron import WithoutPadding
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import ModelTensors
-from mtpkit.checkpoint.original import (
-    ORIGINAL,
-    carried_names,
-    keep_original,
-    open_carried,
-    read_stored,
-)
+from mtpkit.checkpoint.original import ORIGINAL, carried_names, keep_original
 from mtpkit.checkpoint.tensors import CheckedTensors, SeveralSources, TensorSource, bits_equal
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
@@ -69,31 +59,31 @@ def import_checkpoint(
             destination is in use.
         StorageError: writing failed; nothing is left behind.
     """
-    source, destination = check_paths(source, destination, "hf", force)
-    config = load_config(source)
-    family = get_family(config.family)
-    weights = open_weights(source, fp8_as=fp8_as)
-    _require_equal_copies(source, family, config)
+    opened = open_hf(source)
+    destination = check_destination_of(opened.path, destination, force)
+    config = opened.config
+    weights = opened.weights(fp8_as=fp8_as)
+    _require_equal_copies(opened)
     with staged_directory(destination) as staging:
         (staging / RELEASE).mkdir()
         write_megatron(staging / RELEASE, weights, CHECKPOINT_VERSION)
-        keep_original(source, staging, family, config)
-        copy_companions(source, staging)
-        shutil.copyfile(source / "config.json", staging / "config.json")
+        keep_original(opened.reader, opened.table, staging)
+        copy_companions(opened.companions, staging)
+        shutil.copyfile(opened.path / "config.json", staging / "config.json")
         (staging / OWN_CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         (staging / TRACKER).write_text(RELEASE)
     return carried_names(destination)
 
 
-def _require_equal_copies(source: Path, family: Family, config: ModelConfig) -> None:
+def _require_equal_copies(source: HFDirectory) -> None:
     """Check that the heads' copies of the base's tensors, which an import drops, are equal to these
     tensors.
 
     Raises:
         UserError: some differ; the message names them.
     """
-    reader = HFReader(source, family.published_name, family.carried)
-    pairs = [pair for pair in family.table(config).copies.items() if pair[0] in reader.tensors]
+    reader = source.reader
+    pairs = [pair for pair in source.table.copies.items() if pair[0] in reader.tensors]
     odd = [
         f"{copy} and {name}"
         for copy, name in pairs
@@ -101,7 +91,7 @@ def _require_equal_copies(source: Path, family: Family, config: ModelConfig) -> 
     ]
     if odd:
         raise UserError(
-            f"{source}: {listed(odd)} differ, but the heads share these tensors with the base"
+            f"{source.path}: {listed(odd)} differ, but the heads share these tensors with the base"
         )
 
 
@@ -122,9 +112,10 @@ def export_checkpoint(
         vocab_size: number of tokens to keep, without the rows of Megatron's vocabulary padding;
             None: keep all rows.
     """
-    source, destination = check_paths(source, destination, "megatron", force)
-    weights: TensorSource = open_weights(source)
-    config = load_config(source)
+    opened = _open_megatron(source)
+    destination = check_destination_of(opened.path, destination, force)
+    weights: TensorSource = opened.weights()
+    config = opened.config
     if vocab_size is not None:
         if not 0 < vocab_size <= config.vocab_size:
             raise UserError(
@@ -133,11 +124,12 @@ def export_checkpoint(
             )
         weights = WithoutPadding(weights, vocab_size)
         config = config.replace(vocab_size=vocab_size)
-    chosen = find_family(config, family, source)
-    places = list(beside(source))
-    stored = read_stored(places)
-    hf_config, mapped = _hf_view(weights, config, chosen, load_hf_config(source), source, stored)
-    carried = open_carried(places)
+    chosen = find_family(config, family, opened.path)
+    written = _Written(
+        weights, config, chosen, opened.path, opened.original_settings, opened.stored
+    )
+    hf_config, mapped = written.hf_view()
+    carried = opened.carried
     with staged_directory(destination) as staging:
         write_hf(
             staging,
@@ -145,7 +137,7 @@ def export_checkpoint(
             SeveralSources(mapped, carried) if carried else mapped,
             max_shard_bytes,
         )
-        copy_companions(find_companions(source), staging)
+        copy_companions(opened.companions, staging)
     return list(carried.tensors) if carried else []
 
 
@@ -166,7 +158,8 @@ def save_hf_model(
     config = model.mtpkit_config
     name = f"the model for {directory}"
     tensors = CheckedTensors(ModelTensors(model), name)
-    hf_config, weights = _hf_view(tensors, config, find_family(config, None, name), None, directory)
+    written = _Written(tensors, config, find_family(config, None, name), directory)
+    hf_config, weights = written.hf_view()
     with staged_directory(directory) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
         for file in directory.iterdir() if directory.exists() else ():
@@ -178,44 +171,76 @@ def save_hf_model(
                 shutil.copy2(file, staging)
 
 
-def _hf_view(
-    source: TensorSource,
-    config: ModelConfig,
-    family: Family,
-    original: Settings | None,
-    where: Path,
-    stored: Stored | None = None,
-) -> tuple[Settings, MappedTensors]:
-    """(`config.json`, weights) in the Hugging Face layout, from weights under Megatron's names."""
-    if original and original["model_type"] != family.model_type:
-        original = None
-    hf_config = family.config_to_hf(config, original)
-    table = family.table(config)
-    if stored is not None:
-        table.check(stored, f"{ORIGINAL} of {where}")
-    weights = table.to_hf(source, where, stored)
-    dtype_key = "dtype" if original and "dtype" in original else "torch_dtype"
-    hf_config[dtype_key] = str(next(iter(weights.tensors.values())).dtype).removeprefix("torch.")
-    return hf_config, weights
+@dataclass(frozen=True)
+class _Written:
+    """A model to be written in the Hugging Face layout."""
+
+    weights: TensorSource
+    """The weights under Megatron's names."""
+    config: ModelConfig
+    family: Family
+    """The family to write it as."""
+    where: Path
+    """The directory of the model, for messages."""
+    original: Settings | None = None
+    """The `config.json` that it came with. Its keys are kept, unless it is of another family."""
+    stored: Stored | None = None
+    """How the original stored its tensors."""
+
+    def hf_view(self) -> tuple[Settings, MappedTensors]:
+        """(`config.json`, weights) in the Hugging Face layout.
+
+        Raises:
+            UserError: the family cannot express the model, or the record of the original is
+                damaged.
+        """
+        original = self.original
+        if original and original["model_type"] != self.family.model_type:
+            original = None
+        hf_config = self.family.config_to_hf(self.config, original)
+
+        table = self.family.table(self.config)
+        if self.stored is not None:
+            table.check(self.stored, f"{ORIGINAL} of {self.where}")
+        weights = table.to_hf(self.weights, self.where, self.stored)
+
+        # transformers renamed the key: the original's name is kept, and otherwise the older one,
+        # which every version reads
+        dtype_key = "dtype" if original and "dtype" in original else "torch_dtype"
+        dtype = next(iter(weights.tensors.values())).dtype
+        hf_config[dtype_key] = str(dtype).removeprefix("torch.")
+        return hf_config, weights
 
 
-def check_paths(
-    source: Path | str, destination: Path | str, layout: Layout | None, force: bool
-) -> tuple[Path, Path]:
-    """Both as paths, after all checks that need no reading of weights.
-
-    Args:
-        layout: required layout of the source; None: either.
+def open_hf(source: Path | str, any_quantization: bool = False) -> HFDirectory:
+    """Open a directory that must have the Hugging Face layout.
 
     Raises:
-        UserError: the source has another layout, the destination is in use, or one of them is or
-            contains the other.
+        UserError: it has the other layout, or none.
     """
-    source = Path(source)
+    opened = open_directory(source, any_quantization)
+    if isinstance(opened, HFDirectory):
+        return opened
+    raise UserError(f"{opened.path} has the Megatron layout already; use `export` to convert it")
+
+
+def _open_megatron(source: Path | str) -> MegatronDirectory:
+    """Open a directory that must have the Megatron layout. Raises as `open_hf` does."""
+    opened = open_directory(source)
+    if isinstance(opened, MegatronDirectory):
+        return opened
+    raise UserError(
+        f"{opened.path} has the Hugging Face layout already; use `import` to convert it"
+    )
+
+
+def check_destination_of(source: Path, destination: Path | str, force: bool) -> Path:
+    """The destination of a conversion as a path, after all checks that need no reading of weights.
+
+    Raises:
+        UserError: the destination is in use, or it contains the source, or the other way round.
+    """
     destination = Path(destination)
-    if detect_layout(source) != layout is not None:
-        other, command = ("Megatron", "export") if layout == "hf" else ("Hugging Face", "import")
-        raise UserError(f"{source} has the {other} layout already; use `{command}` to convert it")
     refuse_broken_links(destination)
     inside = source.resolve() in (destination.resolve(), *destination.resolve().parents)
     if inside or destination.resolve() in source.resolve().parents:
@@ -229,4 +254,4 @@ def check_paths(
         "a checkpoint",
         ("config.json", OWN_CONFIG, "metadata.json", ".metadata"),
     )
-    return source, destination
+    return destination

@@ -1,5 +1,5 @@
-"""Model directories of either layout: detect the layout, find config, weights, and the files beside
-them.
+"""Model directories of either layout, opened once and handed on: layout, config, weights, and the
+files beside them.
 
 A Megatron directory is a `torch_dist` checkpoint itself, a run with
 `latest_checkpointed_iteration.txt` and `iter_0000123/` or `release/`, or a folder with
@@ -9,24 +9,35 @@ A Megatron directory is a `torch_dist` checkpoint itself, a run with
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
-from mtpkit.checkpoint.families import get_family, only_fit
-from mtpkit.checkpoint.families.keys import as_token_ids
+from mtpkit.checkpoint.families import Family, get_family, only_fit
+from mtpkit.checkpoint.families.keys import Settings, as_token_ids
+from mtpkit.checkpoint.families.table import Stored, Table
 from mtpkit.checkpoint.layouts import megatron
-from mtpkit.checkpoint.layouts.huggingface import INDEX, SINGLE, HFReader, stored_names
+from mtpkit.checkpoint.layouts.huggingface import (
+    INDEX,
+    SINGLE,
+    CarriedTensors,
+    HFReader,
+    stored_names,
+)
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
+from mtpkit.checkpoint.original import open_carried, read_stored
 from mtpkit.checkpoint.quantized import CONFIG, Dequantized, read_block_fp8
 from mtpkit.checkpoint.tensors import CheckedTensors, Tensors, TensorSource, require_same_names
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, raise_problems, shown
-from mtpkit.files import is_there, read_json, read_text
+from mtpkit.files import JsonObject, is_there, read_json, read_text
 
 Layout = Literal["hf", "megatron"]
 
@@ -39,34 +50,386 @@ MODELOPT = "hf_quant_config.json"
 RELEASE = "release"
 """Megatron-LM's name for a checkpoint that does not belong to a step of a run."""
 
+_HF_CONFIG = "config.json"
+_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
+"""Files that show that the companions of a Megatron checkpoint lie in a directory."""
 
-def iteration_name(iteration: int | None) -> str:
-    """Directory of an iteration inside a run; None: the release."""
-    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+@dataclass(frozen=True)
+class ModelDirectory(ABC):
+    """A model directory of either layout. `open_directory` opens one.
+
+    Each file is read when something in it is first asked for, and only once: functions hand an
+    opened directory on instead of its path. It does not notice changes after that.
+    """
+
+    path: Path
+
+    layout: ClassVar[Layout]
+
+    @cached_property
+    def _settings(self) -> dict[Path, JsonObject]:
+        """The JSON files that were read so far."""
+        return {}
+
+    def _read(self, path: Path) -> JsonObject:
+        """The content of a JSON file, which callers must not change; raises as `read_json` does."""
+        if path not in self._settings:
+            self._settings[path] = read_json(path)
+        return self._settings[path]
+
+    @property
+    @abstractmethod
+    def config(self) -> ModelConfig:
+        """The model's config.
+
+        Raises:
+            UserError: there is no config, or it has unsupported settings.
+        """
+
+    @property
+    @abstractmethod
+    def companions(self) -> Path:
+        """The directory that holds the tokenizer and the other files beside the weights."""
+
+    @property
+    @abstractmethod
+    def carried(self) -> CarriedTensors | None:
+        """The tensors outside the text model, if there are any.
+
+        Raises:
+            UserError: files are missing or damaged.
+        """
+
+    @property
+    @abstractmethod
+    def weights_place(self) -> Path:
+        """The directory that holds the files of the weights.
+
+        Raises:
+            UserError: there is no checkpoint.
+        """
+
+    @abstractmethod
+    def weights(
+        self,
+        fit_config: bool = False,
+        device: torch.device | str = "cpu",
+        fp8_as: torch.dtype = torch.bfloat16,
+    ) -> TensorSource:
+        """The weights under Megatron's names. Each call returns a new source, which checks what is
+        read from it.
+
+        Args:
+            fit_config: also check the names and shapes of a Megatron checkpoint's tensors against
+                its own config, before a model is built in the sizes that the config claims. Hugging
+                Face checkpoints are always checked.
+            device: device that tensors are read to: a GPU; any other device means the CPU.
+            fp8_as: dtype that weights stored in fp8 are read as.
+
+        Raises:
+            UserError: files are missing or damaged, or do not fit the config.
+        """
+
+    def end_token_ids(self, vocab_size: int) -> frozenset[int]:
+        """Tokens that end a sequence according to `generation_config.json` among the companions;
+        none without that file.
+
+        Raises:
+            UserError: the settings cannot be read, or hold values other than ids of a vocabulary of
+                that size.
+        """
+        path = self.companions / "generation_config.json"
+        found = as_token_ids(self._read(path).get("eos_token_id")) if is_there(path) else ()
+        odd = [
+            shown(token) for token in found if type(token) is not int or not 0 <= token < vocab_size
+        ]
+        if odd:
+            raise UserError(
+                f"{path}: eos_token_id {listed(odd, width=120)} is none of the {vocab_size}"
+                " token ids"
+            )
+        return frozenset(token for token in found if isinstance(token, int))
 
 
-def detect_layout(directory: Path | str) -> Layout:
-    """Detect the layout of a directory.
+@dataclass(frozen=True)
+class HFDirectory(ModelDirectory):
+    """A directory in the Hugging Face layout."""
+
+    any_quantization: bool = False
+    """Whether the config may have a quantisation that mtpkit cannot read. `weights` always refuses
+    it."""
+
+    layout = "hf"
+
+    @property
+    def settings(self) -> JsonObject:
+        """`config.json`, which callers must not change; raises as `read_json` does."""
+        return self._read(self.path / _HF_CONFIG)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """As in `ModelDirectory`. A model whose files contain no tensor of its heads is read
+        without heads, whatever its config.json says."""
+        values: Settings = self.settings
+        if self.any_quantization:
+            values = {key: value for key, value in values.items() if key != CONFIG}
+        return self._with_stored_heads(_config_from_hf(values, self.path / _HF_CONFIG))
+
+    def _with_stored_heads(self, config: ModelConfig) -> ModelConfig:
+        """The config, without heads if none of their tensors is stored: transformers drops heads
+        but keeps their number.
+
+        That is worth a warning if `config.json` gives the number. Without it, some families count
+        one head.
+        """
+        names = stored_names(self.path) if config.mtp.num_depths else set()
+        family = get_family(config.family)
+        heads = tuple(
+            {
+                prefix
+                for depth in range(config.mtp.num_layers)
+                for prefix in family.mtp_prefixes(config, depth)
+            }
+        )
+        if not names or any(family.published_name(name).startswith(heads) for name in names):
+            return config
+
+        *places, key = family.serving.count_key.split(".")
+        settings: object = self.settings
+        for place in places:
+            settings = settings.get(place) if isinstance(settings, Mapping) else None
+        if isinstance(settings, Mapping) and settings.get(key) is not None:
+            _warn_of_lost_heads(self.path / _HF_CONFIG, config.mtp.num_layers)
+        return config.replace(mtp_pattern="", mtp_num_depths=0)
+
+    @property
+    def family(self) -> Family:
+        return get_family(self.config.family)
+
+    @cached_property
+    def reader(self) -> HFReader:
+        """The tensors as they are stored; raises as `HFReader` does."""
+        return HFReader(self.path, self.family.published_name, self.family.carried)
+
+    @cached_property
+    def table(self) -> Table:
+        """The names of the tensors in both layouts."""
+        return self.family.table(self.config)
+
+    @cached_property
+    def stored(self) -> Stored:
+        """How the files store their tensors where there is a choice."""
+        return self.table.stored_in(self.reader.tensors)
+
+    @property
+    def companions(self) -> Path:
+        return self.path
+
+    @property
+    def carried(self) -> CarriedTensors | None:
+        carried = self.reader.carried
+        return carried if carried.tensors else None
+
+    @property
+    def weights_place(self) -> Path:
+        return self.path
+
+    @property
+    def quantization(self) -> object:
+        """`quantization_config`, or ModelOpt's settings beside `config.json`; None without either.
+
+        As in vLLM 0.33 and SGLang 0.5.23, the file beside it also counts where layers have
+        different algorithms and `config.json` does not say which. Raises as `read_json` does.
+        """
+        found = self.settings.get(CONFIG)
+        own = self.modelopt if found is None or _lacks_algorithms(found) else None
+        return found if own is None else {"quant_method": "modelopt", **own}
+
+    @property
+    def modelopt(self) -> JsonObject | None:
+        """The settings that ModelOpt wrote beside `config.json`, if any. Raises as `read_json`
+        does."""
+        path = self.path / MODELOPT
+        return self._read(path) if is_there(path) else None
+
+    def weights(
+        self,
+        fit_config: bool = False,
+        device: torch.device | str = "cpu",
+        fp8_as: torch.dtype = torch.bfloat16,
+    ) -> TensorSource:
+        weights: Tensors = self.reader
+        settings = Values(self.settings, self.path / _HF_CONFIG)
+        block = read_block_fp8(settings)
+        raise_problems(settings.where, settings.problems)
+        if block is not None:
+            weights = Dequantized(weights, block, self.path, fp8_as)
+        checked = CheckedTensors(weights, self.path, torch.device(device))
+        return self.table.to_megatron(checked, self.path)
+
+
+def _lacks_algorithms(settings: object) -> bool:
+    if (
+        not isinstance(settings, Mapping)
+        or str(settings.get("quant_algo")).upper() != "MIXED_PRECISION"
+    ):
+        return False
+    return "quantized_layers" not in settings
+
+
+@functools.cache
+def _warn_of_lost_heads(path: Path, count: int) -> None:
+    """Warn once per process."""
+    _logger.warning(
+        "%s: no tensor of the %d MTP layer(s) of this model is stored, so it is read without heads",
+        path,
+        count,
+    )
+
+
+@dataclass(frozen=True)
+class MegatronDirectory(ModelDirectory):
+    """A directory in the Megatron layout."""
+
+    found: Path
+    """The `torch_dist` directory that `path` or its tracker file names, which need not be there."""
+
+    layout = "megatron"
+
+    @property
+    def weights_place(self) -> Path:
+        return _require_index(self.found)
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """Directories that may hold the files that go with the checkpoint, nearest first.
+
+        Raises:
+            UserError: there is no checkpoint.
+        """
+        checkpoint = self.weights_place
+        return tuple(dict.fromkeys((self.path, checkpoint, checkpoint.parent)))
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """As in `ModelDirectory`. Megatron's own settings name no family, so the family is the one
+        that fits, if exactly one does."""
+        for place in self.places:
+            own = place / OWN_CONFIG
+            other = place / _HF_CONFIG
+            if is_there(own):
+                config = ModelConfig.from_dict(self._read(own), own)
+                if config.family:
+                    get_family(config.family, own)
+                return config
+            if is_there(other):
+                values = self._read(other)
+                if "config" in values:
+                    return _config_from_megatron(values["config"], other)
+                return _config_from_hf(values, other)
+
+        args = self.reader.read_common_state().get("args")
+        if args is None:
+            raise UserError(
+                f"{self.path}: no config; looked for {OWN_CONFIG} and config.json there, and for"
+                " args inside"
+            )
+        return _config_from_megatron(
+            getattr(args, "__dict__", args), f"args in {self.weights_place}"
+        )
+
+    @property
+    def original_settings(self) -> JsonObject | None:
+        """The Hugging Face config that the checkpoint was imported with, if it came with one."""
+        for place in self.places:
+            if is_there(place / _HF_CONFIG):
+                values = self._read(place / _HF_CONFIG)
+                return values if "model_type" in values else None
+        return None
+
+    @cached_property
+    def stored(self) -> Stored:
+        """How the original stored its tensors; raises as `read_stored` does."""
+        return read_stored(self.places)
+
+    @cached_property
+    def reader(self) -> MegatronReader:
+        """The tensors as they are stored; raises as `MegatronReader` does."""
+        return MegatronReader(self.weights_place)
+
+    @cached_property
+    def companions(self) -> Path:
+        return next(
+            (place for place in self.places if any(is_there(place / name) for name in _COMPANIONS)),
+            self.path,
+        )
+
+    @cached_property
+    def carried(self) -> CarriedTensors | None:
+        return open_carried(self.places)
+
+    def weights(
+        self,
+        fit_config: bool = False,
+        device: torch.device | str = "cpu",
+        fp8_as: torch.dtype = torch.bfloat16,
+    ) -> TensorSource:
+        reader = self.reader
+        if fit_config:
+            require_same_names(self.path, reader.tensors, megatron.parameters(self.config))
+        return CheckedTensors(reader, self.path, torch.device(device))
+
+
+def _config_from_hf(values: Settings, path: Path) -> ModelConfig:
+    return get_family(values.get("model_type"), path, "model_type").config_from_hf(values, path)
+
+
+def _config_from_megatron(values: object, where: object) -> ModelConfig:
+    config = config_from_megatron(values, where)
+    return config.replace(family=only_fit(config))
+
+
+def open_directory(
+    directory: Path | str | ModelDirectory, any_quantization: bool = False
+) -> ModelDirectory:
+    """Open a model directory: find out its layout. An opened directory is returned as it is.
+
+    Args:
+        any_quantization: see `HFDirectory`.
 
     Raises:
         UserError: the directory does not exist or has neither layout; the message lists the files
             looked for.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
+    if isinstance(directory, ModelDirectory):
+        return directory
+    path = Path(directory)
+    if not path.is_dir():
         raise UserError(
-            f"{directory}: no such model directory; name one that holds config.json or a Megatron"
+            f"{path}: no such model directory; name one that holds config.json or a Megatron"
             " checkpoint"
         )
-    if _find_torch_dist(directory) is not None:
-        return "megatron"
-    if is_there(directory / "config.json"):
-        return "hf"
+    # Megatron's files decide, since a Megatron directory may keep the config.json of its original.
+    found = _find_torch_dist(path)
+    if found is not None:
+        return MegatronDirectory(path, found)
+    if is_there(path / _HF_CONFIG):
+        return HFDirectory(path, any_quantization)
     raise UserError(
-        f"{directory} is no model directory: looked for config.json with {SINGLE} or {INDEX}"
+        f"{path} is no model directory: looked for config.json with {SINGLE} or {INDEX}"
         f" (Hugging Face), and for metadata.json with .metadata, {TRACKER}, or checkpoint/"
         " (Megatron)"
     )
+
+
+def load_config(directory: Path | str) -> ModelConfig:
+    """The config of a model directory, where nothing else of it is needed.
+
+    Raises:
+        UserError: as `open_directory` and `ModelDirectory.config`.
+    """
+    return open_directory(directory).config
 
 
 def find_torch_dist(directory: Path | str) -> Path:
@@ -76,10 +439,13 @@ def find_torch_dist(directory: Path | str) -> Path:
         UserError: there is no checkpoint, or the one that the tracker file names is missing.
     """
     directory = Path(directory)
-    found = _find_torch_dist(directory)
-    if found is None or not is_there(found / ".metadata"):
-        raise UserError(f"{found or directory} holds no Megatron checkpoint: .metadata is missing")
-    return found
+    return _require_index(_find_torch_dist(directory) or directory)
+
+
+def _require_index(checkpoint: Path) -> Path:
+    if not is_there(checkpoint / ".metadata"):
+        raise UserError(f"{checkpoint} holds no Megatron checkpoint: .metadata is missing")
+    return checkpoint
 
 
 def _find_torch_dist(directory: Path) -> Path | None:
@@ -91,6 +457,11 @@ def _find_torch_dist(directory: Path) -> Path | None:
     if (directory / "checkpoint").is_dir():
         return directory / "checkpoint"
     return None
+
+
+def iteration_name(iteration: int | None) -> str:
+    """Directory of an iteration inside a run; None: the release."""
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
 def latest_iteration(directory: Path | str) -> int | None:
@@ -107,213 +478,3 @@ def latest_iteration(directory: Path | str) -> int | None:
             f"{tracker} holds {shown(text)}; write the number of an existing iteration into it"
         )
     return None if text == RELEASE else int(text)
-
-
-def beside(directory: Path) -> Iterator[Path]:
-    """Directories that may hold the files that go with a Megatron checkpoint, nearest first."""
-    checkpoint = find_torch_dist(directory)
-    yield from dict.fromkeys((directory, checkpoint, checkpoint.parent))
-
-
-def find_companions(directory: Path | str) -> Path:
-    """The directory that holds the tokenizer and the other files beside the weights of a model
-    directory."""
-    directory = Path(directory)
-    if detect_layout(directory) == "hf":
-        return directory
-    marks = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
-    return next(
-        (place for place in beside(directory) if any(is_there(place / mark) for mark in marks)),
-        directory,
-    )
-
-
-def end_token_ids(directory: Path | str, vocab_size: int) -> frozenset[int]:
-    """Tokens that end a sequence according to the `generation_config.json` of a directory; none
-    without that file.
-
-    Raises:
-        UserError: the settings cannot be read, or hold values other than ids of a vocabulary of
-            that size.
-    """
-    settings = Path(directory) / "generation_config.json"
-    found = as_token_ids(read_json(settings).get("eos_token_id")) if is_there(settings) else ()
-    odd = [shown(token) for token in found if type(token) is not int or not 0 <= token < vocab_size]
-    if odd:
-        raise UserError(
-            f"{settings}: eos_token_id {listed(odd, width=120)} is none of the {vocab_size}"
-            " token ids"
-        )
-    return frozenset(token for token in found if isinstance(token, int))
-
-
-def load_config(directory: Path | str, any_quantization: bool = False) -> ModelConfig:
-    """The `ModelConfig` of a model directory of either layout.
-
-    A Megatron config names no family, so the family is the one that fits, if exactly one does. A
-    Hugging Face model whose files contain no tensor of its heads is read without heads, whatever
-    its config.json says.
-
-    Args:
-        any_quantization: accept a directory whose weights are quantised in a way that mtpkit cannot
-            read.
-
-    Raises:
-        UserError: there is no config, or it has unsupported settings.
-    """
-    directory = Path(directory)
-    if detect_layout(directory) == "hf":
-        return _with_stored_heads(
-            directory, _config_from_hf(directory / "config.json", any_quantization)
-        )
-    for place in beside(directory):
-        own = place / OWN_CONFIG
-        other = place / "config.json"
-        if is_there(own):
-            config = ModelConfig.from_dict(read_json(own), own)
-            if config.family:
-                get_family(config.family, own)
-            return config
-        if is_there(other):
-            values = read_json(other)
-            return (
-                _config_from_megatron(values["config"], other)
-                if "config" in values
-                else _config_from_hf(other)
-            )
-    checkpoint = find_torch_dist(directory)
-    args = MegatronReader(checkpoint).read_common_state().get("args")
-    if args is None:
-        raise UserError(
-            f"{directory}: no config; looked for {OWN_CONFIG} and config.json there, and for args"
-            " inside"
-        )
-    return _config_from_megatron(getattr(args, "__dict__", args), f"args in {checkpoint}")
-
-
-def _with_stored_heads(directory: Path, config: ModelConfig) -> ModelConfig:
-    """The config, without heads if none of their tensors is stored: transformers drops heads but
-    keeps their number.
-
-    That is worth a warning if `config.json` gives the number. Without it, some families count one
-    head.
-    """
-    names = stored_names(directory) if config.mtp.num_depths else set()
-    family = get_family(config.family)
-    heads = tuple(
-        {
-            prefix
-            for depth in range(config.mtp.num_layers)
-            for prefix in family.mtp_prefixes(config, depth)
-        }
-    )
-    if not names or any(family.published_name(name).startswith(heads) for name in names):
-        return config
-    *places, key = family.serving.count_key.split(".")
-    settings: object = hf_settings(directory)
-    for place in places:
-        settings = settings.get(place) if isinstance(settings, Mapping) else None
-    if isinstance(settings, Mapping) and settings.get(key) is not None:
-        _warn_of_lost_heads(directory / "config.json", config.mtp.num_layers)
-    return config.replace(mtp_pattern="", mtp_num_depths=0)
-
-
-@functools.cache
-def _warn_of_lost_heads(path: Path, count: int) -> None:
-    """Warn once per process."""
-    _logger.warning(
-        "%s: no tensor of the %d MTP layer(s) of this model is stored, so it is read without heads",
-        path,
-        count,
-    )
-
-
-def hf_settings(directory: Path) -> dict[str, object]:
-    """The `config.json` of a Hugging Face directory; raises as `read_json` does."""
-    return read_json(directory / "config.json")
-
-
-def quantization_settings(directory: Path) -> object:
-    """`quantization_config` of a Hugging Face directory, or ModelOpt's settings beside
-    `config.json`; None without either. As in vLLM 0.33 and SGLang 0.5.23, the file beside it also
-    counts where layers have different algorithms and `config.json` does not say which. Raises as
-    `read_json` does."""
-    found = hf_settings(directory).get(CONFIG)
-    if (found is None or _lacks_algorithms(found)) and (
-        own := modelopt_settings(directory)
-    ) is not None:
-        return {"quant_method": "modelopt", **own}
-    return found
-
-
-def _lacks_algorithms(settings: object) -> bool:
-    if (
-        not isinstance(settings, Mapping)
-        or str(settings.get("quant_algo")).upper() != "MIXED_PRECISION"
-    ):
-        return False
-    return "quantized_layers" not in settings
-
-
-def modelopt_settings(directory: Path) -> dict[str, object] | None:
-    """The settings that ModelOpt wrote beside `config.json`, if any. Raises as `read_json` does."""
-    return read_json(directory / MODELOPT) if is_there(directory / MODELOPT) else None
-
-
-def _config_from_hf(path: Path, any_quantization: bool = False) -> ModelConfig:
-    values = read_json(path)
-    if any_quantization:
-        values.pop(CONFIG, None)
-    return get_family(values.get("model_type"), path, "model_type").config_from_hf(values, path)
-
-
-def _config_from_megatron(values: object, where: object) -> ModelConfig:
-    config = config_from_megatron(values, where)
-    return config.replace(family=only_fit(config))
-
-
-def load_hf_config(directory: Path | str) -> dict[str, object] | None:
-    """The Hugging Face config that a Megatron checkpoint was imported with, if it came with one."""
-    for place in beside(Path(directory)):
-        if is_there(place / "config.json"):
-            values = read_json(place / "config.json")
-            return values if "model_type" in values else None
-    return None
-
-
-def open_weights(
-    directory: Path | str,
-    fit_config: bool = False,
-    device: torch.device | str = "cpu",
-    fp8_as: torch.dtype = torch.bfloat16,
-) -> TensorSource:
-    """The weights of a model directory under Megatron's names.
-
-    Args:
-        fit_config: also check the names and shapes of a Megatron checkpoint's tensors against its
-            own config, before a model is built in the sizes that the config claims. Hugging Face
-            checkpoints are always checked.
-        device: device that tensors are read to: a GPU; any other device means the CPU.
-        fp8_as: dtype that weights stored in fp8 are read as.
-
-    Raises:
-        UserError: files are missing or damaged, or do not fit the config.
-    """
-    directory = Path(directory)
-    if detect_layout(directory) == "megatron":
-        reader = MegatronReader(find_torch_dist(directory))
-        if fit_config:
-            require_same_names(
-                directory, reader.tensors, megatron.parameters(load_config(directory))
-            )
-        return CheckedTensors(reader, directory, torch.device(device))
-    config = load_config(directory)
-    family = get_family(config.family)
-    weights: Tensors = HFReader(directory, family.published_name, family.carried)
-    settings = Values(hf_settings(directory), directory / "config.json")
-    block = read_block_fp8(settings)
-    raise_problems(settings.where, settings.problems)
-    if block is not None:
-        weights = Dequantized(weights, block, directory, fp8_as)
-    checked = CheckedTensors(weights, directory, torch.device(device))
-    return family.table(config).to_megatron(checked, directory)

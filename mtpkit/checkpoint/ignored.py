@@ -533,61 +533,76 @@ def linears(shapes: Mapping[str, Shape], facts: Serving) -> list[str]:
     )
 
 
-def with_heads_listed(
-    config: Mapping[str, object],
-    heads: Sequence[str],
-    quantized: Sequence[str],
-    plain: Sequence[str],
-    facts: Serving,
-    letters: int,
-) -> dict[str, object]:
-    """A `quantization_config` whose list says that the modules of heads are not quantised.
+@dataclass(frozen=True)
+class Stitching:
+    """The modules of a checkpoint whose heads are unquantised, which its lists must say.
 
-    Entries that would match a quantised module of the base in some server are not added; `lint`
-    reports such heads.
-
-    Args:
-        heads: modules of the heads, none of which is quantised.
-        quantized: modules of the base that are quantised.
-        plain: matrices of the base that are not quantised. They are listed too where a server reads
-            the files only as long as there is no list.
-        letters: length of the base's pattern.
+    The heads are those that it gets; the base's modules stay as they are.
     """
-    ignored = IgnoreList.of(config, facts, letters)
-    if ignored is None:
-        return dict(config)
-    config = dict(config)
-    if not ignored.entries and any(
-        reading.dtypes == "unlisted" for reading in ignored.method.servers.values()
-    ):
-        base = replace(ignored, facts=replace(facts, called={}))
-        modules = base.modules("vllm", plain).values()
-        config = base.with_entries(config, _safe(base, "vllm", modules, quantized))
-    # vLLM last, since it reads the files as long as there is no list
-    for server in reversed(SERVERS):
-        ignored = IgnoreList.of(config, facts, letters)
-        assert ignored is not None
-        config = ignored.with_entries(
-            config, _safe(ignored, server, ignored.unlisted(server, heads), quantized)
-        )
-    return config
+
+    heads: Sequence[str]
+    """Modules of the heads, none of which is quantised."""
+    quantized: Sequence[str]
+    """Modules of the base that are quantised."""
+    plain: Sequence[str]
+    """Matrices of the base that are not quantised."""
+    facts: Serving
+    """Facts about the family."""
+    letters: int
+    """Length of the base's pattern."""
+
+    def listed_in(self, config: Mapping[str, object]) -> dict[str, object]:
+        """A `quantization_config` whose list says that the modules of heads are not quantised.
+
+        Entries that would match a quantised module of the base in some server are not added; `lint`
+        reports such heads.
+        """
+        ignored = IgnoreList.of(config, self.facts, self.letters)
+        if ignored is None:
+            return dict(config)
+        config = dict(config)
+
+        # Some servers read the files only as long as there is no list: the first entry would make
+        # them quantise the base's unquantised matrices, so these are listed too.
+        if not ignored.entries and any(
+            reading.dtypes == "unlisted" for reading in ignored.method.servers.values()
+        ):
+            base = _of_base(ignored)
+            modules = base.modules("vllm", self.plain).values()
+            config = base.with_entries(config, self._safe(base, "vllm", modules))
+
+        # vLLM last, since it reads the files as long as there is no list
+        for server in reversed(SERVERS):
+            ignored = IgnoreList.of(config, self.facts, self.letters)
+            assert ignored is not None
+            unlisted = ignored.unlisted(server, self.heads)
+            config = ignored.with_entries(config, self._safe(ignored, server, unlisted))
+        return config
+
+    def _safe(
+        self, ignored: IgnoreList, server: Server, modules: Iterable[Module]
+    ) -> Iterator[str]:
+        """Entries for modules, except for matrices of which an entry matches a quantised module of
+        the base."""
+        base = _of_base(ignored)
+        others = {
+            one: {m.stack or m.name: m for m in base.modules(one, self.quantized).values()}
+            for one in SERVERS
+        }
+        entries = {
+            module: ignored.method.entry(ignored.to_list(server, module)) for module in modules
+        }
+        unsafe = {
+            entry
+            for entry in {*entries.values()}
+            if any(
+                base.lists(one, [entry], other) for one in SERVERS for other in others[one].values()
+            )
+        }
+        apart = {module.matrix for module, entry in entries.items() if entry in unsafe}
+        yield from (entry for module, entry in entries.items() if module.matrix not in apart)
 
 
-def _safe(
-    ignored: IgnoreList, server: Server, modules: Iterable[Module], quantized: Sequence[str]
-) -> Iterator[str]:
-    """Entries for modules, except for matrices of which an entry matches a quantised module of the
-    base."""
-    base = replace(ignored, facts=replace(ignored.facts, called={}))
-    others = {
-        one: {m.stack or m.name: m for m in base.modules(one, quantized).values()}
-        for one in SERVERS
-    }
-    entries = {module: ignored.method.entry(ignored.to_list(server, module)) for module in modules}
-    unsafe = {
-        entry
-        for entry in {*entries.values()}
-        if any(base.lists(one, [entry], other) for one in SERVERS for other in others[one].values())
-    }
-    apart = {module.matrix for module, entry in entries.items() if entry in unsafe}
-    yield from (entry for module, entry in entries.items() if module.matrix not in apart)
+def _of_base(ignored: IgnoreList) -> IgnoreList:
+    """The list as it applies to modules of the base, which servers do not rename."""
+    return replace(ignored, facts=replace(ignored.facts, called={}))

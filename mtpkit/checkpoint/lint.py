@@ -13,15 +13,9 @@ from pathlib import Path
 
 import torch
 
-from mtpkit.checkpoint.directory import (
-    detect_layout,
-    hf_settings,
-    load_config,
-    quantization_settings,
-)
-from mtpkit.checkpoint.families import Family, get_family
+from mtpkit.checkpoint.directory import HFDirectory, open_directory
+from mtpkit.checkpoint.families import Family
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
-from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.lint_quantized import block_sizes, quantisation
 from mtpkit.checkpoint.quantized import FP8, find_quantized
 from mtpkit.checkpoint.tensors import FLOATS, is_finite
@@ -50,25 +44,23 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
         UserError: the directory has another layout, its files are damaged, or its config cannot be
             represented.
     """
-    directory = Path(directory)
-    if detect_layout(directory) != "hf":
+    opened = open_directory(directory, any_quantization=True)
+    if not isinstance(opened, HFDirectory):
         raise UserError(
-            f"{directory} has the Megatron layout, which no server reads; use `export` to"
+            f"{opened.path} has the Megatron layout, which no server reads; use `export` to"
             " convert it"
         )
-    config = load_config(directory, any_quantization=True)
-    family = get_family(config.family)
-    reader = HFReader(directory, family.published_name, family.carried)
-    table = family.table(config)
-    stored = table.stored_in(reader.tensors)
-    expected = table.hf_shapes(stored)
+    config = opened.config
+    reader = opened.reader
+    expected = opened.table.hf_shapes(opened.stored)
     subject = Subject(
-        directory=directory,
-        hf={key: value for key, value in hf_settings(directory).items() if value is not None},
+        directory=opened.path,
+        hf={key: value for key, value in opened.settings.items() if value is not None},
+        quantization=opened.quantization,
         config=config,
         found=reader.tensors,
         expected=expected,
-        heads=frozenset(table.mtp_names(stored)),
+        heads=frozenset(opened.table.mtp_names(opened.stored)),
         quantized=find_quantized(reader.tensors, expected),
         carried=frozenset(reader.carried.tensors),
         read=reader.read,
@@ -77,7 +69,7 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
     wanted = {server} if server else {*SERVERS}
     found = [
         finding
-        for rule in _rules(family)
+        for rule in _rules(opened.family)
         for finding in rule(subject)
         if wanted & {*finding.servers}
     ]
@@ -267,7 +259,7 @@ def _sizes(subject: Subject, split_input: tuple[Server, ...]) -> Iterator[Findin
     config = subject.config
     for size in uneven_sizes(config, ranks):
         if size.key == _GROUPS and size.size == 1:
-            if quantization_settings(subject.directory) is not None:
+            if subject.quantization is not None:
                 text = (
                     f"{size.key} 1: a quantised model cannot be split over tensor-parallel size"
                     f" {ranks}"

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from mtpkit.checkpoint.directory import quantization_settings
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Server, Serving, Subject
 from mtpkit.checkpoint.ignored import FUSED, METHODS, IgnoreList, linears, module_of
 from mtpkit.checkpoint.quantized import CONFIG, SCALE, BlockFp8, read_block_fp8
@@ -24,7 +23,7 @@ one rank."""
 def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
     """A server must be able to read the config and to learn from it which modules of the heads are
     not quantised."""
-    config = quantization_settings(subject.directory)
+    config = subject.quantization
     if config is None:
         if subject.quantized:
             yield Finding(
@@ -136,7 +135,7 @@ def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
 def block_sizes(subject: Subject, facts: Serving) -> Iterator[Finding]:
     """Each rank's rows or columns of an fp8 matrix must be whole blocks, and so must the parts of a
     fused matrix."""
-    config = quantization_settings(subject.directory)
+    config = subject.quantization
     if not isinstance(config, Mapping) or config.get("weight_block_size") is None:
         return
     block = read_block_fp8(Values({CONFIG: config}, subject.directory))

@@ -15,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.directory import load_config, open_weights
+from mtpkit.checkpoint.directory import ModelDirectory, open_directory
 from mtpkit.checkpoint.layouts.megatron import is_stacked, parameters, split_slice
 from mtpkit.checkpoint.tensors import (
     Shape,
@@ -31,7 +31,7 @@ from mtpkit.platform import default_device
 
 
 def load_model(
-    directory: Path | str,
+    directory: Path | str | ModelDirectory,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = "cpu",
     backend: str = "local",
@@ -56,11 +56,11 @@ def load_model(
         UserError: there is no checkpoint, its config cannot be built, or its weights do not fit the
             config.
     """
-    source = open_weights(
-        directory, fit_config=True, device=default_device() if device is None else device
-    )
+    opened = open_directory(directory)
+    # refuses wrong files before a model of their config's sizes is built
+    weights = opened.weights(fit_config=True, device=default_device() if device is None else device)
     model = build_model(
-        load_config(directory),
+        opened.config,
         dtype=dtype,
         device=device,
         backend=backend,
@@ -72,17 +72,15 @@ def load_model(
         balance=balance,
         init="none",
     )
-    load_model_weights(model, directory, source=source)
+    fill_model(model, weights, opened.path)
     return model
 
 
-@torch.no_grad()
 def load_model_weights(
     model: HybridModel,
-    directory: Path | str,
+    directory: Path | str | ModelDirectory,
     strict: bool = True,
     allow_missing_heads: bool = False,
-    source: TensorSource | None = None,
 ) -> None:
     """Copy weights into a model's parameters, casting them to its dtypes. At any parallelism, each
     rank takes its part.
@@ -91,15 +89,30 @@ def load_model_weights(
         strict: tensors that the model does not have are an error.
         allow_missing_heads: leave the model's `mtp.*` as they are unless the checkpoint has exactly
             these heads.
-        source: the opened weights of the directory, if they are open already.
 
     Raises:
         UserError: tensors are missing, unexpected, of another shape or no floats, which is checked
             before a parameter changes; or they are not finite, which is known after all are read.
             The message names them.
     """
-    device = next(model.parameters()).device
-    source = open_weights(directory, device=device) if source is None else source
+    opened = open_directory(directory)
+    weights = opened.weights(device=next(model.parameters()).device)
+    fill_model(model, weights, opened.path, strict, allow_missing_heads)
+
+
+@torch.no_grad()
+def fill_model(
+    model: HybridModel,
+    source: TensorSource,
+    where: Path,
+    strict: bool = True,
+    allow_missing_heads: bool = False,
+) -> None:
+    """Copy opened weights into a model, see `load_model_weights`.
+
+    Args:
+        where: directory of the weights, for messages.
+    """
     targets = _targets(model)
     expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
     found = source.tensors
@@ -108,7 +121,7 @@ def load_model_weights(
         found = {name: found[name] for name in found.keys() - _heads(found).keys()}
     _require_all_targets(model, targets)
     whole = model.pg_collection.pp.size() == 1 and model.config.expert_model_parallel_size == 1
-    require_same_names(directory, found, expected, extra_ok=not (strict and whole))
+    require_same_names(where, found, expected, extra_ok=not (strict and whole))
     # In the checkpoint's order, so that a tensor that splits into several is read once.
     sizes = {name: info.nbytes for name, info in source.tensors.items() if name in expected}
     with tqdm(
@@ -125,18 +138,18 @@ def load_model_weights(
                 shard.data.copy_(value[_local_slice(shard)])
             bar.update(nbytes)
     source.require_finite()
-    if device.type == "cuda":
+    if next(model.parameters()).device.type == "cuda":
         torch.cuda.empty_cache()  # blocks cached while reading have sizes that nothing else reuses
 
 
 @torch.no_grad()
-def unchanged_base(model: HybridModel, directory: Path | str) -> set[str]:
+def unchanged_base(model: HybridModel, directory: ModelDirectory) -> set[str]:
     """Keys on disk of the base's tensors that are still equal to what `load_model` reads from a
     directory. Collective.
 
     The set is empty if the directory's base has other tensors than the model's.
     """
-    source = open_weights(directory)
+    source = directory.weights()
     found = {
         name: info.shape for name, info in source.tensors.items() if not name.startswith("mtp.")
     }

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.directory import beside, detect_layout, load_config
-from mtpkit.checkpoint.families import Family, get_family
-from mtpkit.checkpoint.families.table import Stored
+from mtpkit.checkpoint.families.table import Stored, Table
 from mtpkit.checkpoint.layouts.huggingface import CarriedTensors, HFReader, write_shard
 from mtpkit.checkpoint.tensors import FLOATS
-from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, read_json, staged_file
 
@@ -30,11 +27,9 @@ ORIGINAL = "mtpkit_original.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
-def keep_original(source: Path, directory: Path, family: Family, config: ModelConfig) -> None:
-    """Write the two files about a Hugging Face directory into a Megatron directory that has
+def keep_original(reader: HFReader, table: Table, directory: Path) -> None:
+    """Write the two files about a Hugging Face checkpoint into a Megatron directory that has
     neither."""
-    reader = HFReader(source, family.published_name, family.carried)
-    table = family.table(config)
     stored = table.stored_in(reader.tensors)
     rounded = table.rounded_in(reader)
     if stored.ways or stored.lacking or rounded:
@@ -112,16 +107,6 @@ def open_carried(places: Iterable[Path]) -> CarriedTensors | None:
     does."""
     place = next((place for place in places if is_there(place / CARRIED)), None)
     return None if place is None else HFReader(place, carried=("",), single=CARRIED).carried
-
-
-def find_carried(directory: Path) -> CarriedTensors | None:
-    """The tensors of a model directory of either layout that are outside the text model, if there
-    are any."""
-    if detect_layout(directory) == "megatron":
-        return open_carried(beside(directory))
-    family = get_family(load_config(directory).family)
-    carried = HFReader(directory, family.published_name, family.carried).carried
-    return carried if carried.tensors else None
 
 
 def carried_names(directory: Path) -> list[str]:

@@ -41,15 +41,13 @@ from mtpkit.checkpoint.directory import (
     OWN_CONFIG,
     RELEASE,
     TRACKER,
-    detect_layout,
-    find_companions,
+    HFDirectory,
+    ModelDirectory,
     find_torch_dist,
     iteration_name,
     latest_iteration,
-    load_config,
-    open_weights,
+    open_directory,
 )
-from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.layouts.huggingface import copy_companions
 from mtpkit.checkpoint.layouts.megatron import split_slice
 from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE, MegatronReader
@@ -95,7 +93,9 @@ DIVERGED = "the training diverged: lower the learning rate, and go on from an ea
 
 
 def save_model(
-    model: HybridModel, directory: Path | str, companions: Path | str | None = None
+    model: HybridModel,
+    directory: Path | str,
+    companions: Path | str | ModelDirectory | None = None,
 ) -> None:
     """Save a model's weights as the release of `directory`, with its config and the tokenizer found
     in `companions`.
@@ -105,14 +105,15 @@ def save_model(
     `save_checkpoint`.
     """
     state = model.sharded_state_dict()
-    stored = unchanged_base(model, companions) if companions is not None else set()
+    source = None if companions is None else open_directory(companions)
+    stored = set() if source is None else unchanged_base(model, source)
     state = {
         name: part
         for name, part in state.items()
         if not (keys := _tensor_keys(part)) or keys - stored
     }
-    base = companions if stored else None
-    save_checkpoint(directory, None, state, {}, model.mtpkit_config, companions, base)
+    base = source if stored else None
+    save_checkpoint(directory, None, state, {}, model.mtpkit_config, source, base)
 
 
 def _tensor_keys(part: object) -> set[str]:
@@ -128,8 +129,8 @@ def save_checkpoint(
     sharded_state_dict: Mapping[str, object],
     common_state: Mapping[str, object],
     config: ModelConfig,
-    companions: Path | str | None = None,
-    base: Path | str | None = None,
+    companions: Path | str | ModelDirectory | None = None,
+    base: Path | str | ModelDirectory | None = None,
 ) -> Path:
     """Save one iteration of a run (None: a release) and make it the latest. Collective: every rank
     calls it.
@@ -160,7 +161,7 @@ def save_checkpoint(
             state = {**CHECKPOINT_VERSION, **common_state, **sharded_state_dict}
             dist_checkpointing.save(state, str(staging))
             if base is not None:
-                on_first_rank(lambda: _add_base(staging, target, Path(base)))
+                on_first_rank(lambda: _add_base(staging, target, base))
             on_first_rank(lambda: _publish(staging, target, iteration, config, companions))
         except BaseException:
             if dist.get_rank() == 0:
@@ -182,36 +183,34 @@ def _publish(
     target: Path,
     iteration: int | None,
     config: ModelConfig,
-    companions: Path | str | None,
+    companions: Path | str | ModelDirectory | None,
 ) -> None:
     """Put the checkpoint in place. The tracker file comes last: until then the previous iteration
     is the latest."""
     run = target.parent
-    if (
-        companions is not None
-        and (source := find_companions(companions)).resolve() != run.resolve()
-    ):
-        copy_companions(source, run)
+    source = None if companions is None else open_directory(companions)
+    if source is not None and source.companions.resolve() != run.resolve():
+        place = source.companions
+        copy_companions(place, run)
         _copy_original(source, run)
-        if (source / "config.json").exists():
-            copy_file(source / "config.json", run / "config.json")
+        if (place / "config.json").exists():
+            copy_file(place / "config.json", run / "config.json")
     write_file(run / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
     fsync_tree(staging)
     replace_directory(staging, target)
     write_file(run / TRACKER, RELEASE if iteration is None else str(iteration))
 
 
-def _copy_original(source: Path, run: Path) -> None:
+def _copy_original(source: ModelDirectory, run: Path) -> None:
     """Copy to a run, once, what a directory keeps of its original (see
     `mtpkit.checkpoint.original`)."""
-    if detect_layout(source) == "megatron":
-        link_original(source, run)
+    if not isinstance(source, HFDirectory):
+        link_original(source.companions, run)
     elif not (run / OWN_CONFIG).exists():
-        config = load_config(source)
-        keep_original(source, run, get_family(config.family), config)
+        keep_original(source.reader, source.table, run)
 
 
-def _add_base(staging: Path, target: Path, source: Path) -> None:
+def _add_base(staging: Path, target: Path, source: Path | str | ModelDirectory) -> None:
     """Add the tensors of the base that a saved checkpoint lacks, in the dtypes in which the base is
     stored.
 
@@ -222,17 +221,17 @@ def _add_base(staging: Path, target: Path, source: Path) -> None:
         own = read_index(staging)
         iteration = latest_iteration(target.parent)
         previous = None if iteration is None else target.parent / iteration_name(iteration)
-        base = _link_base(staging, previous) or _write_base(staging, source, own)
+        base = _link_base(staging, previous) or _write_base(staging, open_directory(source), own)
         own.state_dict_metadata |= base.state_dict_metadata
         own.storage_data = {**own.storage_data, **base.storage_data}
         with (staging / INDEX).open("wb") as file:
             pickle.dump(own, file)
 
 
-def _write_base(directory: Path, source: Path, own: Metadata) -> Metadata:
+def _write_base(directory: Path, source: ModelDirectory, own: Metadata) -> Metadata:
     """Write the base's files into a checkpoint with the index `own`; return the index of their
     tensors."""
-    base = open_weights(source)
+    base = source.weights()
     base.tensors = {
         name: info
         for name, info in base.tensors.items()

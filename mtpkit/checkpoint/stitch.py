@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpkit.checkpoint.convert import check_paths
-from mtpkit.checkpoint.directory import hf_settings, load_config, open_weights
+from mtpkit.checkpoint.convert import check_destination_of, open_hf
+from mtpkit.checkpoint.directory import HFDirectory, ModelDirectory, open_directory
 from mtpkit.checkpoint.families import Family, get_family
 from mtpkit.checkpoint.families.table import MappedTensors
-from mtpkit.checkpoint.ignored import linears, module_of
+from mtpkit.checkpoint.ignored import Stitching, linears, module_of
 from mtpkit.checkpoint.layouts.huggingface import (
     INDEX,
     SINGLE,
@@ -106,13 +106,15 @@ def stitch(
             nothing is left behind.
         StorageError: writing failed, or files cannot be linked; nothing is left behind.
     """
-    source, destination = check_paths(source, destination, "hf", force)
-    check_paths(trained, destination, None, force)
-    plan = _Plan(source, Path(trained))
+    base = open_hf(source, any_quantization=True)
+    destination = check_destination_of(base.path, destination, force)
+    heads = open_directory(trained)
+    check_destination_of(heads.path, destination, force)
+    plan = _Plan(base, heads)
     with staged_directory(destination) as staging:
         for file in plan.kept_files:
-            _keep(source / file, staging / plan.names.get(file, file), link)
-        copy_companions(source, staging)
+            _keep(base.path / file, staging / plan.names.get(file, file), link)
+        copy_companions(base.companions, staging)
         plan.write(staging)
         hashed = _prove_unchanged(
             plan.reader, HFReader(staging, plan.family.published_name, plan.family.carried), plan
@@ -134,27 +136,26 @@ class _Plan:
         UserError: as `stitch` does.
     """
 
-    def __init__(self, source: Path, trained: Path) -> None:
-        old = load_config(source, any_quantization=True)
-        self.config = _with_heads(old, load_config(trained), source, trained)
+    def __init__(self, source: HFDirectory, trained: ModelDirectory) -> None:
+        self.config = _with_heads(source, trained)
         self.family: Family = get_family(self.config.family)
         if misfits := list(self.family.misfits(self.config)):
             raise UserError(
-                f"{trained}: a {self.family.model_type} checkpoint cannot have {listed(misfits)}"
+                f"{trained.path}: a {self.family.model_type} checkpoint cannot have"
+                f" {listed(misfits)}"
             )
-        self.source, self.reader = (
-            source,
-            HFReader(source, self.family.published_name, self.family.carried),
-        )
-        table = self.family.table(old)
-        stored = table.stored_in(self.reader.tensors)
-        self.quantized = check_base(source, self.reader, table.hf_shapes(stored))
-        old_heads = table.mtp_names(stored)
+        self.source = source
+        self.reader = source.reader
+        self.quantized = check_base(source)
+        old_heads = source.table.mtp_names(source.stored)
         # drops their scales, too
         old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}
+
         table = self.family.table(self.config)
-        copied = _Part(CheckedTensors(self.reader, source), {*table.copies.values()})
-        self.mapped: MappedTensors = table.heads_to_hf(_heads_of(trained), copied, trained, stored)
+        copied = _Part(CheckedTensors(self.reader, source.path), {*table.copies.values()})
+        self.mapped: MappedTensors = table.heads_to_hf(
+            _heads_of(trained), copied, trained.path, source.stored
+        )
         self.heads = [*self.mapped.tensors]
         self.others = [name for name in self.reader.places if name not in old_heads]
         self._assign(old_heads)
@@ -197,13 +198,18 @@ class _Plan:
                 weight_map[place.stored] = self.names.get(place.file, place.file)
                 total += self.reader.info(name).nbytes
         if [*weight_map.values()].count(SINGLE) < len(weight_map):
-            metadata = read_total_metadata(self.source) | {"total_size": total + written}
+            metadata = read_total_metadata(self.source.path) | {"total_size": total + written}
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        config = self.family.count_heads(self.config, hf_settings(self.source))
+        config = self.family.count_heads(self.config, self.source.settings)
+        for file, settings in list_heads(self.source, config, self._modules()).items():
+            (staging / file).write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _modules(self) -> Stitching:
+        """What lists of unquantised modules must say."""
         facts = self.family.serving
-        modules = linears({name: info.shape for name, info in self.mapped.tensors.items()}, facts)
-        others = [module_of(name) for name in self.quantized.keys() - self.mapped.tensors.keys()]
+        heads = {name: info.shape for name, info in self.mapped.tensors.items()}
+        quantized = [module_of(name) for name in self.quantized.keys() - heads.keys()]
         base = linears(
             {
                 name: self.reader.info(name).shape
@@ -212,12 +218,8 @@ class _Plan:
             },
             facts,
         )
-        plain = [module for module in base if module not in others]
-        letters = len(self.config.pattern)
-        for file, settings in list_heads(
-            self.source, config, modules, others, plain, facts, letters
-        ).items():
-            (staging / file).write_text(json.dumps(settings, indent=2) + "\n")
+        plain = [module for module in base if module not in quantized]
+        return Stitching(linears(heads, facts), quantized, plain, facts, len(self.config.pattern))
 
 
 class _Content:
@@ -260,22 +262,25 @@ class _Part:
         self._source.require_finite()
 
 
-def _heads_of(trained: Path) -> _Part:
+def _heads_of(trained: ModelDirectory) -> _Part:
     """The heads of a model directory, under Megatron's names."""
-    weights = open_weights(trained)
+    weights = trained.weights()
     return _Part(weights, {name for name in weights.tensors if name.startswith("mtp.")})
 
 
-def _with_heads(base: ModelConfig, trained: ModelConfig, source: Path, where: Path) -> ModelConfig:
+def _with_heads(source: HFDirectory, where: ModelDirectory) -> ModelConfig:
     """The config of a base with the heads of another model.
 
     Raises:
         UserError: the other model has no heads, or settings that heads depend on differ; the
             message names them.
     """
+    base = source.config
+    trained = where.config
     if not trained.mtp.num_layers:
         raise UserError(
-            f"{where} has no heads to put into {source}; train some, or name another directory"
+            f"{where.path} has no heads to put into {source.path}; train some, or name another"
+            " directory"
         )
     mine = base.values()
     theirs = trained.values()
@@ -287,7 +292,7 @@ def _with_heads(base: ModelConfig, trained: ModelConfig, source: Path, where: Pa
     values = {key: (mine.get(key), theirs.get(key)) for key in sorted(everywhere | (sizes & own))}
     if odd := [f"{key} {shown(a)} and {shown(b)}" for key, (a, b) in values.items() if a != b]:
         raise UserError(
-            f"{source} and {where} differ, so that the heads of one do not fit the other:"
+            f"{source.path} and {where.path} differ, so that the heads of one do not fit the other:"
             f" {listed(odd)}"
         )
     changed = {

@@ -4,7 +4,7 @@ fingerprints."""
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.directory import detect_layout, find_torch_dist, load_config, open_weights
-from mtpkit.checkpoint.families import get_family
-from mtpkit.checkpoint.layouts.huggingface import HFReader
+from mtpkit.checkpoint.directory import HFDirectory, ModelDirectory, open_directory
 from mtpkit.checkpoint.load import load_model
-from mtpkit.checkpoint.original import find_carried
 from mtpkit.checkpoint.quantized import find_quantized
 from mtpkit.checkpoint.tensors import (
     CheckedTensors,
@@ -82,10 +79,8 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     Raises:
         UserError: a directory is no checkpoint or is damaged.
     """
-    views = _as_stored(Path(first), Path(second)) or (
-        _as_megatron(Path(first)),
-        _as_megatron(Path(second)),
-    )
+    directories = [open_directory(directory) for directory in (first, second)]
+    views = _as_stored(directories) or [_as_megatron(directory) for directory in directories]
     a, b = (view.weights for view in views)
     result = Comparison(
         only_first=sorted(a.tensors.keys() - b.tensors.keys()),
@@ -116,17 +111,17 @@ class _View(NamedTuple):
     """Names of the tensors outside the text model, which may hold any values."""
 
 
-def _as_megatron(directory: Path) -> _View:
+def _as_megatron(directory: ModelDirectory) -> _View:
     """The weights of a directory of either layout under Megatron's names."""
-    weights = open_weights(directory)
-    carried = find_carried(directory)
+    weights = directory.weights()
+    carried = directory.carried
     heads = {name for name in weights.tensors if name.startswith("mtp.")}
     if carried is None:
         return _View(weights, heads, frozenset())
     return _View(SeveralSources(weights, carried), heads, carried.tensors.keys())
 
 
-def _as_stored(*directories: Path) -> list[_View] | None:
+def _as_stored(directories: Sequence[ModelDirectory]) -> list[_View] | None:
     """The weights of Hugging Face directories under their own names; None if a directory has
     another layout, or if the directories have other families, are quantised, or store tensors in
     different ways.
@@ -134,23 +129,22 @@ def _as_stored(*directories: Path) -> list[_View] | None:
     Heads' copies of the base's tensors that not all directories have are left out, as in Megatron's
     layout.
     """
-    if any(detect_layout(directory) != "hf" for directory in directories):
+    in_hf = [directory for directory in directories if isinstance(directory, HFDirectory)]
+    if len(in_hf) < len(directories):
         return None
     views = []
     ways: list[tuple[str, Mapping[str, str]]] = []
     copies: list[set[str]] = []
-    for directory in directories:
-        open_weights(directory)  # refuses files that do not fit their config
-        config = load_config(directory)
-        family = get_family(config.family)
-        reader = HFReader(directory, family.published_name, family.carried)
-        table = family.table(config)
-        stored = table.stored_in(reader.tensors)
+    for directory in in_hf:
+        directory.weights()  # refuses files that do not fit their config
+        reader = directory.reader
+        table = directory.table
+        stored = directory.stored
         if find_quantized(reader.tensors, table.hf_shapes(stored)):
             return None
-        ways.append((family.model_type, stored.ways))
+        ways.append((directory.family.model_type, stored.ways))
         copies.append({copy for copy in table.copies if copy in reader.tensors})
-        weights = SeveralSources(CheckedTensors(reader, directory), reader.carried)
+        weights = SeveralSources(CheckedTensors(reader, directory.path), reader.carried)
         views.append(_View(weights, table.mtp_names(stored), reader.carried.tensors.keys()))
     if any(way != ways[0] for way in ways):
         return None
@@ -195,7 +189,8 @@ def compare_logits(
     Raises:
         UserError: the two have different vocabularies.
     """
-    configs = [load_config(directory) for directory in (first, second)]
+    directories = [open_directory(directory) for directory in (first, second)]
+    configs = [directory.config for directory in directories]
     if configs[0].vocab_size != configs[1].vocab_size:
         raise UserError(
             f"{first} and {second} differ in vocabulary; their logits cannot be compared"
@@ -205,7 +200,7 @@ def compare_logits(
     depths = min(most if one.num_depths and one.repeated else one.num_depths for one in heads)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(configs[0].vocab_size, (1, length), generator=generator)
-    a, b = (_all_logits(load_model(directory), tokens, depths) for directory in (first, second))
+    a, b = (_all_logits(load_model(directory), tokens, depths) for directory in directories)
     return {name: _agreement(logits, b[name]) for name, logits in a.items()}
 
 
@@ -239,12 +234,13 @@ def fingerprint_base(
     Raises:
         UserError: there are no weights, or damaged ones.
     """
-    place = find_torch_dist(directory) if detect_layout(directory) == "megatron" else directory
+    opened = open_directory(directory)
+    place = opened.weights_place
     paths = sorted([*place.glob("*.safetensors"), *place.glob("*.distcp")])
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
     if known is not None and (known[0], known[2]) == (directory.resolve(), files):
         return known[1], files
-    return _digest(open_weights(directory)), files
+    return _digest(opened.weights()), files
 
 
 def fingerprint_config(config: ModelConfig) -> str:

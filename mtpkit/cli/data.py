@@ -198,7 +198,7 @@ def regenerate(
     from there, and draws the same random numbers for each prompt. OUTPUT appears when all answers
     are done, in the order of the prompts.
     """
-    from mtpkit.checkpoint import find_companions
+    from mtpkit.checkpoint import open_directory
     from mtpkit.data.prompts import read_prompts
     from mtpkit.data.regenerate import Journal, journal_settings
     from mtpkit.data.regenerate import regenerate as answer_prompts
@@ -210,8 +210,9 @@ def regenerate(
 
     check_writable(output, file=True, replace=force)
     # refused before any data is read
-    resolve_drafts(config_of(model), engine.num_speculative_tokens)
-    tokenizer = _tokenizer(find_companions(model), chat_template)
+    source = open_directory(model)
+    resolve_drafts(config_of(source), engine.num_speculative_tokens)
+    tokenizer = _tokenizer(source.companions, chat_template)
     prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit, rows)
     settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _later_settings(
         sampling
@@ -240,7 +241,7 @@ def regenerate(
         "data",
         "prepare",
         "--model",
-        find_companions(model),
+        source.companions,
         "--data",
         output,
         "--output",
@@ -319,14 +320,15 @@ def draft_vocab(
 
     The file holds token_ids, vocab_size, coverage and files.
     """
-    from mtpkit.checkpoint import find_companions, load_config
+    from mtpkit.checkpoint import open_directory
     from mtpkit.data.draft_vocab import build_draft_vocab
     from mtpkit.data.tokenizer import load_tokenizer
     from mtpkit.files import check_writable, write_file
 
     check_writable(output, file=True)
-    config = load_config(model)
-    tokenizer = load_tokenizer(find_companions(model))
+    source = open_directory(model)
+    config = source.config
+    tokenizer = load_tokenizer(source.companions)
     vocab = build_draft_vocab(
         data, tokenizer, config.vocab_size, size, config.eos_token_ids, columns, options
     )

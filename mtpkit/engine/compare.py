@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from mtpkit.checkpoint.directory import load_config, open_weights
+from mtpkit.checkpoint import load_config, open_directory
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.llm import LLM
 from mtpkit.engine.requests.params import SamplingParams
@@ -71,7 +71,8 @@ def lack_of_memory(directory: Path | str) -> str:
     device = default_device()
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-    count = sum(torch.Size(info.shape).numel() for info in open_weights(directory).tensors.values())
+    weights = open_directory(directory).weights()
+    count = sum(torch.Size(info.shape).numel() for info in weights.tensors.values())
     needed = count * (2 if on_gpu else 4) + _BESIDE_WEIGHTS
     return (
         f"needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"

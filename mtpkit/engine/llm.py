@@ -62,7 +62,8 @@ class LLM:
     @takes_fields(EngineOptions)
     def __init__(self, options: EngineOptions) -> None:
         """Load a model and allocate its caches."""
-        model_config = loading.config_of(options.model)
+        source = loading.opened(options.model)
+        model_config = loading.config_of(source)
         adaptive = options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
         # With "auto", each K would need its own graphs of mixed steps. Everything is checked before
@@ -77,7 +78,7 @@ class LLM:
             tree, model_config.vocab_size if draft_ids is None else len(draft_ids)
         )
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
-            options.model,
+            source,
             options.dtype,
             options.device,
             options.tokenizer,

@@ -5,7 +5,7 @@ import functools
 import logging
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -24,24 +24,39 @@ from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.stages import StageBalance
 from mtpkit.platform import Dtype, default_device, resolve_dtype
 
+if TYPE_CHECKING:
+    from mtpkit.checkpoint import ModelDirectory
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFT_EMBEDDING_BITS: dict[str, IntegerBits] = {"int8": 8, "int4": 4}
 _logger = logging.getLogger(__name__)
 
 
-def config_of(model: HybridModel | str | Path) -> ModelConfig:
+def opened(model: HybridModel | str | Path) -> "HybridModel | ModelDirectory":
+    """A model as it is, or its directory opened, to be handed on.
+
+    Raises:
+        UserError: `model` is no model directory.
+    """
+    from mtpkit.checkpoint import open_directory
+
+    return open_directory(model) if isinstance(model, str | Path) else model
+
+
+def config_of(model: "HybridModel | ModelDirectory | str | Path") -> ModelConfig:
     """The config of a model, or of a model directory without reading its weights.
 
     Raises:
         UserError: `model` is no model directory, or its config cannot be represented.
     """
-    from mtpkit.checkpoint import load_config
+    from mtpkit.checkpoint import ModelDirectory
 
-    return load_config(model) if isinstance(model, str | Path) else model.mtpkit_config
+    source = opened(model) if isinstance(model, str | Path) else model
+    return source.config if isinstance(source, ModelDirectory) else source.mtpkit_config
 
 
 def open_model(
-    model: HybridModel | str | Path,
+    model: "HybridModel | ModelDirectory",
     dtype: Dtype | Literal["auto"],
     device: torch.device | str | int | None,
     tokenizer: Tokenizer | str | Path | None,
@@ -53,7 +68,7 @@ def open_model(
     """Load model and tokenizer from directories, or take them as given.
 
     Args:
-        model: a directory of either layout, or a model.
+        model: from `opened`.
         dtype: a key of `DTYPES`, or "auto".
         tokenizer: a tokenizer or its directory. None: the tokenizer beside the model, if there is
             one.
@@ -70,13 +85,14 @@ def open_model(
         UserError: a directory that cannot be loaded, a model of another dtype, a device that does
             not exist.
     """
+    from mtpkit.checkpoint import ModelDirectory, load_model
     from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
     place = _device(device)
     read: Tokenizer | None = (
         load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     )
-    if not isinstance(model, str | Path):
+    if not isinstance(model, ModelDirectory):
         weight = next(model.parameters())
         own = weight.dtype
         if weight.is_meta:
@@ -94,7 +110,6 @@ def open_model(
             read,
             sorted(_end_tokens(model, read)),
         )
-    from mtpkit.checkpoint import end_token_ids, find_companions, load_model
 
     loaded = load_model(
         model,
@@ -107,11 +122,11 @@ def open_model(
         expert_tensor_parallel=1 if whole_experts else None,
         sequence_parallel=False,
     )
-    beside = find_companions(model)
+    beside = model.companions
     if read is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
         read = load_tokenizer(beside)
     vocab_size = loaded.mtpkit_config.vocab_size
-    return loaded, read, sorted(_end_tokens(loaded, read) | end_token_ids(beside, vocab_size))
+    return loaded, read, sorted(_end_tokens(loaded, read) | model.end_token_ids(vocab_size))
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

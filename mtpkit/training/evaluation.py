@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtpkit.checkpoint import find_companions, load_config, load_model
+from mtpkit.checkpoint import load_model, open_directory
 from mtpkit.data.build import build_dataset
 from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.options import DataOptions
@@ -233,7 +233,8 @@ def evaluate_directory(
             over ranks does not fit.
         MtpkitError: a loss or an acceptance rate is not finite.
     """
-    config = load_config(directory)
+    opened = open_directory(directory)
+    config = opened.config
     if not config.mtp.num_depths:
         raise UserError(f"{directory} has no MTP heads; train some")
     num_depths = num_depths or config.mtp.default_drafts
@@ -250,13 +251,13 @@ def evaluate_directory(
             f"{sequence_length} tokens cannot be split over {parallel.tensor} ranks: make it a"
             " multiple"
         )
-    tokenizer = load_tokenizer(find_companions(directory))
+    tokenizer = load_tokenizer(opened.companions)
     dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size, options)
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     device = default_device()
     dtype = resolve_dtype(dtype, device)
     model = load_model(
-        directory,
+        opened,
         dtype=getattr(torch, dtype),
         device=device,
         backend=resolve_backend(backend),

@@ -8,15 +8,13 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mtpkit.checkpoint import load_config as load_model_config
-from mtpkit.checkpoint import load_model_weights
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint import load_model_weights, open_directory
 from mtpkit.checkpoint.families import FAMILIES
 from mtpkit.config import HEAD_RULES, SECTIONS, ModelConfig, known_letters
 from mtpkit.errors import MtpkitError, UserError, listed
@@ -212,7 +210,8 @@ def build_with_heads(
         UserError: the weights in `config.model` do not fit its config.
     """
     # refuses a wrong config before a model of its sizes is built
-    open_weights(config.model, fit_config=True)
+    source = open_directory(config.model)
+    source.weights(fit_config=True)
     parallel = config.parallel
     model = build_model(
         model_config,
@@ -232,7 +231,7 @@ def build_with_heads(
     if load_weights or fp8:  # a checkpoint does not hold the base in fp8
         load_model_weights(
             model,
-            Path(config.model),
+            source,
             strict=base_layers,
             allow_missing_heads=new or not load_weights,
         )

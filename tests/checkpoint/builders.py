@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpkit.checkpoint.directory import load_config, open_weights
+from mtpkit.checkpoint.directory import load_config, open_directory
 from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
@@ -146,7 +146,7 @@ class Unchecked:
 def write_megatron_copy(source: Path, directory: Path, change) -> None:
     """The Megatron twin of a model directory, with its tensors, under Megatron's names, changed by
     `change(dict)`."""
-    weights = open_weights(source)
+    weights = open_directory(source).weights()
     tensors = {name: weights.read(name).clone() for name in weights.tensors}
     change(tensors)
     directory.mkdir()

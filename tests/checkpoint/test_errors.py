@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import (
-    detect_layout,
-    end_token_ids,
     load_checkpoint,
     load_config,
     load_model,
+    open_directory,
     save_checkpoint,
 )
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
+from mtpkit.checkpoint.directory import HFDirectory
 from mtpkit.checkpoint.families.table import MappedTensors
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.verify import compare_weights
@@ -137,10 +137,10 @@ def test_configs_that_cannot_be_represented(hf_dir, changes, words):
 
 
 def test_directories_that_are_no_models(tmp_path, hf_dir):
-    fails(lambda: detect_layout(tmp_path / "nowhere"), "nowhere")
+    fails(lambda: open_directory(tmp_path / "nowhere"), "nowhere")
     (tmp_path / "empty").mkdir()
     fails(
-        lambda: detect_layout(tmp_path / "empty"),
+        lambda: open_directory(tmp_path / "empty"),
         "config.json",
         "metadata.json",
         "latest_checkpointed_iteration.txt",
@@ -279,7 +279,7 @@ def test_exports_that_have_no_place_in_the_family(tmp_path):
 @pytest.mark.parametrize(
     ("place", "file", "read"),
     [
-        ("hf", "generation_config.json", lambda directory: end_token_ids(directory, 96)),
+        ("hf", "generation_config.json", lambda path: HFDirectory(path).end_token_ids(96)),
         ("hf", "config.json", load_config),
         ("hf", "model.safetensors.index.json", load_model),
         ("megatron", "mtpkit.json", load_config),

@@ -16,7 +16,7 @@ import mtpkit
 from mtpkit import LLM, SamplingParams
 from mtpkit.checkpoint import load_config, load_model, save_hf_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.families import FAMILIES, find_family, only_fit
 from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.verify import compare_weights
@@ -68,7 +68,7 @@ def test_a_family_from_elsewhere_goes_there_and_back(megatron_dir, tmp_path):
         and values["stop"] == 3
     )
     tensors = load_file(hf / "model.safetensors")
-    source = open_weights(megatron_dir)
+    source = open_directory(megatron_dir).weights()
     assert len(tensors) == 3 + 4 * 3 + 4 + 2 * 3
     assert torch.equal(
         tensors["block_1.wide.weight"].t(), source.read("decoder.layers.1.mlp.linear_fc1.weight")

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from mtpkit.checkpoint import load_model, save_checkpoint, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import load_config, open_weights
+from mtpkit.checkpoint.directory import load_config, open_directory
 from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.tensors import bits_equal
@@ -114,10 +114,10 @@ def test_files_beside_another_model_give_it_no_tensors(tmp_path):
     other = tmp_path / "other"
     write_family("qwen3_5", other, dtype=torch.bfloat16, num_hidden_layers=8)
     save_model(load_model(hf, torch.bfloat16), tmp_path / "run", companions=other)
-    weights = open_weights(tmp_path / "run")
-    stored = open_weights(hf).read("embedding.word_embeddings.weight")
+    weights = open_directory(tmp_path / "run").weights()
+    stored = open_directory(hf).weights().read("embedding.word_embeddings.weight")
     assert bits_equal(weights.read("embedding.word_embeddings.weight"), stored.bfloat16())
-    assert weights.tensors.keys() == open_weights(hf).tensors.keys()
+    assert weights.tensors.keys() == open_directory(hf).weights().tensors.keys()
 
 
 def save_rank(rank, hf, run):

@@ -6,7 +6,7 @@ import torch
 
 from mtpkit.checkpoint import load_config, load_model
 from mtpkit.checkpoint.convert import export_checkpoint
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.layouts.megatron import FIXED, config_from_megatron, hybrid_names
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, normed_states, unroll_depths
@@ -60,7 +60,7 @@ def test_two_ranks_save_what_one_does(case, sizes, tmp_path):
     settings |= dict(moe_layer_freq=[0, 1, 1, 0]) if case == "latent attention" else {}
     save_gpt(gpt_model(settings), settings, tmp_path / "one")
     run_ranks(save_part, settings, sizes, tmp_path / "two")
-    one, two = (open_weights(tmp_path / name, fit_config=True) for name in ("one", "two"))
+    one, two = (open_directory(tmp_path / name).weights(fit_config=True) for name in ("one", "two"))
     assert one.tensors == two.tensors
     assert all(torch.equal(one.read(name), two.read(name)) for name in one.tensors)
 
@@ -203,7 +203,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"pre_mlp_layernorm\..* are two names of one tensor; leave one out"
     ):
-        open_weights(tmp_path / "megatron")
+        open_directory(tmp_path / "megatron").weights()
 
 
 MTP_FC1 = "mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.experts.linear_fc1.weight"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpkit.checkpoint import end_token_ids, latest_iteration, load_config
+from mtpkit.checkpoint import latest_iteration, load_config
+from mtpkit.checkpoint.directory import HFDirectory
 from mtpkit.checkpoint.families.keys import Fixed, Key
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
@@ -283,10 +284,10 @@ def test_generation_settings(tmp_path, value):
     with pytest.raises(
         UserError, match=r"generation_config\.json: eos_token_id .* is none of the 40 token ids"
     ):
-        end_token_ids(tmp_path, 40)
+        HFDirectory(tmp_path).end_token_ids(40)
 
 
 @pytest.mark.parametrize(("value", "ids"), [(None, set()), (3, {3}), ([3, 5], {3, 5}), ([], set())])
 def test_generation_settings_that_are_right(tmp_path, value, ids):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    assert end_token_ids(tmp_path, 40) == ids
+    assert HFDirectory(tmp_path).end_token_ids(40) == ids

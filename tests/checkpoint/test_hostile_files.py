@@ -28,7 +28,7 @@ from mtpkit.checkpoint import (
     save_model,
 )
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.data.tokenizer import load_tokenizer
@@ -67,13 +67,13 @@ def test_weight_maps_of_every_type(hf_dir, tmp_path, content):
 )
 def test_weight_maps_that_leave_the_directory(hf_dir, file):
     shutil.copyfile(hf_dir / "model.safetensors", hf_dir.parent / "w.safetensors")
-    names = open_weights(hf_dir).tensors
+    names = open_directory(hf_dir).weights().tensors
     (hf_dir / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
     refused(lambda: load_model(hf_dir), INDEX, "must name files of")
 
 
 def test_files_that_are_none(hf_dir):
-    names = open_weights(hf_dir).tensors
+    names = open_directory(hf_dir).weights().tensors
     (hf_dir / "folder").mkdir()
     for file, says in (
         ("folder", "missing"),

@@ -20,7 +20,7 @@ from mtpkit.checkpoint import (
     save_model,
 )
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import latest_iteration, open_weights
+from mtpkit.checkpoint.directory import latest_iteration, open_directory
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
@@ -298,7 +298,7 @@ def test_tensors_of_a_model_in_memory(case):
     """Whole, also those that megatron-core saves in several parts: the first matrix of a gated
     MLP."""
     have = ModelTensors(load_model(GOLDEN / "tp1" / case))
-    want = open_weights(GOLDEN / "tp1" / case)
+    want = open_directory(GOLDEN / "tp1" / case).weights()
     assert have.tensors == want.tensors
     assert all(bits_equal(have.read(name), want.read(name)) for name in want.tensors)
 

@@ -7,7 +7,7 @@ import torch
 
 from mtpkit.checkpoint import load_model, save_checkpoint
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.families.table import Entry, Join, Stack, Stored, Table, Ways
 from mtpkit.checkpoint.original import CARRIED as CARRIED_FILE
 from mtpkit.checkpoint.original import ORIGINAL
@@ -51,8 +51,8 @@ def test_each_original_comes_back(tmp_path, packed, copies, capsys):
 def test_weights_are_the_same_whichever_way_they_are_stored(tmp_path):
     write_odd(tmp_path / "single")
     write_odd(tmp_path / "packed", (BASE, HEAD))
-    one = open_weights(tmp_path / "single")
-    other = open_weights(tmp_path / "packed")
+    one = open_directory(tmp_path / "single").weights()
+    other = open_directory(tmp_path / "packed").weights()
     assert one.tensors == other.tensors
     assert all(bits_equal(one.read(name), other.read(name)) for name in one.tensors)
 
@@ -62,7 +62,7 @@ def test_experts_that_are_stored_half_packed(tmp_path):
     stray = f"{BASE}mixer.experts.1.up_proj.weight"
     edit(tmp_path / "hf", lambda found: found.update({stray: torch.ones(16, 32)}))
     with pytest.raises(UserError, match="unexpected") as caught:
-        open_weights(tmp_path / "hf")
+        open_directory(tmp_path / "hf").weights()
     assert "mixer.experts" in str(caught.value) and len(tensors) > 20
 
 
@@ -148,9 +148,8 @@ def test_every_way_must_name_every_tensor():
 def test_copies_are_written_from_the_base(tmp_path):
     tensors = write_odd(tmp_path / "hf")
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
-    assert not {
-        name for name in open_weights(tmp_path / "megatron").tensors if "embed.weight" in name
-    }
+    names = open_directory(tmp_path / "megatron").weights().tensors
+    assert not [name for name in names if "embed.weight" in name]
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
     after = read_all(tmp_path / "back")
     assert all(bits_equal(after[copy], tensors[name]) for copy, name in COPIES.items())

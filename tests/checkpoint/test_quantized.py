@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import load_config, open_weights
+from mtpkit.checkpoint.directory import load_config, open_directory
 from mtpkit.checkpoint.quantized import FP8, SCALE, BlockFp8
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import add_heads, edit, edit_config, write_base
@@ -87,7 +87,7 @@ def test_every_missing_and_every_odd_scale_is_named(fp8_dir, what):
 
     edit(fp8_dir, damage)
     with pytest.raises(UserError) as caught:
-        open_weights(fp8_dir)
+        open_directory(fp8_dir).weights()
     wrong = (f"{first} [2, 2] float32 instead of [2, 3] float32", f"{second} [2, 3] bfloat16")
     for words in ("2 missing", first, second) if what == "missing" else wrong:
         assert words in str(caught.value)
@@ -96,7 +96,7 @@ def test_every_missing_and_every_odd_scale_is_named(fp8_dir, what):
 def test_a_scale_without_its_weight_is_named(fp8_dir):
     edit(fp8_dir, lambda tensors: tensors.update({"lm_head.weight" + SCALE: torch.ones(8, 3)}))
     with pytest.raises(UserError, match=r"1 unexpected: lm_head\.weight_scale_inv"):
-        open_weights(fp8_dir)
+        open_directory(fp8_dir).weights()
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_other_quantisations_are_refused(fp8_dir, config):
 def test_fp8_weights_need_the_config_that_says_so(fp8_dir):
     edit_config(fp8_dir, quantization_config=None)
     with pytest.raises(UserError, match="not stored as fp64"):
-        open_weights(fp8_dir)
+        open_directory(fp8_dir).weights()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mtpkit import LLM
 from mtpkit.checkpoint import load_config, load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.families import get_family, qwen3_next
 from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.original import ORIGINAL
@@ -244,7 +244,7 @@ def test_small_weights_of_the_output_norm_are_not_rounded(tmp_path, variant):
     norm = "decoder.layers.0.self_attention.out_norm.weight"
     exact = stored["model.layers.0.linear_attn.norm.weight"] - 1
     for directory in (hf, megatron, tmp_path / "run"):
-        assert bits_equal(open_weights(directory).read(norm), exact)
+        assert bits_equal(open_directory(directory).weights().read(norm), exact)
 
 
 def test_the_engine_keeps_the_output_norm_in_fp32(tmp_path):

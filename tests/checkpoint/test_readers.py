@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint.convert import export_checkpoint
-from mtpkit.checkpoint.directory import find_torch_dist, open_weights
+from mtpkit.checkpoint.directory import find_torch_dist, open_directory
 from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.tensors import Tensors
@@ -33,14 +33,14 @@ def open_hf(directory: Path) -> Tensors:
 
 def open_mapped(directory: Path) -> Tensors:
     export_checkpoint(CASE, directory / "hf", max_shard_bytes=100_000)
-    return open_weights(directory / "hf")
+    return open_directory(directory / "hf").weights()
 
 
 READERS: dict[str, Callable[[Path], Tensors]] = {
     "safetensors": open_hf,
     "safetensors under Megatron's names": open_mapped,
     "torch_dist": lambda _: MegatronReader(find_torch_dist(CASE)),
-    "checked torch_dist": lambda _: open_weights(CASE),
+    "checked torch_dist": lambda _: open_directory(CASE).weights(),
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from mtpkit.checkpoint import load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import detect_layout, load_config
+from mtpkit.checkpoint.directory import load_config, open_directory
 from mtpkit.checkpoint.families.table import MappedTensors, _Step
 from mtpkit.checkpoint.tensors import TensorInfo, bits_equal
 from mtpkit.checkpoint.verify import compare_weights
@@ -77,10 +77,8 @@ def test_round_trip_is_bitwise_equal(tmp_path, pattern, heads, physical, repeate
         == load_config(tmp_path / "megatron")
         == load_config(tmp_path / "back")
     )
-    assert (detect_layout(tmp_path / "megatron"), detect_layout(tmp_path / "back")) == (
-        "megatron",
-        "hf",
-    )
+    assert open_directory(tmp_path / "megatron").layout == "megatron"
+    assert open_directory(tmp_path / "back").layout == "hf"
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     assert compare_weights(tmp_path / "hf", tmp_path / "megatron").identical
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from mtpkit.checkpoint import load_config
 from mtpkit.checkpoint import stitch as stitching
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.layouts.huggingface import HFReader
 from mtpkit.checkpoint.layouts.parallel import Budget
 from mtpkit.checkpoint.stitch import BASE_FILE, HEADS_FILE, _with_heads, stitch
@@ -79,7 +80,7 @@ def check(place, source: str, out, done) -> None:
     base = load_config(place / source)
     assert config.mtp == load_config(place / "other").mtp
     assert config.replace(**NO_HEADS) == base.replace(**NO_HEADS)
-    open_weights(out)
+    open_directory(out).weights()
 
 
 NO_HEADS = {"mtp_pattern": "", "mtp_num_depths": 0, "mtp_use_repeated_layer": True}
@@ -148,7 +149,7 @@ def test_heads_of_a_kind_that_the_base_lacks(place, tmp_path):
     assert after["intermediate_size"] == 48 and after["mtp_hybrid_override_pattern"] == "*-"
     kept = [key for key in gone if not key.startswith(("mtp", "num_nextn"))]
     assert [key for key in kept if after[key] != gone[key]] == [] and len(kept) > 30
-    open_weights(tmp_path / "out")
+    open_directory(tmp_path / "out").weights()
 
 
 def test_packed_experts_copies_and_carried_tensors_stay(tmp_path):
@@ -235,6 +236,14 @@ def other_value(config, key, value):
     return None
 
 
+def opened(base: ModelConfig, trained: ModelConfig) -> list[SimpleNamespace]:
+    """Two model directories of which only path and config are asked for."""
+    return [
+        SimpleNamespace(path=Path("base"), config=base),
+        SimpleNamespace(path=Path("run"), config=trained),
+    ]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_setting_that_heads_depend_on_must_agree(name):
     """Refusals name the setting; those that heads do not depend on are no reason to refuse."""
@@ -252,10 +261,10 @@ def test_every_setting_that_heads_depend_on_must_agree(name):
             continue
         tried.add(key)
         if key in UNRELATED:
-            _with_heads(base, trained, Path("base"), Path("run"))
+            _with_heads(*opened(base, trained))
             continue
         with pytest.raises(UserError, match=rf"differ, .*\b{key} ") as caught:
-            _with_heads(base, trained, Path("base"), Path("run"))
+            _with_heads(*opened(base, trained))
         assert len(str(caught.value).splitlines()) == 1
         assert fingerprint_config(base) != fingerprint_config(trained)
     assert {"hidden_size", "layernorm_epsilon"} <= tried and len(tried - UNRELATED) > 8

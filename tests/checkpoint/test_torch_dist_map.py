@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mtpkit.checkpoint.directory import find_torch_dist, open_weights
+from mtpkit.checkpoint.directory import find_torch_dist, open_directory
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.layouts.torch_dist_map import MappedFiles
 from mtpkit.checkpoint.tensors import bits_equal
@@ -153,7 +153,7 @@ def test_a_row_without_a_piece_is_not_finite(tmp_path, monkeypatch, is_mapped):
     if not is_mapped:
         monkeypatch.setattr(MappedFiles, "read", lambda *_: None)
     monkeypatch.setattr("mtpkit.checkpoint.directory.MegatronReader", lambda _: reader)
-    source = open_weights(tmp_path / "megatron")
+    source = open_directory(tmp_path / "megatron").weights()
     first = source.read(f"{name}[0]")
     second = source.read(f"{name}[1]")
     assert first.isfinite().all() and second.isnan().all()

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from mtpkit.checkpoint import load_model, load_model_weights
-from mtpkit.checkpoint.directory import load_config, open_weights
+from mtpkit.checkpoint import load_config, load_model, open_directory
+from mtpkit.checkpoint.load import fill_model
 from mtpkit.checkpoint.tensors import bits_equal
 from mtpkit.checkpoint.upload import BUFFERS, Uploader
 from mtpkit.errors import UserError
@@ -69,7 +69,7 @@ def test_every_bit_arrives(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_is_the_same(hf_dir, dtype):
     model = build_model(load_config(hf_dir), dtype=dtype, init="none")
-    load_model_weights(model, hf_dir, source=open_weights(hf_dir, device="cuda"))
+    fill_model(model, open_directory(hf_dir).weights(device="cuda"), hf_dir)
     want = load_model(hf_dir, dtype=dtype).state_dict()
     assert all(
         bits_equal(value, want[name])
@@ -84,8 +84,7 @@ def test_all_numbers_are_checked_there(hf_dir, value):
     messages = []
     for device in ("cpu", "cuda"):
         with pytest.raises(UserError) as caught:
-            load_model_weights(
-                build_model(load_config(hf_dir)), hf_dir, source=open_weights(hf_dir, device=device)
-            )
+            model = build_model(load_config(hf_dir))
+            fill_model(model, open_directory(hf_dir).weights(device=device), hf_dir)
         messages.append(str(caught.value))
     assert messages[0] == messages[1] and all(name in messages[0] for name in HF_NAMES)

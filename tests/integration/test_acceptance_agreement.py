@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpkit.checkpoint import find_companions
+from mtpkit.checkpoint import open_directory
 from mtpkit.cli import run
 from mtpkit.cli.acceptance import app
 from mtpkit.data.tokenizer import fingerprint, load_tokenizer
@@ -34,7 +34,7 @@ def predicted(
     """What the command says of the base's own answers, which the end of a request cuts short as in
     the engine."""
     data, found = (directory.parent / f"greedy.{kind}" for kind in ("jsonl", "json"))
-    own = fingerprint(load_tokenizer(find_companions(directory)))
+    own = fingerprint(load_tokenizer(open_directory(directory).companions))
     rows = [
         dict(
             prompt="prompt",

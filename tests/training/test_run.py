@@ -15,9 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtpkit.checkpoint import find_companions, load_model, save_model
 from mtpkit.checkpoint import load_config as load_model_config
-from mtpkit.checkpoint.directory import open_weights
+from mtpkit.checkpoint import load_model, open_directory, save_model
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.cli import run as run_command
 from mtpkit.cli.acceptance import app as acceptance_app
@@ -185,8 +184,8 @@ def test_checkpoints_share_the_files_of_the_base(settings, toy_base, tmp_path):
     assert shapes[0] == {
         key: shape for key, shape in shapes[1].items() if not key.startswith("optimizer.")
     }
-    stored = open_weights(output).tensors
-    base = open_weights(toy_base).tensors
+    stored = open_directory(output).weights().tensors
+    base = open_directory(toy_base).weights().tensors
     assert all(stored[name].dtype == info.dtype == torch.float32 for name, info in base.items())
 
 
@@ -232,7 +231,7 @@ def test_the_best_checkpoint_is_kept(settings, monkeypatch):
     )
     assert all(torch.equal(best[name], own[name]) for name in own)
     assert not all(torch.equal(best[name], newest[name]) for name in own)
-    assert (find_companions(output / "best") / "tokenizer.json").exists()
+    assert (open_directory(output / "best").companions / "tokenizer.json").exists()
 
     # As if the run was killed before it had marked its best checkpoint, and in the middle of
     # another.

@@ -41,6 +41,9 @@ class Subject:
     directory: Path
     hf: Settings
     """Its `config.json`."""
+    quantization: object
+    """Its `quantization_config`, or ModelOpt's settings beside `config.json`; None without
+    either."""
     config: ModelConfig
     found: Mapping[str, TensorInfo]
     """The tensors of its files, without those that the family carries (`Family.carried`)."""
