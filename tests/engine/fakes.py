@@ -16,6 +16,7 @@ from mtpkit.engine.steps.plan import Drafts, Plan, StepOutput
 from mtpkit.engine.steps.sampler import TOKEN_STREAM
 from mtpkit.kernels import sampling
 from mtpkit.model.state import Part, ReplaySpec, SnapshotSpec, StateLayout, StateSizes
+from tests.engine.planned import planned_rows
 
 CPU = torch.device("cpu")
 MODULUS = 1_000_003
@@ -269,20 +270,20 @@ class KnownTokens:
 
     def after(self, batch, verdict) -> list[list[int]]:
         """The tokens of each row that samples, after the step. Called once a step."""
-        for row, planned in enumerate(batch.plan.rows):
+        for row, planned in enumerate(planned_rows()):
             slot = int(batch.inputs.state_slots[row])
             accepted = int(verdict.accepted[row])
             token_ids = verdict.token_ids[row].tolist()
             if slot < 0:  # a request that has ended
                 self._by_slot[slot] = []
                 continue
-            if row < batch.plan.num_decode_rows:
+            if row < batch.shape.decode_rows:
                 known = self._by_slot[slot] + token_ids[: accepted + 1]
             else:
                 known = planned.request.token_ids[: planned.start + planned.length]
-                known += token_ids[:1] if row < batch.plan.num_sampling_rows else []
+                known += token_ids[:1] if row < batch.shape.sampling_rows else []
             self._by_slot[slot] = known
-        slots = batch.inputs.state_slots[: batch.plan.num_sampling_rows].tolist()
+        slots = batch.inputs.state_slots[: batch.shape.sampling_rows].tolist()
         return [list(self._by_slot[slot]) for slot in slots]
 
 
@@ -305,7 +306,7 @@ class RuleDrafter:
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         known = self.known.after(batch, verdict)
-        if batch.plan.trees and known:
+        if batch.shape.trees and known:
             return self._trees(known)
         rows = []
         for tokens in known:
@@ -408,7 +409,7 @@ class HeadDrafter(RuleDrafter):
                 continue
             start, end = inputs.query_start[row : row + 2].tolist()
             tokens = self.known.of(slot)
-            if row >= batch.plan.num_sampling_rows:
+            if row >= batch.shape.sampling_rows:
                 tokens += [token for token in batch.lookahead[row].tolist() if token >= 0]
             table = inputs.block_tables[row].tolist()
             context = int(inputs.context_lens[row])

@@ -56,8 +56,8 @@ class TruthOnDevice:
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         drafts = self.inner.draft(hidden, batch, verdict)
-        count = batch.plan.num_sampling_rows
-        depths = batch.plan.num_speculative_tokens
+        count = batch.shape.sampling_rows
+        depths = batch.shape.num_speculative_tokens
         slots, (_, newest) = batch.inputs.state_slots[:count], batch.newest(verdict.accepted)
         places = newest[:, None] + 2 + torch.arange(depths, device=slots.device)
         right = self.truth[slots[:, None], places.clamp(max=self.truth.shape[1] - 1)]

@@ -158,7 +158,7 @@ def test_acceptance_is_that_of_drafts_made_for_the_step(order, ahead):
         def draft(self, hidden, batch, verdict) -> Drafts:
             return Drafts(
                 inner.draft(hidden, batch, verdict).token_ids[
-                    :, : batch.plan.num_speculative_tokens
+                    :, : batch.shape.num_speculative_tokens
                 ]
             )
 
@@ -224,7 +224,7 @@ def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
 
     def watch(batch):
         seen.append(
-            (batch.plan.num_decode_rows, batch.plan.num_speculative_tokens, len(batch.token_ids))
+            (batch.shape.decode_rows, batch.shape.num_speculative_tokens, len(batch.token_ids))
         )
         return execute(batch)
 

@@ -56,7 +56,7 @@ class TableDrafter:
         self.draw = draw
 
     def draft(self, hidden, batch, verdict) -> Drafts:
-        count = batch.plan.num_sampling_rows
+        count = batch.shape.sampling_rows
         rows, (_, newest) = torch.arange(count), batch.newest(verdict.accepted)
         tokens = [verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]]
         probs = []
@@ -245,7 +245,7 @@ class TableTreeDrafter(RepeatedTreeDrafter):
         return self.table[state[:, 0].long()]
 
     def draft(self, hidden, batch, verdict) -> Drafts:
-        count = batch.plan.num_sampling_rows
+        count = batch.shape.sampling_rows
         growth, probs, (_, newest) = self.shape.start(), [], batch.newest(verdict.accepted)
         tokens = verdict.token_ids.gather(1, verdict.accepted[:, None])[:count]
         for _ in range(self.shape.tree.depth):

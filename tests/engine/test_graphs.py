@@ -350,7 +350,7 @@ def test_each_k_and_kind_of_sampling_has_its_graph(device):
             want if params is drawn else [decode(model, prompt, MAX_TOKENS) for prompt in prompts]
         )
         assert generate(llm, prompts, params, poison=False) == exact
-    keys = {(depths, use) for _, depths, use in llm.engine.executor.graphs._graphs}
+    keys = {(shape.drafts, use) for shape, use in llm.engine.executor.graphs._graphs}
     assert keys == {
         (k, use) for k in range(4) for use in (GREEDY, for_graph(frozenset({"temperature"})))
     }
@@ -396,7 +396,7 @@ def test_penalties_in_graphs(device, heads, k, settings):
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == want
-    uses = {use for _, _, use in llm.engine.executor.graphs._graphs}
+    uses = {use for _, use in llm.engine.executor.graphs._graphs}
     assert any("penalties" in use for use in uses)
     assert not k or llm.stats().acceptance.accepted > 10
     assert (llm.stats().preemptions > 0) == ("num_blocks" in settings)
@@ -419,7 +419,7 @@ def test_penalties_get_graphs_of_their_own(device):
         llm.generate(prompts, params)
         seen.add(use)
         assert {
-            use for shape, _, use in llm.engine.executor.graphs._graphs if not shape.chunk_rows
+            use for shape, use in llm.engine.executor.graphs._graphs if not shape.chunk_rows
         } == seen
 
 

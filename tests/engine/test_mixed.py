@@ -9,6 +9,7 @@ from mtpkit.engine import SamplingParams
 from mtpkit.engine.device import executor as executor_module
 from mtpkit.engine.steps.batch import BatchBuilder
 from mtpkit.engine.steps.plan import Verdict
+from tests.engine.planned import planned_rows
 from tests.engine.replayed import replay_on_cpu
 from tests.engine.tiny import (
     decode,
@@ -156,7 +157,7 @@ def test_what_decodes_does_not_depend_on_the_chunk_beside_it(monkeypatch):
             rows = zip(batch.logit_rows.tolist(), positions, values, strict=True)
             for row, position, one in rows:
                 if row < batch.inputs.num_decode_rows:
-                    logits[batch.plan.rows[row].request.request_id, position] = one.clone()
+                    logits[planned_rows()[row].request.request_id, position] = one.clone()
             return verify(values, batch)
 
         monkeypatch.setattr(executor_module, "verify", noted)

@@ -15,6 +15,7 @@ from mtpkit.engine.steps.plan import Drafts
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, extend_hash, fake_engine, run
+from tests.engine.planned import planned_rows
 from tests.engine.tiny import (
     VOCAB_SIZE,
     decode,
@@ -189,7 +190,7 @@ class BadDrafts:
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         token_ids = self.inner.draft(hidden, batch, verdict).token_ids.clone()
-        for row, planned in enumerate(batch.plan.rows[: batch.plan.num_sampling_rows]):
+        for row, planned in enumerate(planned_rows()[: batch.shape.sampling_rows]):
             known = self.inner.known._by_slot[int(batch.inputs.state_slots[row])]
             if planned.request.request_id == "doomed" and len(known) >= 7:
                 token_ids[row, self.depth - 1 :] = NO_TOKEN
@@ -231,7 +232,7 @@ class BadAfterPreemption(BadDrafts):
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         token_ids = self.inner.draft(hidden, batch, verdict).token_ids.clone()
-        again = [not row.emits for row in batch.plan.rows[: batch.plan.num_sampling_rows]]
+        again = [not row.emits for row in planned_rows()[: batch.shape.sampling_rows]]
         token_ids[torch.tensor(again, dtype=torch.bool), self.depth - 1 :] = NO_TOKEN
         return Drafts(token_ids)
 

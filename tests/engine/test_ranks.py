@@ -265,7 +265,7 @@ def decision(
         **{name: own[name] for name in ("arrival", "seed", "slot", "block_table")}
     )
     chunk = Row(other, own["start"], own["length"], samples=True)
-    plan = Plan((Row(request, 6, 1 + depths, samples=True), chunk)[:rows], 1, rows, depths, trees)
+    plan = Plan((Row(request, 6, 1 + depths, samples=True), chunk)[:rows], 1, rows, depths)
     scheduler = SimpleNamespace(
         num_speculative_tokens=depths,
         trees=trees,

@@ -116,7 +116,7 @@ def test_rows_swapped_between_verify_and_commit(monkeypatch):
     def swapped(logits, batch):
         verdict = verify(logits, batch)
         order = torch.arange(len(verdict.accepted))
-        if batch.plan.num_decode_rows >= 2:
+        if batch.shape.decode_rows >= 2:
             order[:2] = order[:2].flip(0)
         return Verdict(verdict.accepted[order], verdict.token_ids[order])
 
@@ -135,7 +135,7 @@ def test_accepted_count_of_another_request_picks_the_state(monkeypatch):
                 if len(batch.inputs.state_slots) > 1
                 else (0, 0)
             )
-            if batch.plan.num_decode_rows > 1:
+            if batch.shape.decode_rows > 1:
                 values[batch.inputs.state_slots[:2]] = torch.stack([second, first])
 
     monkeypatch.setattr(DeviceState, "step", step_then_swap)
@@ -194,7 +194,7 @@ def test_earlier_positions_that_a_step_does_not_take_up(monkeypatch, name):
     def stale(self, batch, *args):
         kept = Earlier(**{key: value.clone() for key, value in vars(self.earlier).items()})
         step(self, batch, *args)
-        if batch.plan.num_decode_rows:
+        if batch.shape.decode_rows:
             getattr(self.earlier, name).copy_(getattr(kept, name))
 
     monkeypatch.setattr(DeviceState, "step", stale)

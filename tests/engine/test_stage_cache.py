@@ -44,9 +44,9 @@ GRAPHS = CASES[0]
 """The case that is run again with steps that are run as CUDA graphs are."""
 
 
-def other_tokens(packed, batch, tree):
-    verdict, drafts = unpack_returned(packed, batch, tree)
-    return replace(verdict, token_ids=verdict.token_ids + int(bool(batch.plan.restores))), drafts
+def other_tokens(packed, batch):
+    verdict, drafts = unpack_returned(packed, batch)
+    return replace(verdict, token_ids=verdict.token_ids + int(batch.shape.resumed)), drafts
 
 
 SABOTAGE: dict[str, list[Any]] = {

@@ -59,8 +59,8 @@ FOUR = [
 """For two stages of two tensor-parallel ranks."""
 
 
-def no_path(packed, batch, tree):
-    verdict, drafts = unpack_returned(packed, batch, tree)
+def no_path(packed, batch):
+    verdict, drafts = unpack_returned(packed, batch)
     first = None if verdict.path is None else verdict.path * 0
     return replace(verdict, path=first), drafts
 
@@ -230,8 +230,7 @@ def test_bytes_that_go_back(decoded):
             assert (
                 -(-least // 8) < stage["found"][index]["returned"] <= -(-(least + of_decoding) // 8)
             )
-    plan = Plan.without_rows(1, 1, parse_tree([2, 2, 1]))
-    assert nbytes_of(columns_of(plan, parse_tree([2, 2, 1]), 131_072)) == 36
+    assert nbytes_of(columns_of(parse_tree([2, 2, 1]), True, 131_072)) == 36
 
 
 def test_steps_of_trees_and_of_chains(decoded):
@@ -251,10 +250,9 @@ def test_what_is_broken_shows(decoded, name):
 
 def test_results_that_no_step_has_are_refused():
     """K = 2, two children of the newest token and one child of each: 5 tokens."""
-    plan = Plan.without_rows(1, 1, TokenTree((-1, 0, 0, 1, 2)))
     tree = DynamicTree(2, 2, 5)
     good = np.array([[1, 7, 8, 0, 0, -1, 1, -2, 2, 0, 9, 10, 11, 12, -1, 0, 0, 1, 2]])
-    columns = columns_of(plan, tree, 64)
+    columns = columns_of(tree, True, 64)
     check_returned(good, columns)
     for column, value, what in (
         (5, 1, "drafts"),
@@ -277,7 +275,7 @@ def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_
     request that stays."""
     request = SimpleNamespace(slot=0)
     stored = []
-    plan = Plan((Row(request, 4, 3, samples=True),), 1, 1, 2, trees=True)
+    plan = Plan((Row(request, 4, 3, samples=True),), 1, 1, TokenTree((-1, 0, 1)))
     executor = object.__new__(Executor)
     executor._open = deque()
     executor._most_open = 4
@@ -290,5 +288,5 @@ def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_
     executor._launch_stage = lambda plan, slots: None
     executor.save = lambda saves: None
     other = Row(SimpleNamespace(slot=1), 0, 3, samples=True)
-    executor.launch(Plan((other,), 1, 1, 2, trees=True))
+    executor.launch(Plan((other,), 1, 1, TokenTree((-1, 0, 1))))
     assert len(stored) == (slot != 0)

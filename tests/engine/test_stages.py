@@ -102,13 +102,13 @@ GREEDY = Case("mamba2", 3, settings=PREEMPTED)
 SAMPLED = Case("delta", 2, settings=MIXED)
 
 
-def none_accepted(packed, batch, tree):
-    verdict, drafts = unpack_returned(packed, batch, tree)
+def none_accepted(packed, batch):
+    verdict, drafts = unpack_returned(packed, batch)
     return Verdict(verdict.accepted * 0, verdict.token_ids), drafts
 
 
-def of_other_rows(packed, batch, tree):
-    verdict, drafts = unpack_returned(packed, batch, tree)
+def of_other_rows(packed, batch):
+    verdict, drafts = unpack_returned(packed, batch)
     return verdict, Drafts(drafts.token_ids.roll(1, 0))
 
 
@@ -497,7 +497,7 @@ def test_what_a_stage_hands_on_is_planned_for():
 
 def test_results_that_no_step_has_are_refused():
     good = np.array([[2, 5, 6, 7, -1, 60, 63, 0]])
-    columns = columns_of(Plan.without_rows(1, 1, 3), None, 64)
+    columns = columns_of(3, True, 64)
     check_returned(good, columns)
     for column, value, what in (
         (0, 4, "accepted drafts"),
@@ -517,7 +517,7 @@ def test_results_that_no_step_has_are_refused():
 def test_integers_take_the_bits_that_they_need(vocab_size):
     """The largest and smallest of each column come back, what is outside as the nearest number
     outside."""
-    columns = columns_of(Plan.without_rows(1, 1, 3), None, vocab_size)
+    columns = columns_of(3, True, vocab_size)
     ends = [
         [getattr(c, end) for c in columns.values() for _ in range(c.width)]
         for end in ("least", "most")
@@ -534,13 +534,13 @@ def test_integers_take_the_bits_that_they_need(vocab_size):
 
 def test_bytes_of_published_vocabularies():
     """5 numbers of accepted drafts and one outside on each side take 3 bits, tokens 18."""
-    of_chain = columns_of(Plan.without_rows(1, 1, 3), None, 131_072)
+    of_chain = columns_of(3, True, 131_072)
     assert [column.bits for column in of_chain.values()] == [3, 18, 18] and nbytes_of(
         of_chain
     ) == 17
     for shape in ([3, 2, 1], [2, 2, 2], [4, 2, 1], DynamicTree(4, 4, 16)):
         tree = shape if isinstance(shape, DynamicTree) else parse_tree(shape)
-        assert nbytes_of(columns_of(Plan.without_rows(1, 1, tree), tree, 248_320)) < 64
+        assert nbytes_of(columns_of(tree, True, 248_320)) < 64
 
 
 def test_more_stages_than_layers_or_processes(decoded):

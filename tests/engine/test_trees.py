@@ -16,6 +16,7 @@ from mtpkit.engine.requests.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, unroll_depths
 from tests.engine.fakes import KnownTokens
+from tests.engine.planned import planned_rows
 from tests.engine.tiny import (
     decode,
     generate,
@@ -64,7 +65,7 @@ class Trees:
         token_ids = drafts.token_ids.clone()
         for row, known in enumerate(self.known.after(batch, verdict)):
             parents = list(range(-1, token_ids.shape[1]))
-            if batch.plan.trees:
+            if batch.shape.trees:
                 parents = (
                     list(self.tree.parents)
                     if drafts.parents is None
@@ -501,6 +502,6 @@ def test_a_tree_after_a_chain_holds_nothing_of_the_former_request_of_its_slot(tr
         llm.engine.step()
         llm.engine.step()
         batch = trees[-1]
-        assert batch.plan.trees and batch.plan.rows[1].request.request_id == "next"
+        assert batch.shape.trees and planned_rows()[1].request.request_id == "next"
         fed.append([batch.token_ids.view(2, -1)[1].tolist(), batch.inputs.tree.parents[1].tolist()])
     assert fed[0] == fed[1]

@@ -5,7 +5,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -30,16 +29,16 @@ from mtpkit.engine.ranks.returned import (
     unpack_returned,
 )
 from mtpkit.engine.requests.options import EngineConfig
-from mtpkit.engine.requests.tree import DraftShape, width_of
-from mtpkit.engine.steps.batch import NULL_SLOT, BatchBuilder, StepShape
+from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.steps.batch import BatchBuilder
 from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.engine.steps.plan import (
     Batch,
     Plan,
-    Restore,
     Save,
     StepOutput,
     StepResult,
+    StepShape,
     Verdict,
     pack_result,
 )
@@ -177,7 +176,7 @@ class Executor:
             )
             if not self.stage.last:
                 self.stores = StepGraphs(self.builder, config, width, num_blocks)
-                nbytes = nbytes_of(self._columns_of(Plan.without_rows(1, 1, config.drafts)))
+                nbytes = nbytes_of(self._columns_of(StepShape.decoding(1, config.drafts)))
                 self._message = torch.zeros(
                     largest_step(config)[2], nbytes, dtype=torch.uint8, device=device
                 )
@@ -225,7 +224,7 @@ class Executor:
             return self._opened(plan, slots, partial(self._store, batch))
         packed = self._resume(batch)
         if self.stage.stages > 1:
-            self.stage.tell(to_bytes(packed, self._columns_of(plan)))
+            self.stage.tell(to_bytes(packed, self._columns_of(batch.shape)))
         return Launched(plan, packed)
 
     def _opened(
@@ -244,9 +243,8 @@ class Executor:
     def _resume(self, batch: Batch) -> Tensor:
         """Run a step of rows that begin at checkpoints, without the base; see `Plan`."""
         runner = cast(CachingRunner, self.runner)
-        earlier = self.state.earlier
-        assert earlier is not None
-        hidden = earlier.hidden[batch.inputs.state_slots, -1][:, None]
+        hidden = batch.resumed_hidden
+        assert hidden is not None
         return self._finish(
             batch, StepOutput(runner.logits(hidden[batch.logit_indices, 0]), hidden)
         )
@@ -254,15 +252,14 @@ class Executor:
     def _launch_stage(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
         """Launch this pipeline stage's part of a plan. All transfers are outside of graphs."""
         shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
-        width = width_of(self.config.drafts) if plan.trees else 1 + plan.num_speculative_tokens
-        cast(Runner, self.runner).receive(shape.tokens(width))
+        cast(Runner, self.runner).receive(shape.tokens)
         if self.stage.last:
             packed = (
                 self.graphs.run(self._execute, plan)
                 if self.graphs
                 else self._execute(self.builder.build(plan))
             )
-            self.stage.tell(to_bytes(packed, self._columns_of(plan)))
+            self.stage.tell(to_bytes(packed, self._columns_of(StepShape.of(plan))))
             return Launched(plan, packed)
         # Requests may have changed when the results arrive, so what is stored then must be built
         # now. On the device, these slots do not change until then.
@@ -285,10 +282,10 @@ class Executor:
 
     def _check(self, packed: np.ndarray, plan: Plan) -> None:
         """Check results that came from another stage, see `check_returned`."""
-        check_returned(packed, self._columns_of(plan))
+        check_returned(packed, self._columns_of(StepShape.of(plan)))
 
-    def _columns_of(self, plan: Plan) -> dict[str, Column]:
-        return columns_of(plan, self.config.tree, self.vocab_size)
+    def _columns_of(self, shape: StepShape) -> dict[str, Column]:
+        return columns_of(shape.drafts, shape.decode_rows > 0, self.vocab_size)
 
     def settle(self) -> None:
         """Complete all exchanges with other pipeline stages that are under way."""
@@ -301,9 +298,8 @@ class Executor:
         copy them to the host."""
         first = self._open.popleft()
         plan = first.launched.plan
-        message = self.stage.hear(
-            plan.num_sampling_rows, nbytes_of(self._columns_of(plan)), self.builder.device
-        )
+        columns = self._columns_of(StepShape.of(plan))
+        message = self.stage.hear(plan.num_sampling_rows, nbytes_of(columns), self.builder.device)
         first.launched.fetch(first.store(message))
 
     def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:
@@ -326,11 +322,11 @@ class Executor:
         Returns:
             [S, columns] int64, the results for the host.
         """
-        columns = self._columns_of(batch.plan)
+        columns = self._columns_of(batch.shape)
         if message is None:
-            message = self._message[: batch.plan.num_sampling_rows, : nbytes_of(columns)]
+            message = self._message[: batch.shape.sampling_rows, : nbytes_of(columns)]
         packed = from_bytes(message, columns)
-        verdict, drafts = unpack_returned(packed, batch, self.config.tree)
+        verdict, drafts = unpack_returned(packed, batch)
         batch, _ = batch.along(verdict)
         self.state.step(batch, verdict, drafts)
         return packed
@@ -365,13 +361,10 @@ class Executor:
         if self.checkpoints:
             self.checkpoints.warm_up()
         if self.checkpoints and self.stage.last:
-            shape = StepShape(0, 1, 1)
-            numbers = self.builder.ints(self.builder.null_numbers(shape))
-            plan = replace(
-                Plan.without_rows(0, 1, self.config.drafts), restores=(Restore(0, NULL_SLOT, 1),)
-            )
+            shape = StepShape(0, 1, 1, 1, self.config.drafts, resumed=True)
+            numbers = self.builder.ints(self.builder.numbers(shape))
             tables = numbers.new_zeros(1, self.config.decode_width + self.config.lookahead)
-            self._resume(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
+            self._resume(self.builder.assemble(shape, numbers, tables, GREEDY))
         if self.graphs:
             self.graphs.capture_all(self._execute, shapes)
         if self.stores:
@@ -388,12 +381,11 @@ class Executor:
                 if self.stores:
                     self.stores.replay_free_slots(self._store, rows, drafts)
             else:
-                shape = StepShape(rows, 0, 0)
-                plan = Plan.without_rows(rows, rows, drafts)
+                shape = StepShape.decoding(rows, drafts)
                 self.state.restart()
                 numbers = self.builder.ints(self.builder.null_numbers(shape, range(rows)))
                 tables = numbers.new_zeros(rows, self.config.decode_width + self.config.lookahead)
-                self._execute(self.builder.assemble(plan, shape, numbers, tables, GREEDY))
+                self._execute(self.builder.assemble(shape, numbers, tables, GREEDY))
             if self.builder.device.type == "cuda":
                 torch.cuda.synchronize()
 

@@ -1,7 +1,7 @@
 """Steps as CUDA graphs, with one replay per step.
 
-One graph is captured for each `StepShape`, shape of drafts and set of processors, before the first
-request or when it is first needed. It reads what the host sends from fixed tensors, and everything
+One graph is captured for each `StepShape` and set of processors, before the first request or when
+it is first needed. It reads what the host sends from fixed tensors, and everything
 else from `DeviceState`. Null rows pad a step to the shape: they have no recurrent state, and use a
 block of keys and values and an entry of `DeviceState` that belong to no request.
 """
@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from mtpkit.engine.device.capture import Capture
 from mtpkit.engine.requests.options import EngineConfig
-from mtpkit.engine.requests.tree import DraftShape, width_of
-from mtpkit.engine.steps.batch import NULL_SLOT, BatchBuilder, StepShape, block_tables
-from mtpkit.engine.steps.plan import Batch, Plan
+from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.steps.batch import NULL_SLOT, BatchBuilder, block_tables
+from mtpkit.engine.steps.plan import Batch, Plan, StepShape
 from mtpkit.engine.steps.processors import GREEDY, TEMPERATURE, Use, for_graph
 
 _SMALLEST = 16
@@ -38,7 +38,7 @@ class Sent(NamedTuple):
     tables: np.ndarray
 
 
-Key = tuple[StepShape, DraftShape, Use]
+Key = tuple[StepShape, Use]
 Execute = Callable[[Batch], Tensor]
 
 
@@ -105,12 +105,6 @@ def largest_step(config: EngineConfig) -> tuple[int, int, int]:
     )
 
 
-def _size(key: Key) -> int:
-    """Tokens of a captured step."""
-    shape, drafts, _ = key
-    return shape.chunk_tokens + shape.decode_rows * width_of(drafts)
-
-
 class StepGraphs:
     """Captures steps and replays them.
 
@@ -149,7 +143,7 @@ class StepGraphs:
         """The captured numbers of chunk tokens in steps that also have decode rows, whether both
         run together or apart."""
         rows, tokens = mixed_bucket(config.max_num_seqs, self.chunk_sizes[-1])
-        largest = StepShape(rows, config.max_num_seqs + 1, tokens)
+        largest = StepShape(rows, config.max_num_seqs + 1, tokens, 0, config.drafts)
         device = builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
         self._tables = torch.full(
@@ -186,9 +180,7 @@ class StepGraphs:
         """Replay the graph for `plan`; returns all that `execute` gives, also for null rows, valid
         until the next run."""
         shape = self.shape_for(plan)
-        graph, result = self.captured(
-            execute, self._key(shape, self._drafts(plan), plan.processors)
-        )
+        graph, result = self.captured(execute, self._key(shape, plan.processors))
         self._fill(shape, *(sent or self.send(plan)))
         graph.replay()
         return result
@@ -197,25 +189,24 @@ class StepGraphs:
         """Make the arrays that the host sends for a plan as it is now."""
         shape = self.shape_for(plan)
         return Sent(
-            self.builder.numbers(plan, shape), block_tables(plan, shape, fill=self.null_block)
+            self.builder.numbers(shape, plan.decode_rows, plan.chunks),
+            block_tables(plan, shape, fill=self.null_block),
         )
-
-    def _drafts(self, plan: Plan) -> DraftShape:
-        return self.config.drafts if plan.trees else plan.num_speculative_tokens
 
     def shape_for(self, plan: Plan) -> StepShape:
         """The shape of the graph for a plan."""
         if not plan.chunks:
-            return StepShape(bucket_size(plan.num_decode_rows), 0, 0)
-        return self._with_chunks(
-            plan.num_decode_rows, max(plan.num_chunk_tokens, _tokens_for(len(plan.chunks)))
-        )
+            return StepShape.decoding(bucket_size(plan.num_decode_rows), plan.drafts)
+        tokens = max(plan.num_chunk_tokens, _tokens_for(len(plan.chunks)))
+        return self._with_chunks(plan.num_decode_rows, tokens, plan.drafts)
 
-    def _with_chunks(self, rows: int, tokens: int) -> StepShape:
-        rows, tokens = mixed_bucket(rows, tokens) if rows else (0, chunk_bucket(tokens))
-        return StepShape(
-            rows, 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK), tokens
-        )
+    def _with_chunks(self, rows: int, tokens: int, drafts: DraftShape) -> StepShape:
+        if rows:
+            rows, tokens = mixed_bucket(rows, tokens)
+        else:
+            tokens = chunk_bucket(tokens)
+        chunks = 1 + min(self.config.max_num_seqs, tokens // _TOKENS_PER_CHUNK)
+        return StepShape(rows, chunks, tokens, rows + chunks, drafts)
 
     def capture_all(self, execute: Execute, shapes: Sequence[DraftShape]) -> None:
         """Capture the graphs that requests may need, with a progress bar, except those for
@@ -226,27 +217,29 @@ class StepGraphs:
             shapes: all drafts that steps without chunks may have; steps with chunks are captured
                 for the most drafts.
         """
-        decode = [StepShape(rows, 0, 0) for rows in _sizes(bucket_size, self.config.max_num_seqs)]
-        chunks = [self._with_chunks(0, tokens) for tokens in self.chunk_sizes]
-        chunks += [
-            self._with_chunks(shape.decode_rows, tokens)
-            for shape in decode
-            for tokens in self.mixed_sizes
-        ]
+        decode_rows = _sizes(bucket_size, self.config.max_num_seqs)
+        most = self.config.drafts
         keys = {
-            self._key(shape, drafts, use)
-            for shape in decode
+            self._key(StepShape.decoding(rows, drafts), use)
+            for rows in decode_rows
             for drafts in shapes
             for use in (GREEDY, {TEMPERATURE.name})
         }
-        keys |= {self._key(shape, self.config.drafts, GREEDY) for shape in chunks}
-        for key in tqdm(sorted(keys, key=_size, reverse=True), desc="CUDA graphs", disable=None):
+        alone = [self._with_chunks(0, tokens, most) for tokens in self.chunk_sizes]
+        mixed = [
+            self._with_chunks(rows, tokens, most)
+            for rows in decode_rows
+            for tokens in self.mixed_sizes
+        ]
+        keys |= {self._key(shape, GREEDY) for shape in alone + mixed}
+        largest_first = sorted(keys, key=lambda key: key[0].tokens, reverse=True)
+        for key in tqdm(largest_first, desc="CUDA graphs", disable=None):
             self.captured(execute, key)
 
     def replay_free_slots(self, execute: Execute, rows: int, drafts: DraftShape) -> None:
         """Replay a greedy step on the slots 0 .. rows - 1, for timing; no request may hold them."""
-        shape = StepShape(bucket_size(rows), 0, 0)
-        graph, _ = self.captured(execute, self._key(shape, drafts, GREEDY))
+        shape = StepShape.decoding(bucket_size(rows), drafts)
+        graph, _ = self.captured(execute, self._key(shape, GREEDY))
         self.builder.state.restart()
         self._fill(shape, self.builder.null_numbers(shape, range(rows)), self._null_tables(shape))
         graph.replay()
@@ -258,13 +251,13 @@ class StepGraphs:
             self._graphs[key] = self._capture.graph(lambda: self._step(execute, key), self._warming)
         return self._graphs[key]
 
-    def _key(self, shape: StepShape, drafts: DraftShape, use: Iterable[str]) -> Key:
+    def _key(self, shape: StepShape, use: Iterable[str]) -> Key:
         """The key of a graph. Graphs with chunks always compute temperature and filters, so that
         fewer graphs are needed. On a stage without the lm_head, nothing is computed from logits."""
         if not self.builder.state.vocabulary.width:
-            return shape, drafts, GREEDY
+            return shape, GREEDY
         chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
-        return shape, drafts, for_graph(chosen)
+        return shape, for_graph(chosen)
 
     def _fill(self, shape: StepShape, numbers: np.ndarray, tables: np.ndarray) -> None:
         """Write what a step of this shape reads. Block table entries beyond the given ones name the
@@ -283,10 +276,9 @@ class StepGraphs:
         return np.full((shape.rows, self._tables.shape[1]), self.null_block)
 
     def _step(self, execute: Execute, key: Key) -> Tensor:
-        shape, drafts, use = key
+        shape, use = key
         numbers = self._numbers[: self.builder.count(shape)]
         tables = self._tables[: shape.rows]
         # Null rows advance in each step like all others, and are reset here.
         self.builder.state.restart(NULL_SLOT)
-        plan = Plan.without_rows(shape.decode_rows, shape.rows, drafts)
-        return execute(self.builder.assemble(plan, shape, numbers, tables, use))
+        return execute(self.builder.assemble(shape, numbers, tables, use))

@@ -46,13 +46,13 @@ class DistinctDrafter(MtpDrafter):
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
-        count = batch.plan.num_sampling_rows
+        count = batch.shape.sampling_rows
         state = window.hidden
         newest = window.newest[:count]
         flat = window.flat_newest[:count]
         chosen: list[tuple[Tensor, Tensor | None]] = []
         for depth in range(1, self.num_speculative_tokens + 1):
-            drafting = flat if depth <= batch.plan.num_speculative_tokens else flat[:0]
+            drafting = flat if depth <= batch.shape.num_speculative_tokens else flat[:0]
             last = depth == self.num_speculative_tokens
             tokens = window.token_ids(depth)[None]
             state = mtp_forward(
@@ -109,7 +109,7 @@ class Window:
         self.future = torch.cat([known, known[:, :1]], dim=1)
         """[R, 1 + K] tokens after p: the chosen token, then each draft once it is made, or a
         prompt's known tokens."""
-        count = batch.plan.num_sampling_rows
+        count = batch.shape.sampling_rows
         self.future[:count, 0] = embeddable(
             verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]
         )

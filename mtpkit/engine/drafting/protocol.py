@@ -40,7 +40,7 @@ class NoDrafter:
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """[S, 0] drafts."""
-        return Drafts(verdict.token_ids.new_zeros(batch.plan.num_sampling_rows, 0))
+        return Drafts(verdict.token_ids.new_zeros(batch.shape.sampling_rows, 0))
 
 
 class MtpDrafter:
@@ -111,7 +111,7 @@ class MtpDrafter:
         if not chosen:
             return Drafts(
                 batch.token_ids.new_zeros(
-                    batch.plan.num_sampling_rows, batch.plan.num_speculative_tokens
+                    batch.shape.sampling_rows, batch.shape.num_speculative_tokens
                 )
             )
         probs = [p for _, p in chosen if p is not None]

@@ -29,14 +29,14 @@ class RepeatedDrafter(MtpDrafter):
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         flat, newest = batch.newest(verdict.accepted)
-        drafting = flat if batch.plan.num_speculative_tokens else flat[:0]
+        drafting = flat if batch.shape.num_speculative_tokens else flat[:0]
         shifted = shifted_token_ids(batch, verdict)[None]
         state = mtp_forward(self.model, 1, hidden, shifted, batch.inputs, keep=drafting)
         chosen: list[tuple[Tensor, Tensor | None]] = []
         if len(drafting):
             chosen.append(self.choose(state[:, 0], 1, batch, newest))
-            depths = batch.plan.num_speculative_tokens
-            accepted = verdict.accepted[: batch.plan.num_sampling_rows]
+            depths = batch.shape.num_speculative_tokens
+            accepted = verdict.accepted[: batch.shape.sampling_rows]
             inputs = batch.inputs.continued(accepted) if depths > 1 else batch.inputs
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + (depth - 1))

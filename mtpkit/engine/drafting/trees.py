@@ -137,7 +137,7 @@ class _Trees(MtpDrafter):
 
     def finished(self, growth: Growth, probs: list[Tensor], batch: Batch) -> Drafts:
         """Return the drafts of a tree that has grown; none in a step in which no row samples."""
-        if not batch.plan.num_sampling_rows:
+        if not batch.shape.sampling_rows:
             none = batch.token_ids.new_zeros(0, self.shape.tree.tokens)
             parents = none if isinstance(self.shape.tree, DynamicTree) else None
             return Drafts(none[:, 1:], None, parents, none[:, : self.num_speculative_tokens])
@@ -149,7 +149,7 @@ class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
     """`RepeatedDrafter` with trees. The cache entries of drafts begin at position p + 1."""
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        if not batch.plan.trees:
+        if not batch.shape.trees:
             return super().draft(hidden, batch, verdict)
         flat, newest = batch.newest(verdict.accepted)
         growth = self.shape.start()
@@ -176,10 +176,10 @@ class DistinctTreeDrafter(_Trees, DistinctDrafter):
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
-        if not batch.plan.trees:
+        if not batch.shape.trees:
             return super().draft(hidden, batch, verdict)
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
-        count = batch.plan.num_sampling_rows
+        count = batch.shape.sampling_rows
         state = window.hidden
         newest = window.newest[:count]
         flat = window.flat_newest[:count]

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.requests.tree import DynamicTree, Tree
-from mtpkit.engine.steps.plan import Batch, Drafts, Plan, Verdict, pack_result
+from mtpkit.engine.requests.tree import DraftShape, DynamicTree, depth_of
+from mtpkit.engine.steps.plan import Batch, Drafts, Verdict, pack_result
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels import NO_TOKEN
 
@@ -39,32 +39,32 @@ class Column(NamedTuple):
         return (self.most - self.least + 2).bit_length()
 
 
-def columns_of(plan: Plan, tree: Tree | None, vocab_size: int) -> dict[str, Column]:
-    """The columns of a plan's results, in their order, by their names in error messages.
+def columns_of(drafts: DraftShape, decoding: bool, vocab_size: int) -> dict[str, Column]:
+    """The columns of a step's results, in their order, by their names in error messages.
 
     Args:
-        tree: the shape of the drafts in steps of trees.
+        drafts: the drafts that rows verify and get.
+        decoding: whether there are decode rows.
     """
-    depths = plan.num_speculative_tokens
+    depths = depth_of(drafts)
     tokens = (NO_TOKEN, vocab_size - 1)
     columns = {
         "accepted drafts": Column(1, 0, depths),
         "tokens": Column(1 + depths, *tokens),
         "drafts": Column(depths, *tokens),
     }
-    if not plan.trees:
+    if isinstance(drafts, int):
         return columns
-    assert tree is not None
     columns["drafts"] = Column(depths, NO_TOKEN, 0)
-    last = tree.tokens - 1
-    if plan.num_decode_rows:
+    last = drafts.tokens - 1
+    if decoding:
         columns |= {
             "ranks": Column(depths, _NO_RANK, last),
             "places on the path": Column(depths, 0, last),
         }
     columns["tokens of the tree"] = Column(last, *tokens)
-    if isinstance(tree, DynamicTree):
-        columns["parents"] = Column(tree.tokens, -1, last - 1)
+    if isinstance(drafts, DynamicTree):
+        columns["parents"] = Column(drafts.tokens, -1, last - 1)
     return columns
 
 
@@ -116,7 +116,7 @@ def from_bytes(message: Tensor, columns: dict[str, Column]) -> Tensor:
     return torch.cat(found, 1)
 
 
-def unpack_returned(packed: Tensor, batch: Batch, tree: Tree | None) -> tuple[Verdict, Drafts]:
+def unpack_returned(packed: Tensor, batch: Batch) -> tuple[Verdict, Drafts]:
     """Unpack the result of `pack_returned` for a pipeline stage without lm_head and heads. Values
     outside the range of their column are clamped to it: the host refuses them later, see
     `check_returned`.
@@ -124,7 +124,8 @@ def unpack_returned(packed: Tensor, batch: Batch, tree: Tree | None) -> tuple[Ve
     Args:
         packed: [S, columns] int64.
     """
-    columns = columns_of(batch.plan, tree, batch.sampling.vocabulary.size)
+    shape = batch.shape
+    columns = columns_of(shape.drafts, shape.decode_rows > 0, batch.sampling.vocabulary.size)
     split = packed.split([column.width for column in columns.values()], 1)
     parts = {
         name: part.clamp(column.least, column.most)
@@ -135,7 +136,7 @@ def unpack_returned(packed: Tensor, batch: Batch, tree: Tree | None) -> tuple[Ve
     path = parts.get("places on the path")
     if path is not None:
         path = F.pad(path[: batch.inputs.num_decode_rows], (1, 0))
-    drafts = parts["tokens of the tree" if batch.plan.trees else "drafts"]
+    drafts = parts["tokens of the tree" if shape.trees else "drafts"]
     return Verdict(accepted[:, 0], token_ids, path), Drafts(drafts, None, parts.get("parents"))
 
 

@@ -308,10 +308,11 @@ class Scheduler:
         rows = (*decode, *chunks)
         # Without decode rows, chunks make drafts for the configured K or tree, whatever decode rows
         # verify at present.
-        depths = self.num_speculative_tokens if decode else self.config.num_speculative_tokens
+        drafts = self.config.drafts
+        if decode and not self.trees:
+            drafts = self.num_speculative_tokens
         samples = sum(row.samples for row in rows)
-        trees = self.trees if decode else self.config.tree is not None
-        return Plan(rows, len(decode), samples, depths, trees, batch=self._turn)
+        return Plan(rows, len(decode), samples, drafts, batch=self._turn)
 
     def _plan_decode(self, budget: int) -> list[Row] | None:
         """Decode rows of the batch, the oldest request first; None if a row must wait for results

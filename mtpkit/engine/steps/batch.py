@@ -6,7 +6,6 @@ on the device. A step whose sizes are fixed can therefore be captured in a CUDA 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from mtpkit.engine.requests.tree import TokenTree, Tree
 from mtpkit.engine.steps.device_state import DeviceState
-from mtpkit.engine.steps.plan import Batch, Plan, Row
+from mtpkit.engine.steps.plan import Batch, Plan, Row, StepShape
 from mtpkit.engine.steps.processors import Use
 from mtpkit.kernels.ancestors import ancestor_masks
 from mtpkit.kernels.step_rows import decode_rows, kv_slots
@@ -29,32 +28,6 @@ NULL_SLOT = -1
 the last entry."""
 NULL_CONTEXT = -1
 """Context length of null rows among the chunks, see `StepInput.context_lens`."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Sizes of a step, which are at least those of its plan: null rows and their tokens pad the
-    plan."""
-
-    decode_rows: int
-    chunk_rows: int
-    """If this exceeds the number of chunks in the plan, the last row is a null row that has all
-    padding tokens."""
-    chunk_tokens: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> "StepShape":
-        """The sizes of a plan."""
-        return cls(plan.num_decode_rows, len(plan.chunks), plan.num_chunk_tokens)
-
-    @property
-    def rows(self) -> int:
-        """All rows."""
-        return self.decode_rows + self.chunk_rows
-
-    def tokens(self, width: int) -> int:
-        """All tokens, with `width` tokens per decode row."""
-        return self.decode_rows * width + self.chunk_tokens
 
 
 class _Part(NamedTuple):
@@ -130,9 +103,9 @@ class BatchBuilder:
     def build(self, plan: Plan) -> Batch:
         """Build the tensors of `plan`, all on the device."""
         shape = StepShape.of(plan)
-        numbers = self.ints(self.numbers(plan, shape))
+        numbers = self.ints(self.numbers(shape, plan.decode_rows, plan.chunks))
         tables = self.ints(block_tables(plan, shape))
-        return self.assemble(plan, shape, numbers, tables, plan.processors)
+        return self.assemble(shape, numbers, tables, plan.processors)
 
     def count(self, shape: StepShape) -> int:
         """Length of `numbers` for a step of this shape."""
@@ -144,67 +117,69 @@ class BatchBuilder:
         chunks = shape.chunk_rows
         return [shape.rows, chunks, chunks, chunks * self._lookahead, shape.chunk_tokens]
 
-    def numbers(self, plan: Plan, shape: StepShape) -> np.ndarray:
-        """[count(shape)] int64, everything that the host sends for a step except the block
-        tables."""
-        chunks = plan.chunks
+    def numbers(
+        self, shape: StepShape, decode_rows: Sequence[Row] = (), chunks: Sequence[Row] = ()
+    ) -> np.ndarray:
+        """[count(shape)] int64, everything that the host sends for a step except the block tables;
+        all rows of the shape beyond the given ones are null rows."""
         slots = np.full(shape.rows, NULL_SLOT, np.int64)
-        ends = np.full(shape.chunk_rows, plan.num_chunk_tokens, np.int64)
+        slots[: len(decode_rows)] = _slots(decode_rows)
+        slots[shape.decode_rows :][: len(chunks)] = _slots(chunks)
+
         contexts = np.full(shape.chunk_rows, NULL_CONTEXT, np.int64)
         lookahead = np.full((shape.chunk_rows, self._lookahead), -1, np.int64)
         token_ids = np.zeros(shape.chunk_tokens, np.int64)
-        slots[: plan.num_decode_rows] = _slots(plan.decode_rows)
-        slots[shape.decode_rows :][: len(chunks)] = _slots(chunks)
+        # Null rows are empty, but for the last one, which has all padding tokens.
+        ends = np.full(shape.chunk_rows, sum(row.length for row in chunks), np.int64)
         ends[: len(chunks)] = np.cumsum([row.length for row in chunks])
         ends[-1:] = shape.chunk_tokens
         for index, row in enumerate(chunks):
             token_ids[ends[index] - row.length : ends[index]] = row.token_ids
-            contexts[index], lookahead[index] = row.start, row.known_after(self._lookahead)
+            contexts[index] = row.start
+            lookahead[index] = row.known_after(self._lookahead)
+
         return np.concatenate([slots, ends, contexts, lookahead.ravel(), token_ids])
 
     def null_numbers(self, shape: StepShape, slots: Sequence[int] = ()) -> np.ndarray:
         """`numbers` of a step in which all rows are null rows except the first decode rows, which
         are at `slots`."""
-        numbers = self.numbers(Plan((), 0, 0, 0), shape)
+        numbers = self.numbers(shape)
         numbers[: len(slots)] = slots
         return numbers
 
-    def assemble(
-        self, plan: Plan, shape: StepShape, numbers: Tensor, tables: Tensor, use: Use
-    ) -> Batch:
+    def assemble(self, shape: StepShape, numbers: Tensor, tables: Tensor, use: Use) -> Batch:
         """Build the tensors of a step on the device, without a host-device sync.
 
         Args:
-            plan: only its K, its number of sampling rows, `trees` and whether there are `restores`
-                are read.
             numbers: the result of the method `numbers`, on the device.
             tables: [R, B] int64, the blocks of each row.
             use: names of the processors that the step computes.
         """
-        slots, *chunks = numbers.split(self._counts(shape))
+        sent, *chunks = numbers.split(self._counts(shape))
         decoding = shape.decode_rows
-        depths = plan.num_speculative_tokens
-        count = plan.num_sampling_rows
-        held = slots[:decoding]
-        slots = self.state.live(slots, decoding)
-        tree = self._trees(held) if decoding and plan.trees else None
-        width = tree.parents.shape[1] if tree else 1 + depths
-        parts = [
-            *(
-                [self._decode_rows(held, slots, tables, width, tree and tree.depths)]
-                if decoding
-                else []
-            ),
-            *(
-                [self._chunks(shape, tables, decoding * width, count, chunks)]
-                if shape.chunk_rows
-                else []
-            ),
-        ]
+        depths = shape.num_speculative_tokens
+        count = shape.sampling_rows
+        # Requests that have ended still have their tokens, but no states that a step may change.
+        slots = self.state.live(sent, decoding)
+
+        tree = None
+        width = 1 + depths
+        parts = []
+        if decoding:
+            held = sent[:decoding]
+            if shape.trees:
+                tree = self._trees(held)
+                width = tree.parents.shape[1]
+            parts.append(self._decode_rows(held, slots, tables, width, tree and tree.depths))
+        if shape.chunk_rows:
+            parts.append(self._chunks(shape, tables, decoding * width, count, chunks))
         joined = parts[0] if len(parts) == 1 else _joined(*parts)
         assert joined.committed is not None
-        probs = self.state.draft_probs
-        known = self._unknown.expand(decoding, -1)
+
+        tree_input = None
+        if tree is not None:
+            starts = joined.context_lens[:decoding]
+            tree_input = TreeInput(tree.masks, starts, tree.parents, 0, *self._families)
         inputs = StepInput(
             positions=joined.positions,
             query_start=joined.bounds,
@@ -216,13 +191,17 @@ class BatchBuilder:
             num_decode_rows=decoding,
             decode_width=width,
             states=self.states,
-            tree=tree
-            and TreeInput(
-                tree.masks, joined.context_lens[:decoding], tree.parents, 0, *self._families
-            ),
+            tree=tree_input,
         )
+
+        draft_probs = None
+        if self.state.draft_probs is not None:
+            draft_probs = self.state.draft_probs[slots[:decoding], : None if tree else depths]
+        lookahead = self._unknown.expand(decoding, -1)
+        if shape.chunk_rows:
+            lookahead = torch.cat([lookahead, chunks[2].view(-1, self._lookahead)])
         return Batch(
-            plan=plan,
+            shape=shape,
             token_ids=joined.token_ids,
             rows=joined.rows,
             inputs=inputs,
@@ -230,13 +209,10 @@ class BatchBuilder:
             logit_indices=joined.logit_indices,
             logit_rows=joined.logit_rows,
             drafts=joined.token_ids[: decoding * width].view(decoding, width)[:, 1:],
-            draft_probs=None
-            if probs is None
-            else probs[slots[:decoding], : None if tree else depths],
-            lookahead=torch.cat([known, chunks[2].view(-1, self._lookahead)])
-            if shape.chunk_rows
-            else known,
-            earlier=self.state.earlier_at(slots, behind=bool(plan.restores)),
+            draft_probs=draft_probs,
+            lookahead=lookahead,
+            earlier=self.state.earlier_at(slots, behind=shape.resumed),
+            resumed_hidden=self.state.newest_hidden(slots) if shape.resumed else None,
         )
 
     def _trees(self, slots: Tensor) -> _Trees:

@@ -57,7 +57,7 @@ class Ends:
     def cut(self, batch: Batch, verdict: Verdict) -> Tensor:
         """[R] the number of accepted drafts that come before the end of each row's request; marks
         requests that end."""
-        count = batch.plan.num_sampling_rows
+        count = batch.shape.sampling_rows
         slots = batch.inputs.state_slots[:count]
         accepted = verdict.accepted[:count]
         chosen = verdict.token_ids[:count]
@@ -186,7 +186,7 @@ class DeviceState:
         `slots`.
 
         Args:
-            behind: the step begins at the last committed position, see `Plan.restores`.
+            behind: the step begins at the last committed position, see `StepShape.resumed`.
         """
         if self.earlier is None:
             return None
@@ -195,6 +195,11 @@ class DeviceState:
             return None
         kept = slice(0, -1) if behind else slice(spare, None)
         return Earlier(self.earlier.token_ids[slots][:, kept], self.earlier.hidden[slots][:, kept])
+
+    def newest_hidden(self, slots: Tensor) -> Tensor | None:
+        """[R, 1, h] the base's hidden states at the last committed position of the rows at `slots`;
+        None: this rank keeps none."""
+        return None if self.earlier is None else self.earlier.hidden[slots, -1][:, None]
 
     def live(self, slots: Tensor, decoding: int) -> Tensor:
         """[R] `slots`, with -1 for those of the first `decoding` rows whose requests have ended."""
@@ -279,7 +284,7 @@ class DeviceState:
     def _count_tokens(self, batch: Batch, verdict: Verdict, drafts: Drafts) -> None:
         """Store the distributions and parents of the drafts, and let processors count the chosen
         tokens."""
-        count = batch.plan.num_sampling_rows
+        count = batch.shape.sampling_rows
         slots = batch.inputs.state_slots[:count]
         accepted = verdict.accepted[:count]
         if self.draft_probs is not None and drafts.probs is not None:

@@ -1,6 +1,10 @@
 """Values passed between the five calls of a step. All are frozen; only a plan is kept until its
 results arrive.
 
+The scheduler decides a `Plan`, with the copies that it needs (`Restore`, `Save`). A `StepShape` has
+the sizes of a step, of a plan or of a captured step that plans are padded to. A `Batch` has the
+tensors of a step of some shape.
+
 Where logits are invalid (see `NO_TOKEN`), the verdict or the drafts contain `NO_TOKEN`. It goes to
 the host with the tokens, and the scheduler then ends the request; until then its rows continue from
 token 0 (`embeddable`).
@@ -17,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.engine.requests.request import Request
-from mtpkit.engine.requests.tree import DraftShape, depth_of
+from mtpkit.engine.requests.tree import DraftShape, depth_of, width_of
 from mtpkit.engine.steps.sampler import Sampling
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model.inputs import StepInput
@@ -97,24 +101,24 @@ class Plan:
     rows: tuple[Row, ...]
     num_decode_rows: int
     num_sampling_rows: int
-    num_speculative_tokens: int
-    """K: drafts that each decode row verifies, and that each row that samples gets."""
-    trees: bool = False
-    """Whether these drafts are trees, of depth K."""
+    drafts: DraftShape
+    """The drafts that each decode row verifies, and that each row that samples gets."""
     restores: tuple[Restore, ...] = ()
+    """Checkpoints to copy to slots before the step."""
     saves: tuple[Save, ...] = ()
     """Checkpoints to leave after the step."""
     batch: int = 0
     """The batch of the requests, see `EngineConfig.num_batches`."""
 
-    @classmethod
-    def without_rows(
-        cls, num_decode_rows: int, num_sampling_rows: int, drafts: DraftShape
-    ) -> "Plan":
-        """The plan of a step that is captured or timed."""
-        return cls(
-            (), num_decode_rows, num_sampling_rows, depth_of(drafts), not isinstance(drafts, int)
-        )
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K of `drafts`."""
+        return depth_of(self.drafts)
+
+    @property
+    def trees(self) -> bool:
+        """Whether `drafts` are trees."""
+        return not isinstance(self.drafts, int)
 
     @property
     def decode_rows(self) -> tuple[Row, ...]:
@@ -143,6 +147,61 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step's tensors, at least those of its plan: null rows, which belong to no request,
+    and their tokens pad the plan. All rows of a captured step sample, whether their results are
+    used or not."""
+
+    decode_rows: int
+    chunk_rows: int
+    """If this exceeds the number of chunks in the plan, the last row is a null row that has all
+    padding tokens."""
+    chunk_tokens: int
+    sampling_rows: int
+    drafts: DraftShape
+    """See `Plan.drafts`."""
+    resumed: bool = False
+    """Whether the rows begin at checkpoints, so that only the heads run, see `Plan`."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> "StepShape":
+        """The sizes of a plan without padding."""
+        return cls(
+            plan.num_decode_rows,
+            len(plan.chunks),
+            plan.num_chunk_tokens,
+            plan.num_sampling_rows,
+            plan.drafts,
+            resumed=bool(plan.restores),
+        )
+
+    @classmethod
+    def decoding(cls, rows: int, drafts: DraftShape) -> "StepShape":
+        """The sizes of a step of decode rows."""
+        return cls(rows, 0, 0, rows, drafts)
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.decode_rows + self.chunk_rows
+
+    @property
+    def tokens(self) -> int:
+        """All tokens."""
+        return self.decode_rows * width_of(self.drafts) + self.chunk_tokens
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K of `drafts`."""
+        return depth_of(self.drafts)
+
+    @property
+    def trees(self) -> bool:
+        """Whether `drafts` are trees."""
+        return not isinstance(self.drafts, int)
+
+
+@dataclass(frozen=True)
 class Earlier:
     """The last E committed positions before a step, the newest last. Values before position 0 are
     undefined."""
@@ -155,11 +214,9 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Batch:
-    """A plan as tensors. The plan of a captured step lists no rows, but the step has null rows,
-    which belong to no request. All rows of a captured step sample, whether their results are used
-    or not."""
+    """The tensors of a step."""
 
-    plan: Plan
+    shape: StepShape
     token_ids: Tensor
     """[T] int64."""
     rows: Tensor
@@ -183,6 +240,9 @@ class Batch:
     of any step."""
     earlier: Earlier | None
     """The positions before the step, for drafters that read them."""
+    resumed_hidden: Tensor | None = None
+    """[T, 1, h] the base's hidden states of resumed rows, for which the base does not run; None:
+    the rows are not resumed, or this rank keeps no hidden states."""
 
     def last_index(self, accepted: Tensor) -> Tensor:
         """[R] index of each row's newest accepted token within the row, for [R] `accepted`; -1 for
@@ -196,7 +256,7 @@ class Batch:
         """[S] flat index and [S] position of each sampling row's newest accepted token, for [R]
         `accepted`."""
         flat = self.inputs.query_start[:-1] + self.last_index(accepted)
-        count = self.plan.num_sampling_rows
+        count = self.shape.sampling_rows
         if self.inputs.num_chunk_rows:  # if there is a null row, the last token belongs to one
             flat = torch.where(self.inputs.context_lens < 0, len(self.rows) - 1, flat)
         return flat[:count], self.newest_positions(accepted)[:count]

@@ -105,7 +105,7 @@ def _verify_chosen_tree(logits: Tensor, batch: Batch) -> Verdict:
     tree = _tree(batch)
     assert tree.parents is not None
     tokens = batch.token_ids[: batch.inputs.num_decode_tokens].view_as(own)
-    return Verdict(*accept_tree(tokens, tree.parents, own, batch.plan.num_speculative_tokens))
+    return Verdict(*accept_tree(tokens, tree.parents, own, batch.shape.num_speculative_tokens))
 
 
 def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
@@ -128,7 +128,7 @@ def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
     )
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
     tokens = batch.token_ids[: rows * (1 + drafts)].view(shape)
-    depth = batch.plan.num_speculative_tokens
+    depth = batch.shape.num_speculative_tokens
     found = batch.sampling.vocabulary.accept_drawn_tree(
         tokens, tree, batch.draft_probs, probs, accept, token, depth
     )
@@ -144,7 +144,7 @@ def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
     """Verdict for the chunks: the known token after each chunk, or its entry in `chosen` [chunks
     that sample] if the token is not known."""
     known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
-    token_ids = known.new_zeros(len(known), 1 + batch.plan.num_speculative_tokens)
+    token_ids = known.new_zeros(len(known), 1 + batch.shape.num_speculative_tokens)
     token_ids[:, 0] = known
     token_ids[: len(chosen), 0] = torch.where(
         known[: len(chosen)] < 0, chosen, known[: len(chosen)]
@@ -174,7 +174,7 @@ class SyntheticAcceptance:
         self.rates = torch.tensor(list(conditional_rates), dtype=torch.float64, device=device)
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
-        if not batch.plan.num_speculative_tokens:
+        if not batch.shape.num_speculative_tokens:
             return verify(logits, batch)
         return _verdict(
             logits, batch, self._verify_drafts if batch.inputs.tree is None else self._verify_trees
@@ -188,7 +188,7 @@ class SyntheticAcceptance:
         )
         tree = _tree(batch)
         own = _own_tokens_of_drafts(logits, batch)
-        depth = batch.plan.num_speculative_tokens
+        depth = batch.shape.num_speculative_tokens
         assert tree.parents is not None
         rows, width = own.shape
         position = batch.inputs.context_lens[:rows, None] + torch.arange(

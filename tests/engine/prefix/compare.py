@@ -36,7 +36,7 @@ class Observed:
     def verify(self, logits, batch):
         verdict = self._verify(logits, batch)
         self.known = self._tokens.after(batch, verdict)
-        decoding = batch.plan.num_decode_rows
+        decoding = batch.shape.decode_rows
         width = batch.inputs.decode_width
         for row, known in enumerate(self.known):
             if not known:  # its request has ended

@@ -94,7 +94,7 @@ def heads_not_resumed(patch):
         ]
         kept = [tensor.clone() for state in held for tensor in state.tensors.values()]
         drafts = draft(self, hidden, batch, verdict)
-        if batch.plan.restores:
+        if batch.shape.resumed:
             for tensor, old in zip(
                 (t for state in held for t in state.tensors.values()), kept, strict=True
             ):

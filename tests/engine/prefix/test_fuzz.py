@@ -69,7 +69,7 @@ def heads_not_resumed(patch):
     finish = Executor._finish
 
     def skipped(self, batch, out: StepOutput):
-        if not batch.plan.restores:
+        if not batch.shape.resumed:
             return finish(self, batch, out)
         draft = self.drafter.draft
         entries = list(getattr(self.drafter, "entries", []))
