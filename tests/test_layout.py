@@ -141,7 +141,7 @@ def classes_of(paths: Iterable[Path]) -> set[str]:
     return {node.name for node in nodes if node not in tuples and not node.name.startswith("_")}
 
 
-KIND_ROOMS = ("config/", "model/kinds/", "model/layers/", "bench/kernel_cases/kinds/")
+KIND_ROOMS = ("config/", "model/kinds/", "model/layers/")
 """Where letters of patterns, classes of mixers and sections of kinds may be named."""
 LAYER_FILES = sorted((ROOT / "mtpkit" / "model" / "layers").glob("*.py"))
 MIXERS = classes_of(path for path in LAYER_FILES if path.name not in GENERAL_LAYERS)

@@ -30,8 +30,7 @@ run() {
 mtpkit() { run "$1" "$2" "$python" -c "from mtpkit.cli.main import main; main()" bench "${@:3}"; }
 tests() { run "$1" "$2" "$python" -m pytest -p no:cacheprovider -q -m gpu "${@:3}"; }
 memory() {
-    run "$1" "$2" compute-sanitizer --tool memcheck "$python" -c "from mtpkit.cli.main import main; main()" \
-        bench kernels --check-only --context-length 64 "${@:3}"
+    run "$1" "$2" compute-sanitizer --tool memcheck "$python" -m benchmarks.kernels --check-only --context-length 64 "${@:3}"
 }
 
 wanted() { [[ " $parts " == *" $1 "* ]]; }

@@ -1,2 +1,1 @@
-"""Measurements of the whole: speed runs of decoding, prefill, training and kernels, each a module
-of that name."""
+"""Measurements of the whole: speedup, decoding, serving, training; each has a module of its own."""

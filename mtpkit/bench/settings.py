@@ -447,26 +447,6 @@ class TrainBenchConfig:
             yield "cached hidden states leave no base for base_fp8; take one of them"
 
 
-@checked("kernel benchmark")
-class KernelConfig:
-    """Settings of `measure_kernels`."""
-
-    rows: Counts = BATCH_SIZES[:3] + BATCH_SIZES[4:]
-    """Numbers of requests in a step."""
-    k: Drafts = Field(default=3, validation_alias="num_speculative_tokens")
-    """Drafts per step: each request brings 1 + K tokens."""
-    context_len: Positive = Field(default=512, validation_alias="context_length")
-    """Tokens of context of each request, and tokens of each prompt. Training sequences are 8 times
-    as long."""
-    ops: tuple[str, ...] = ()
-    """Ops to measure; by default all."""
-    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
-    draft_vocab_size: Positive | None = None
-    """Draft only among this many first tokens of the vocabulary; by default among all."""
-    repeats: Positive = 20
-    """Number of timings; their median is reported."""
-
-
 @checked("roofline")
 class RooflineConfig:
     """Settings of `mtpkit bench roofline`."""
@@ -525,7 +505,6 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
         "steps": 3,
         "warm_up_steps": 1,
     },
-    KernelConfig: {"rows": (1, 4), "context_len": 64, "repeats": 3},
 }
 """Settings that commands start with on a CPU, which would need hours for the defaults."""
 

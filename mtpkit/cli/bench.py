@@ -1,11 +1,10 @@
-"""Time decoding, prefill, serving, training and kernels; the same run times a copy and a matrix
-product."""
+"""Time decoding, prefill, serving and training; the same run times a copy and a matrix product."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +13,6 @@ from mtpkit.bench.settings import (
     ON_CPU,
     USUAL_DRAFTS,
     DecodeConfig,
-    KernelConfig,
     LoadConfig,
     PrefillConfig,
     RooflineConfig,
@@ -304,46 +302,6 @@ def train(
     if has_results():
         _say_what_ran(context)
         result.show(as_json)
-
-
-@app.command(cls=Command)
-@options.takes_options
-def kernels(
-    context: typer.Context,
-    model: FittingModel = None,
-    *,
-    config: Annotated[KernelConfig, options.Fields(without=("repeats",))],
-    device: Annotated[
-        Literal["cuda", "cpu"],
-        typer.Option(help="On a CPU the reference twins run, to try the command."),
-    ] = "cuda",
-    check_only: Annotated[
-        bool,
-        typer.Option(
-            "--check-only", help="Compare with the twins, time nothing (for a memory checker)."
-        ),
-    ] = False,
-    output: Output = None,
-    as_json: options.PrintJson = False,
-) -> None:
-    """Check each kernel against its reference twin, then time it; the same run times a copy and a
-    matrix product."""
-    import torch
-
-    from mtpkit.bench.kernels import check_kernels, measure_kernels
-    from mtpkit.bench.shapes import get_config, require_gpu
-    from mtpkit.platform import require_one_process
-
-    require_one_process()
-    model, (config,) = _fitting(context, model, torch.device(device), config)
-    require_gpu(model, torch.device(device))
-    if check_only:
-        for line in check_kernels(get_config(model), config, device):
-            print(line)
-        return
-    result = measure_kernels(get_config(model), config, device, model, _keep(output))
-    _say_what_ran(context)
-    result.show(as_json)
 
 
 @app.command(cls=Command)

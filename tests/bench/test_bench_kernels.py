@@ -3,8 +3,10 @@ moves."""
 
 import importlib
 import inspect
+import json
 import math
 import pkgutil
+import re
 import sys
 from dataclasses import replace
 
@@ -12,11 +14,18 @@ import pytest
 import torch
 
 import mtpkit.kernels
-from mtpkit.bench import kernels
-from mtpkit.bench.kernel_cases import decode_cases, linears, prefill_cases, training_cases
-from mtpkit.bench.kernel_cases.recurrent import ring_lens
-from mtpkit.bench.kernel_inputs import Case, Shapes, size
-from mtpkit.bench.kernels import KernelConfig, check, check_kernels, input_sets, measure_kernels
+from benchmarks.kernels import measure as kernels
+from benchmarks.kernels.__main__ import main
+from benchmarks.kernels.case import Case, Shapes, size
+from benchmarks.kernels.cases import decode_cases, linears, prefill_cases, training_cases
+from benchmarks.kernels.cases.recurrent import ring_lens
+from benchmarks.kernels.measure import (
+    KernelConfig,
+    check,
+    check_kernels,
+    input_sets,
+    measure_kernels,
+)
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.shapes import open_model
 from mtpkit.bench.sizes import (
@@ -26,6 +35,7 @@ from mtpkit.bench.sizes import (
     NEMOTRON_H_TINY,
     QWEN3_NEXT_TINY,
 )
+from mtpkit.cli.errors import run
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.dispatch import CHOICE
@@ -346,7 +356,7 @@ def test_large_tensors_are_compared_in_parts(place, monkeypatch):
     right = case("rms_norm")
     args = right.make()
     want = right.twin(*args)
-    monkeypatch.setattr("mtpkit.bench.kernels._PART", want.numel() // 3)
+    monkeypatch.setattr("benchmarks.kernels.measure._PART", want.numel() // 3)
 
     def near(*args):
         found = right.twin(*args)
@@ -562,9 +572,7 @@ def test_a_row_says_what_it_is_compared_with(monkeypatch):
 
 def test_a_gpu_is_asked_for_in_one_line(monkeypatch):
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        UserError, match="kernels need a GPU; --device cpu with --model nemotron-h-tiny tries"
-    ):
+    with pytest.raises(UserError, match="kernels need a GPU; --device cpu tries the command"):
         measure_kernels(NEMOTRON_H_TINY, KernelConfig())
 
 
@@ -575,12 +583,6 @@ def test_unknown_ops_and_sizes_are_refused():
         measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("scan", "rms_norm", "conv")), "cpu")
     with pytest.raises(UserError, match="ops expert_mlp are unknown, or not of this model"):
         measure_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("expert_mlp",)), "cpu")
-    wrong = (
-        r"rows is \(0, 2\), must be at least 1; num_speculative_tokens is -1, .*; context_length"
-        r" is 0"
-    )
-    with pytest.raises(UserError, match=wrong):
-        KernelConfig(rows=(0, 2), k=-1, context_len=0)
 
 
 def test_only_the_ops_that_are_asked_for():
@@ -614,3 +616,43 @@ def test_rows_do_not_fold_their_rings_together(k):
     alike."""
     lens = ring_lens(shapes(rows=200, k=k, context_len=512), 20)
     assert len(lens.unique()) >= 10 and int(lens.bincount().max()) < 50
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the command with a line of options; returns its exit code, output and errors."""
+
+    def run_line(line: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kernels", *line.split()])
+        with pytest.raises(SystemExit) as ended:
+            run(main)
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run_line
+
+
+def test_the_command(command, tmp_path):
+    options = "--device cpu --rows 1 2 --num-speculative-tokens 1 --context-length 9"
+    code, printed, _ = command(f"{options} --ops rms_norm store_kv --output {tmp_path}")
+    found = json.loads(printed.splitlines()[-1])
+    assert code == 0 and json.loads((tmp_path / "kernels.json").read_text()) == found
+    assert [row["op"] for row in found["rows"]] == ["store_kv", "store_kv", "rms_norm", "rms_norm"]
+    settings = found["settings"]
+    given = {"rows": [1, 2], "k": 1, "context_len": 9, "repeats": kernels.ON_CPU.repeats}
+    assert settings == settings | given | {"model": "nemotron-h-tiny"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "nemotron-h-8b needs a GPU|kernels need a GPU; --device cpu tries"),
+        ("--device cpu --model nemotron-h-8b", "nemotron-h-8b needs a GPU"),
+        ("--device cpu --ops nope", "ops nope are unknown"),
+        ("--device cpu --rows 0", "--rows: 0 is less than 1"),
+        ("--device cpu --num-speculative-tokens x", "--num-speculative-tokens: x is no whole"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(command, line, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, printed, error = command(line)
+    assert code == 2 and not printed and re.search(message, error.splitlines()[-1])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Column
 
+from benchmarks.kernels.measure import KernelRow
 from mtpkit.bench.decode import DecodeRow, KernelShare
-from mtpkit.bench.kernels import KernelRow
 from mtpkit.bench.load import LoadRow
 from mtpkit.bench.prefill import PrefillRow
 from mtpkit.bench.report import tabulate

@@ -276,27 +276,6 @@ def test_train(call, capsys, tmp_path):
     assert json.loads((tmp_path / "train.json").read_text()) == found
 
 
-def test_kernels(call, capsys):
-    options = (
-        "--model nemotron-h-tiny --rows 1 2 --k 1 --context-length 9 --ops rms_norm store_kv"
-        " --device cpu"
-    )
-    assert call(app, "kernels", *options.split()) == 0
-    assert [row["op"] for row in last_line(capsys)["rows"]] == [
-        "store_kv",
-        "store_kv",
-        "rms_norm",
-        "rms_norm",
-    ]
-
-
-def test_kernels_without_a_gpu(call, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert call(app, "kernels") == 2
-    error = capsys.readouterr().err
-    assert "kernels need a GPU" in error and len(error.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -304,7 +283,6 @@ def test_kernels_without_a_gpu(call, capsys, monkeypatch):
         "prefill --model nemotron-h-8b",
         "load --model nemotron-h-8b",
         "train --model nemotron-h-8b",
-        "kernels --device cpu --model nemotron-h-8b",
         "decode --model nemotron-3-nano",
     ],
 )

@@ -101,7 +101,7 @@ PLACES = {
     "acceptance --output": "out.json",
     **{
         f"bench {name} --output": "out"
-        for name in ("decode", "prefill", "load", "train", "kernels", "roofline")
+        for name in ("decode", "prefill", "load", "train", "roofline")
     },
     "bench load --save-requests": "out.json",
     "demo --output": "out",

@@ -10,12 +10,11 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from mtpkit.bench.kernel_cases import decode_cases
-from mtpkit.bench.kernel_cases.kinds import CASES, KindCases, register
-from mtpkit.bench.kernel_inputs import Case, Shapes, size
-from mtpkit.bench.kernels import check_kernels
+from benchmarks.kernels.case import Case, Shapes, size
+from benchmarks.kernels.cases import decode_cases
+from benchmarks.kernels.cases.kinds import CASES, KindCases, register
+from benchmarks.kernels.measure import KernelConfig, check_kernels
 from mtpkit.bench.roofline import Roofline
-from mtpkit.bench.settings import KernelConfig
 from mtpkit.checkpoint import load_config, load_model, save_model
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.verify import compare_weights

@@ -7,6 +7,7 @@ import torch
 from mtpkit.kernels.gated_delta_rule import reference
 from tests.kernels import delta_recurrence
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import starts_of
 from tests.kernels.recurrence import relative
 
 HEADS = 4
@@ -37,10 +38,6 @@ def make(
     return dict(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), g=g, beta=beta)
 
 
-def bounds(lens) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0)
-
-
 CASES = {
     "edges": ([1, 64, 65], [0, 0, 0], torch.bfloat16),
     "continued": ([1, 70, 17], [16, 60, 1], torch.bfloat16),
@@ -63,7 +60,7 @@ def test_rows_continue_and_leave_their_states(twin, case):
     before = entries.clone()
     moved = entries.to(twin.device)
     lengths = torch.tensor([c or 0 for c in contexts])
-    places = (t.to(twin.device) for t in (bounds(lens) + FIRST, slots, lengths))
+    places = (t.to(twin.device) for t in (starts_of(lens, FIRST), slots, lengths))
     starts, slots_there, lengths = places
     out = twin("gated_delta_rule").delta_varlen(
         **{n: t.to(twin.device) for n, t in inputs.items()},
@@ -75,7 +72,7 @@ def test_rows_continue_and_leave_their_states(twin, case):
     tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     moved = moved.cpu()
     row = 0
-    for begin, length, slot, context in zip(bounds(lens), lens, slots, contexts, strict=False):
+    for begin, length, slot, context in zip(starts_of(lens), lens, slots, contexts, strict=False):
         part = out[begin : begin + length].cpu()
         row = row + 1
         if slot < 0:
@@ -98,7 +95,7 @@ def test_rows_continue_and_leave_their_states(twin, case):
 
 def test_rare_strong_decays_among_weak_ones(twin):
     inputs = make(70, strong=True)
-    starts = bounds([70]).to(twin.device)
+    starts = starts_of([70]).to(twin.device)
     out = twin("gated_delta_rule").delta_varlen(
         **{n: t.to(twin.device) for n, t in inputs.items()}, starts=starts
     )
@@ -111,13 +108,13 @@ def test_bits_do_not_depend_on_where_a_row_is_cut():
     states = torch.zeros(2, HEADS, WIDTH, STATE)
     slot = torch.tensor([0])
     whole = twin.delta_varlen(
-        **inputs, starts=bounds([150]), states=states, slots=slot, context_lens=torch.tensor([0])
+        **inputs, starts=starts_of([150]), states=states, slots=slot, context_lens=torch.tensor([0])
     )
     parts = []
     for first, last in ((0, 64), (64, 128), (128, 150)):
         span = {n: t[first:last] for n, t in inputs.items()}
         place = dict(states=states[1:], slots=slot, context_lens=torch.tensor([first]))
-        parts.append(twin.delta_varlen(**span, starts=bounds([last - first]), **place))
+        parts.append(twin.delta_varlen(**span, starts=starts_of([last - first]), **place))
     assert torch.equal(torch.cat(parts), whole) and torch.equal(states[0], states[1])
 
 
@@ -147,7 +144,7 @@ def test_channels_that_do_not_lie_side_by_side(twin):
         name: t.to(twin.device).movedim(0, -1).contiguous().movedim(-1, 0)
         for name, t in inputs.items()
     }
-    out = op.delta_varlen(**turned, starts=bounds(lens).to(twin.device))
+    out = op.delta_varlen(**turned, starts=starts_of(lens).to(twin.device))
     want = torch.cat(
         [
             delta_recurrence.rule(*part)[0]
@@ -203,7 +200,7 @@ def test_gradients(twin, lens, dtype, wide):
     inputs = make(sum(lens), reads=2, dtype=dtype)
     tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     weights = torch.randn(sum(lens), 2, HEADS, WIDTH, generator=torch.Generator().manual_seed(2))
-    starts = bounds(lens).to(twin.device)
+    starts = starts_of(lens).to(twin.device)
     op = twin("gated_delta_rule").delta_rule
     moved = {name: t.to(twin.device) for name, t in inputs.items()}
     out, have = gradients(lambda **leaves: op(**leaves, starts=starts, wide=wide), moved, weights)
@@ -224,7 +221,7 @@ def test_several_readouts_of_each_state(twin):
     inputs = make(21, reads=2)
     lens = (1, 20)
     have = twin("gated_delta_rule").delta_rule(
-        **{n: t.to(twin.device) for n, t in inputs.items()}, starts=bounds(lens).to(twin.device)
+        **{n: t.to(twin.device) for n, t in inputs.items()}, starts=starts_of(lens).to(twin.device)
     )
     assert relative(have.cpu(), by_recurrence(lens)(**inputs)) < TOLERANCE
 
@@ -233,5 +230,5 @@ def test_several_readouts_of_each_state(twin):
 def test_a_wrong_argument_would_be_seen(name):
     inputs = make(40)
     wrong = inputs | {name: inputs[name].roll(1, 0)}
-    out = reference.delta_varlen(**wrong, starts=bounds([40]))
+    out = reference.delta_varlen(**wrong, starts=starts_of([40]))
     assert relative(out, delta_recurrence.rule(**inputs)[0]) > 1e-2

@@ -1,12 +1,15 @@
 """Decode steps of the gated delta rule with random rejections, against the recurrence over the
 accepted tokens."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from mtpkit.kernels.ring import ring_base, ring_capacity
 from tests.kernels import delta_recurrence
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import DeltaSizes, delta_rates, delta_tokens
 from tests.kernels.recurrence import relative
 
 HEADS = 4
@@ -26,15 +29,13 @@ def draw(
     rows: int, tokens: int, generator: torch.Generator, strong: bool = False
 ) -> dict[str, torch.Tensor]:
     """q, k and v as slices of one tensor, a and b of another, as the mixer has them."""
-    parts = [GROUPS * STATE, GROUPS * STATE, HEADS * WIDTH, 3]
-    q, k, v, _ = torch.randn(rows, tokens, sum(parts), generator=generator).split(parts, -1)
-    rates = torch.randn(rows, tokens, 1 + 2 * HEADS, generator=generator)
-    b = rates[..., 1 : 1 + HEADS]
-    a = rates[..., 1 + HEADS :]
+    normal = partial(torch.randn, generator=generator)
+    sizes = DeltaSizes(HEADS, WIDTH, GROUPS, STATE)
+    q, k, v = delta_tokens(normal, rows, tokens, sizes=sizes, beside=3)
+    a, b = delta_rates(normal, rows, tokens, heads=HEADS, beside=1)
     if strong:  # now and then a token that forgets everything
         a.copy_(torch.where(a < -0.5, 100.0, a - 3))
-    q, k = (t.unflatten(-1, (GROUPS, STATE)) for t in (q, k))
-    return dict(q=q, k=k, v=v.unflatten(-1, (HEADS, WIDTH)), a=a, b=b)
+    return dict(q=q, k=k, v=v, a=a, b=b)
 
 
 class History:

@@ -2,6 +2,7 @@
 PyTorch's error."""
 
 import importlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from mtpkit.kernels.linear import linear, one_row, reference
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import matrix
 from tests.kernels.recurrence import relative
 
 EPS = 0.1
@@ -40,7 +42,7 @@ def draw(
         wide[:rows, 8:-8] = torch.randn(rows, columns)
         return wide.to(device, dtype)[:rows, 8:-8]
 
-    weight = (torch.randn(outputs, width, device=device) / width**0.5).to(dtype)
+    weight = matrix(partial(torch.randn, device=device), outputs, width).to(dtype)
     arguments: dict[str, Any] = dict(x=sliced(width), weight=weight, eps=EPS) | rest
     if norm or group:
         arguments["norm_weight"] = (1 + 0.5 * torch.randn(width)).to(device, dtype)

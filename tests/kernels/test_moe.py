@@ -1,6 +1,7 @@
 """Routing against megatron-core's own; experts against fp64, bf16 within twice PyTorch's error."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 
 from mtpkit.kernels.moe import reference
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import expert_weights
 from tests.kernels.recurrence import relative
 
 ROUTINGS = [
@@ -188,16 +190,18 @@ def draw(
         wide[:, 8:-8] = torch.randn(tokens, width)
         return wide.to(device, dtype)[:, 8:-8]
 
-    rows = inner * (2 if activation == "swiglu" else 1)
     ids = (
         torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
         if tokens
         else torch.zeros(0, top_k)
     )
+    x = sliced()
+    normal = partial(torch.randn, device=device)
+    fc1, fc2 = expert_weights(normal, experts, width, inner, activation)
     return dict(
-        x=sliced(),
-        fc1=(torch.randn(experts, rows, width, device=device) / width**0.5).to(dtype),
-        fc2=(torch.randn(experts, width, inner, device=device) / inner**0.5).to(dtype),
+        x=x,
+        fc1=fc1.to(dtype),
+        fc2=fc2.to(dtype),
         expert_ids=ids.to(device, torch.int64),
         weights=torch.rand(tokens, top_k).to(device),
         activation=activation,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import projected_qkv
 from tests.kernels.recurrence import relative
 
 EPS = 0.1
@@ -16,7 +17,11 @@ def draw(
     twin: Twin, tokens, groups, heads, width, half, norm, dtype, kept=None, factor=1.0
 ) -> dict:
     """Queries, keys and values are slices of one projection, as attention has them."""
-    fused = torch.randn(tokens, groups, heads + 2, width).to(twin.device, dtype)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(twin.device, dtype)
+
+    split = projected_qkv(normal, tokens, groups, heads, width)
     blocks = tokens // BLOCK + 2
     caches = [
         torch.full((blocks, BLOCK, groups, width), 7.0).to(twin.device, dtype) for _ in range(2)
@@ -41,7 +46,6 @@ def draw(
         "q_norm",
         "k_norm",
     )
-    split = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
     places = slots.to(twin.device), torch.randint(0, 50, (tokens,)).to(twin.device)
     keep = None if kept is None else torch.randperm(tokens)[:kept].to(twin.device)
     rest = dict(eps=EPS, zero_centered=norm == "around zero", keep=keep, factor=factor)

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from mtpkit.kernels.ssd import reference
 from tests.kernels import recurrence
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import MambaSizes, last_columns, mamba_tokens, starts_of
 from tests.kernels.recurrence import relative
 
 SIZES = (4, 3, 2, 5)  # heads, their width, groups, state
@@ -23,17 +25,19 @@ FIRST = 7
 def make(length: int, sizes=SIZES, dtype=torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
     """Tensors per token, which are slices of wider ones, and per head; some step sizes lie outside
     of LIMIT."""
-    heads, width, groups, state = sizes
+    heads = sizes[0]
     generator = torch.Generator().manual_seed(seed)
-    xbc = torch.randn(length, heads * width + 2 * groups * state, generator=generator)
-    dt = torch.randn(length, heads + 3, generator=generator) - 1
-    x, B, C = xbc.to(dtype).split([heads * width, groups * state, groups * state], -1)
+
+    def normal(*shape: int, mean: float = 0.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) + mean).to(dtype)
+
+    x, B, C = mamba_tokens(normal, length, sizes=MambaSizes(*sizes))
+    dt = last_columns(partial(normal, mean=-1.0), length, width=heads, beside=3)
     rates = torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
-    B, C = (t.unflatten(-1, (groups, state)) for t in (B, C))
     bias = torch.randn(heads, generator=generator).to(dtype)
     return dict(
-        x=x.unflatten(-1, (heads, width)),
-        dt=dt.to(dtype)[:, 3:],
+        x=x,
+        dt=dt,
         A_log=rates[0],
         B=B,
         C=C,
@@ -45,10 +49,6 @@ def make(length: int, sizes=SIZES, dtype=torch.float32, seed: int = 0) -> dict[s
 def make_states(rows: int, sizes=SIZES) -> torch.Tensor:
     heads, width, _, state = sizes
     return torch.randn(rows, heads, width, state, generator=torch.Generator().manual_seed(9))
-
-
-def starts_of(lens) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0) + FIRST
 
 
 def by_recurrence(lens, limit=LIMIT):
@@ -91,7 +91,7 @@ def close(have, want, tolerance) -> bool:
 def check(twin, inputs, lens, tolerance, limit=LIMIT, op=None, **options) -> None:
     """y and all gradients against the recurrence."""
     op = op or twin("ssd").ssd_scan
-    starts = starts_of(lens).to(twin.device)
+    starts = starts_of(lens, FIRST).to(twin.device)
     weights = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(2))
     arguments = dict(dt_limit=limit, starts=starts, chunk_size=16, **options)
     moved = {name: None if t is None else t.to(twin.device) for name, t in inputs.items()}
@@ -154,7 +154,7 @@ def test_tokens_that_forget_everything_do_not_blur_the_gradient_of_the_decay():
     """What passes through them is rounding, which their log decays would multiply by hundreds."""
     inputs = make(64, (2, 16, 1, 24), torch.bfloat16)
     twin = Twin("interpreter", "cpu")
-    starts = starts_of([64])
+    starts = starts_of([64], FIRST)
     dt = torch.full_like(inputs["dt"], -7.0)
     dt[::7] = 20.0
     inputs |= dict(
@@ -188,7 +188,7 @@ def test_the_backward_keeps_inputs_alone(twin, dtype):
     inputs = make(40, dtype=dtype)
     kept = set()
     leaves = {name: t.to(twin.device).requires_grad_() for name, t in inputs.items()}
-    starts = starts_of([40]).to(twin.device)
+    starts = starts_of([40], FIRST).to(twin.device)
     own = {t.untyped_storage().data_ptr() for t in (*leaves.values(), starts)}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.add(t.untyped_storage().data_ptr()) or t, lambda t: t
@@ -199,7 +199,7 @@ def test_the_backward_keeps_inputs_alone(twin, dtype):
 
 def test_bits_are_the_same_each_time(twin):
     inputs = make(9, dtype=torch.bfloat16)
-    starts = starts_of([9]).to(twin.device)
+    starts = starts_of([9], FIRST).to(twin.device)
     weights = torch.randn(inputs["x"].shape, device=twin.device)
     found = []
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_tiles_fill_the_gpu():
 def test_a_wrong_argument_would_be_seen(name):
     inputs = make(20)
     wrong = inputs | {name: inputs[name].roll(1, 0)}
-    y = reference.ssd_scan(**wrong, dt_limit=LIMIT, starts=starts_of([20]), chunk_size=16)
+    y = reference.ssd_scan(**wrong, dt_limit=LIMIT, starts=starts_of([20], FIRST), chunk_size=16)
     assert relative(y, by_recurrence([20])(**{n: t.double() for n, t in inputs.items()})) > 1e-2
 
 
@@ -247,7 +247,7 @@ def test_real_sizes(sizes, dtype, lens):
         ).items()
     }
     weights = torch.randn(inputs["x"].shape, device="cuda")
-    arguments = dict(dt_limit=(0.0, math.inf), starts=starts_of(lens).cuda(), chunk_size=128)
+    arguments = dict(dt_limit=(0.0, math.inf), starts=starts_of(lens, FIRST).cuda(), chunk_size=128)
     for name in ("cuda", "reference"):
         op = Twin(name, "cuda")("ssd").ssd_scan
         given = inputs if name == "cuda" else {n: t.float() for n, t in inputs.items()}

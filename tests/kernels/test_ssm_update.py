@@ -1,6 +1,8 @@
 """Both rollbacks over many steps with random rejections, against the recurrence over the accepted
 tokens in fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from mtpkit.kernels.ring import ring_base, ring_capacity, ring_length
 from mtpkit.kernels.ssm_update import reference
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import MambaSizes, last_columns, mamba_tokens
 from tests.kernels.recurrence import relative, scan
 
 HEADS = 4
@@ -37,18 +40,12 @@ def oracle(inputs: dict, state: torch.Tensor, rows=slice(None), count: int | Non
 
 def views(rows: int, tokens: int, generator: torch.Generator, sizes=(HEADS, WIDTH, GROUPS, STATE)):
     """x, B and C as slices of one tensor, dt as a slice of another, as the mixer has them."""
-    heads, width, groups, state = sizes
-    parts = [heads * width, groups * state, groups * state]
-    x, B, C, _ = torch.randn(rows, tokens, sum(parts) + 3, generator=generator).split(
-        [*parts, 3], -1
-    )
-    dt = torch.rand(rows, tokens, 2 + heads, generator=generator)[..., 2:]
-    return (
-        x.unflatten(-1, (heads, width)),
-        dt,
-        B.unflatten(-1, (groups, state)),
-        C.unflatten(-1, (groups, state)),
-    )
+    sizes = MambaSizes(*sizes)
+    normal = partial(torch.randn, generator=generator)
+    uniform = partial(torch.rand, generator=generator)
+    x, B, C = mamba_tokens(normal, rows, tokens, sizes=sizes, beside=3)
+    dt = last_columns(uniform, rows, tokens, width=sizes.heads, beside=2)
+    return x, dt, B, C
 
 
 class History:

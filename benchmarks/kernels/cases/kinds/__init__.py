@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mtpkit.bench.kernel_cases.kinds import attention, gated_delta_net, mamba2, mla, mlp, moe
-from mtpkit.bench.kernel_inputs import Case, Shapes
+from benchmarks.kernels.case import Case, Shapes
+from benchmarks.kernels.cases.kinds import attention, gated_delta_net, mamba2, mla, mlp, moe
 from mtpkit.config import Section
 from mtpkit.config.sections import (
     AttentionConfig,

@@ -3,9 +3,9 @@
 import inspect
 from collections.abc import Iterator
 
-from mtpkit.bench.kernel_cases.linears import fused
-from mtpkit.bench.kernel_cases.training import differentiated
-from mtpkit.bench.kernel_inputs import Case, Shapes, size
+from benchmarks.kernels.case import Case, Shapes, size
+from benchmarks.kernels.cases.linears import fused
+from benchmarks.kernels.cases.training import differentiated
 from mtpkit.config.sections import MlpConfig
 from mtpkit.kernels import activation as activations
 from mtpkit.model.kinds import KINDS

@@ -14,12 +14,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases import decode_cases, prefill_cases, training_cases
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.cases import decode_cases, prefill_cases, training_cases
 from mtpkit.bench.machine import Machine, measure_machine
 from mtpkit.bench.report import Column, Result
 from mtpkit.bench.roofline import check_draft_vocab_size
-from mtpkit.bench.settings import KernelConfig
 from mtpkit.bench.timing import mean_seconds, release_memory
 from mtpkit.config import ModelConfig
 from mtpkit.errors import MtpkitError, UserError, listed
@@ -36,6 +35,31 @@ MOST_BYTES = 16 << 30
 """Most bytes of all sets of inputs together, including bytes that the op does not touch."""
 _PART = 1 << 26
 """Elements that are compared at once."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What is measured. The defaults are those of a GPU."""
+
+    rows: tuple[int, ...] = (1, 4, 16, 64, 128)
+    """Numbers of requests in a step."""
+    k: int = 3
+    """Drafts per step: each request brings 1 + K tokens."""
+    context_len: int = 512
+    """Tokens of context of each request, and tokens of each prompt. Training sequences are 8 times
+    as long."""
+    ops: tuple[str, ...] = ()
+    """Ops to measure; none: all."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the recurrent state."""
+    draft_vocab_size: int | None = None
+    """Draft only among this many first tokens of the vocabulary; None: among all."""
+    repeats: int = 20
+    """Number of timings; their median is reported."""
+
+
+ON_CPU = KernelConfig(rows=(1, 4), context_len=64, repeats=3)
+"""What is measured on a CPU, which would need hours for the defaults."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ def measure_kernels(
     name: str = "model",
     keep: Callable[[Result[KernelRow]], object] | None = None,
 ) -> Result[KernelRow]:
-    """Compare each op of `kernel_cases` with its reference twin, then time it.
+    """Compare each op of `benchmarks.kernels.cases` with its reference twin, then time it.
 
     Args:
         device: on "cpu" the reference twins themselves are timed.
@@ -116,10 +140,7 @@ def check_kernels(
 def _cases(model: ModelConfig, config: KernelConfig, device: torch.device) -> Iterator[Case]:
     """Yield the cases of the chosen ops, grouped by op."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "kernels need a GPU; --device cpu with --model nemotron-h-tiny tries the command"
-            " without one"
-        )
+        raise UserError("kernels need a GPU; --device cpu tries the command without one")
     check_draft_vocab_size(config.draft_vocab_size, model)
     dtype = getattr(torch, resolve_dtype("auto", device))
     state_dtype = getattr(torch, config.state_dtype)

@@ -1,4 +1,5 @@
-"""Cases of the kernel benchmark: an op, its inputs, and the bytes that it must move."""
+"""What a case is: an op, its inputs, and the bytes that it must move; and the sizes of a model and
+a step that cases are made for."""
 
 import inspect
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
 from mtpkit.kernels import exchange
 from mtpkit.kernels.embedding import embedding_part
 from mtpkit.kernels.exchange import CHANNELS, Windows

@@ -11,9 +11,9 @@ vocabulary.
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from mtpkit.bench.kernel_cases import linears, ranks, tokens, training
-from mtpkit.bench.kernel_cases.kinds import CASES, KindCases
-from mtpkit.bench.kernel_inputs import Case, Shapes
+from benchmarks.kernels.case import Case, Shapes
+from benchmarks.kernels.cases import linears, ranks, tokens, training
+from benchmarks.kernels.cases.kinds import CASES, KindCases
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model.kinds.base import LayerKind
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.recurrent import (
+from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.cases.recurrent import (
     Convolution,
     conv_update,
     conv_varlen,
     fold_case,
     ring_lens,
-    starts_of,
 )
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
 from mtpkit.kernels import gated_delta_rule, norm, ring
+from tests.kernels.inputs import DeltaSizes, delta_rates, delta_tokens, starts_of
 
 _PER_PAIR = 2.0
 """FLOPs of a multiplication and an addition."""
@@ -52,14 +52,13 @@ def _raw(shapes: Shapes, *lead: int) -> tuple[Tensor, ...]:
     """q, k, v, a, b, A_log and dt_bias; the first five are views of the convolution's output and of
     the projection."""
     sizes = shapes.config.gated_delta_net
-    heads = shapes.config.gated_delta_net.num_value_heads
-    parts = [sizes.key_width, sizes.key_width, sizes.value_width]
-    q, k, v = shapes.normal(*lead, sizes.convolved).split(parts, -1)
-    q, k = (t.unflatten(-1, (sizes.num_key_heads, -1)) for t in (q, k))
-    b, a = shapes.normal(*lead, sizes.projected)[..., -2 * heads :].chunk(2, -1)
+    heads = sizes.num_value_heads
+    layer = DeltaSizes(heads, sizes.value_head_dim, sizes.num_key_heads, sizes.key_head_dim)
+    q, k, v = delta_tokens(shapes.normal, *lead, sizes=layer)
+    a, b = delta_rates(shapes.normal, *lead, heads=heads, beside=sizes.projected - 2 * heads)
     A_log = shapes.uniform(heads).float().log()
     dt_bias = shapes.normal(heads).float() - 4
-    return q, k, v.unflatten(-1, (heads, -1)), a, b, A_log, dt_bias
+    return q, k, v, a, b, A_log, dt_bias
 
 
 def _state(shapes: Shapes, *lead: int) -> Tensor:
@@ -180,7 +179,7 @@ def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
             shapes.permutation(rows),
             shapes.full(shapes.context_len, rows),
         )
-        return *_made(shapes, sum(lens)), starts_of(shapes, lens), *places
+        return *_made(shapes, sum(lens)), starts_of(lens).to(shapes.device), *places
 
     def count(args: Args) -> float:
         q, k, v, g, beta, _, states, *_ = args
@@ -195,7 +194,7 @@ def rule(shapes: Shapes, length: int) -> Case:
 
     def make() -> Args:
         q, *rest = _made(shapes, length)
-        return q[:, None], *rest, starts_of(shapes, (length,))
+        return q[:, None], *rest, starts_of((length,)).to(shapes.device)
 
     def count(args: Args) -> float:
         q, k, v, g, beta, *_ = args

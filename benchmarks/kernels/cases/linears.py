@@ -7,17 +7,17 @@ the number of rows.
 Shape legend: R rows (requests), T = 1 + K tokens per row, N = R * T tokens.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
 from mtpkit.kernels import norm
 from mtpkit.kernels.linear import linear, reference
 from mtpkit.model.kinds.base import Linear
+from tests.kernels.inputs import matrix
 
 
 def fused(shapes: Shapes, one: Linear) -> list[str]:
@@ -69,7 +69,7 @@ def linear_case(shapes: Shapes, of: Linear) -> Case:
     def make() -> Args:
         return (
             shapes.normal(count, of.width),
-            matrix(shapes, of.outputs, of.width),
+            matrix(shapes.normal, of.outputs, of.width),
             shapes.normal(of.width) if of.norm or gated else None,
             shapes.normal(count, gated.projected)[:, : of.width] if gated else None,
             shapes.normal(count, of.outputs) if of.residual else None,
@@ -100,11 +100,6 @@ def linear_case(shapes: Shapes, of: Linear) -> Case:
         note=lambda _: note(shapes, of),
         scratch=(4,),
     )
-
-
-def matrix(shapes: Shapes, *sizes: int) -> Tensor:
-    """A weight [*sizes] that keeps the scale of its input."""
-    return shapes.normal(*sizes, std=1 / math.sqrt(sizes[-1]))
 
 
 def rms_norm(shapes: Shapes) -> Case:

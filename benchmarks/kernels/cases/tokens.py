@@ -10,9 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
 from mtpkit.kernels import acceptance, draft_head, norm, sampling, step_rows
 from mtpkit.kernels.ring import ring_capacity, ring_length
+from tests.kernels.inputs import matrix
 
 _BLOCK = 16
 """Tokens of a block of keys and values."""
@@ -121,7 +122,7 @@ def linear_argmax(shapes: Shapes) -> Case:
         )
         return (
             shapes.normal(rows, hidden),
-            shapes.normal(vocab_size, hidden, std=hidden**-0.5),
+            matrix(shapes.normal, vocab_size, hidden),
             token_ids,
         )
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
 from mtpkit.kernels import attention as ops
 from mtpkit.kernels import linear as linears
 from mtpkit.kernels.adamw import adamw_
@@ -21,6 +21,7 @@ from mtpkit.kernels.attention import reference
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.loss import head_losses
+from tests.kernels.inputs import matrix
 
 
 class Heads(NamedTuple):
@@ -117,7 +118,7 @@ def fp8_linear(shapes: Shapes, length: int) -> Case:
 
     def make() -> Args:
         return shapes.normal(length, hidden), *linears.quantize_rows(
-            shapes.normal(hidden, hidden, std=hidden**-0.5)
+            matrix(shapes.normal, hidden, hidden)
         )
 
     return Case(
@@ -150,7 +151,7 @@ def losses(shapes: Shapes, length: int, kind: LossKind) -> Case:
     def make() -> Args:
         states = [shapes.normal(length, config.hidden_size) for _ in range(1 + depths)]
         return (
-            shapes.normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5),
+            matrix(shapes.normal, config.vocab_size, config.hidden_size),
             *states,
         )
 

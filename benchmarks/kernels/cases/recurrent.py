@@ -9,17 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
 from mtpkit.bench.settings import depth_rates
 from mtpkit.kernels import causal_conv1d, ring, ring_fold
+from tests.kernels.inputs import starts_of
 
 _ACCEPTANCE = (0.85,)
 """Conditional rates from which the fill of the replay rings follows."""
-
-
-def starts_of(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
-    """Indices [R + 1] of each prompt's first token, and the end of the last prompt."""
-    return torch.tensor([0, *lens], device=shapes.device).cumsum(0)
 
 
 def ring_lens(shapes: Shapes, length: int) -> Tensor:
@@ -104,7 +100,7 @@ def conv_varlen(shapes: Shapes, lens: tuple[int, ...], sizes: Convolution) -> Ca
         )
         windows = shapes.normal(rows, width - 1, channels)
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows))
-        return x, *weights, starts_of(shapes, lens), windows, *places
+        return x, *weights, starts_of(lens).to(shapes.device), windows, *places
 
     return Case(
         causal_conv1d.causal_conv1d_varlen,

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.training import Heads, depth_attention, sequence_attention
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.cases.training import Heads, depth_attention, sequence_attention
 from mtpkit.config.sections import MlaConfig
 from mtpkit.kernels import kv_store, latent_attention
+from tests.kernels.inputs import starts_of
 
 _BLOCK = 16
 
@@ -99,12 +100,6 @@ def step(shapes: Shapes) -> Case:
     )
 
 
-def _starts(shapes: Shapes, lens: tuple[int, ...]) -> Tensor:
-    """Indices [R + 1] of each prompt's first token, and the end of the last prompt, for prompts of
-    one length."""
-    return lens[0] * (shapes.full(1, len(lens) + 1).cumsum(0) - 1)
-
-
 def context(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     """Attention of chunks of one length to an equal number of earlier tokens."""
     rows = len(lens)
@@ -113,7 +108,13 @@ def context(shapes: Shapes, lens: tuple[int, ...]) -> Case:
     def make() -> Args:
         queries = _queries(shapes, rows * length)
         cache = _cache(shapes, rows, length)
-        return *queries, *cache, shapes.full(length, rows), _starts(shapes, lens), _scale(shapes)
+        return (
+            *queries,
+            *cache,
+            shapes.full(length, rows),
+            starts_of(lens).to(shapes.device),
+            _scale(shapes),
+        )
 
     return Case(
         latent_attention.latent_context_attention,
@@ -136,7 +137,13 @@ def chunk(shapes: Shapes, lens: tuple[int, ...]) -> Case:
         widths = (sizes.qk_width, sizes.qk_width, sizes.v_head_dim, sizes.v_head_dim)
         parts = (shapes.normal(rows * length, heads, width) for width in widths)
         before = shapes.normal(rows * length, heads, dtype=torch.float32)
-        return *parts, before, shapes.full(length, rows), _starts(shapes, lens), _scale(shapes)
+        return (
+            *parts,
+            before,
+            shapes.full(length, rows),
+            starts_of(lens).to(shapes.device),
+            _scale(shapes),
+        )
 
     return Case(
         latent_attention.chunk_attention,

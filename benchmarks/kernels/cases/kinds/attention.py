@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.recurrent import starts_of
-from mtpkit.bench.kernel_cases.training import Heads, depth_attention, sequence_attention
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.cases.training import Heads, depth_attention, sequence_attention
 from mtpkit.config.sections import AttentionConfig
 from mtpkit.kernels import activation, attention, kv_store, rotary
 from mtpkit.kernels import move_entries as moves
 from mtpkit.kernels import place_qkv as placing
+from tests.kernels.inputs import projected_qkv, starts_of
 
 _BLOCK = 16
 
@@ -106,7 +106,7 @@ def prefill_attention(shapes: Shapes, lens: tuple[int, ...]) -> Case:
             shapes.normal(rows * length, heads, width),
             *cache,
             shapes.full(0, rows),
-            starts_of(shapes, lens),
+            starts_of(lens).to(shapes.device),
         )
 
     return Case(
@@ -144,7 +144,7 @@ def place_qkv(shapes: Shapes) -> Case:
     heads = sizes.num_attention_heads // groups
 
     def make() -> Args:
-        fused = shapes.normal(count, groups, heads + 2, width)
+        qkv = projected_qkv(shapes.normal, count, groups, heads, width)
         key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)
         places = (
             shapes.permutation(len(key) * _BLOCK)[:count],
@@ -154,7 +154,7 @@ def place_qkv(shapes: Shapes) -> Case:
         turns = shapes.normal(int(width * sizes.rotary_percent) // 2).float() if rotates else None
         norms = (shapes.normal(width), shapes.normal(width)) if sizes.qk_layernorm else (None, None)
         rest = *norms, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
-        return fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1], key, value, *places, turns, *rest
+        return *qkv, key, value, *places, turns, *rest
 
     return Case(placing.place_qkv, shapes.step, make, lambda args: 2 * size(*args[:3]))
 
@@ -190,12 +190,8 @@ def rotate(shapes: Shapes) -> Case:
     half = int(width * sizes.rotary_percent) // 2
 
     def make() -> Args:
-        projected = shapes.normal(count, groups, per_group + 2, width)
-        return (
-            projected[:, :, :-2],
-            shapes.full(shapes.context_len, 1, count),
-            shapes.normal(half).float(),
-        )
+        q, _, _ = projected_qkv(shapes.normal, count, groups, per_group, width)
+        return q, shapes.full(shapes.context_len, 1, count), shapes.normal(half).float()
 
     return Case(
         rotary.rotate,

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.linears import matrix
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
 from mtpkit.kernels import moe
+from tests.kernels.inputs import expert_weights, matrix
 
 
 def decode(shapes: Shapes) -> Iterator[Case]:
@@ -38,7 +38,7 @@ def router_logits(shapes: Shapes) -> Case:
     def make() -> Args:
         zero_centered = config.layernorm_zero_centered_gamma
         norm = shapes.normal(width), config.layernorm_epsilon, zero_centered
-        return shapes.normal(count, width), *norm, matrix(shapes, experts, width)
+        return shapes.normal(count, width), *norm, matrix(shapes.normal, experts, width)
 
     return Case(
         moe.router_logits,
@@ -88,7 +88,7 @@ def expert_mlp(shapes: Shapes, tokens: int) -> Case:
         return shapes.normal(tokens, width), *weights, expert_ids, mixing, config.mlp.activation
 
     def make() -> Args:
-        return draw((matrix(shapes, count, rows, width), matrix(shapes, count, width, inner)))
+        return draw(expert_weights(shapes.normal, count, width, inner, config.mlp.activation))
 
     def moved(args: Args) -> float:
         x, fc1, fc2, expert_ids, *_ = args

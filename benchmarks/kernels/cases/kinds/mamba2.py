@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mtpkit.bench.kernel_cases.recurrent import (
+from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.cases.recurrent import (
     Convolution,
     conv_update,
     conv_varlen,
     fold_case,
     ring_lens,
-    starts_of,
 )
-from mtpkit.bench.kernel_cases.training import differentiated
-from mtpkit.bench.kernel_inputs import Args, Case, Shapes, size
+from benchmarks.kernels.cases.training import differentiated
 from mtpkit.config import ModelConfig
 from mtpkit.kernels import copy_units as units
 from mtpkit.kernels import norm, ring, ssd, ssm_update
+from tests.kernels.inputs import MambaSizes, last_columns, mamba_tokens, starts_of
 
 
 def decode(shapes: Shapes) -> Iterator[Case]:
@@ -53,14 +53,11 @@ def scan_inputs(shapes: Shapes, *lead: int) -> Args:
     """
     sizes = shapes.config.mamba2
     heads = sizes.num_heads
-    groups = sizes.num_groups
-    inner = sizes.inner
-    bc_width = sizes.bc_width
-    dt = shapes.normal(*lead, 2 * inner + 2 * bc_width + heads)[..., -heads:]
-    x, B, C = shapes.normal(*lead, inner + 2 * bc_width).split([inner, bc_width, bc_width], -1)
-    x = x.unflatten(-1, (heads, -1))
-    B = B.unflatten(-1, (groups, -1))
-    C = C.unflatten(-1, (groups, -1))
+    dt = last_columns(
+        shapes.normal, *lead, width=heads, beside=2 * sizes.inner + 2 * sizes.bc_width
+    )
+    layer = MambaSizes(heads, sizes.head_dim, sizes.num_groups, sizes.state_dim)
+    x, B, C = mamba_tokens(shapes.normal, *lead, sizes=layer)
     A_log = (1 + 15 * shapes.uniform(heads, dtype=torch.float32)).log()
     D = torch.ones(heads, device=shapes.device)
     dt_bias = shapes.normal(heads) - 4
@@ -186,7 +183,7 @@ def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
         )
         return (
             *scan_inputs(shapes, sum(lens)),
-            starts_of(shapes, lens),
+            starts_of(lens).to(shapes.device),
             config.mamba2.chunk_size,
             *places,
         )
@@ -202,7 +199,7 @@ def varlen(shapes: Shapes, lens: tuple[int, ...]) -> Case:
 def scan(shapes: Shapes, length: int) -> Case:
     """The scan of Mamba2 at depth 1, and its backward."""
     sizes = shapes.config.mamba2
-    starts = starts_of(shapes, (length,))
+    starts = starts_of((length,)).to(shapes.device)
 
     def split(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         return differentiated(

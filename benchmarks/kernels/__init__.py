@@ -1,0 +1,1 @@
+"""The benchmark of kernels, each on its own: `python -m benchmarks.kernels`."""

@@ -1,0 +1,101 @@
+"""Inputs of kernels as a model's layers give them, for the tests and for `benchmarks.kernels`.
+
+Layers hand kernels slices of wider tensors: of a projection, or of a convolution's output. Each
+function takes `normal`, which makes random numbers of a shape as `torch.randn` does, on the device,
+of the type and from the generator that its caller chose. `beside` is the number of columns beside
+the slices.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Normal = Callable[..., Tensor]
+
+
+class MambaSizes(NamedTuple):
+    """Sizes of a Mamba2 layer."""
+
+    heads: int
+    width: int
+    groups: int
+    state: int
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a gated delta net: heads of values and of keys, and their widths."""
+
+    heads: int
+    width: int
+    groups: int
+    state: int
+
+
+def mamba_tokens(
+    normal: Normal, *lead: int, sizes: MambaSizes, beside: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [*lead, heads, width], B and C [*lead, groups, state]: slices of one tensor."""
+    heads, width, groups, state = sizes
+    parts = [heads * width, groups * state, groups * state, beside]
+    x, B, C, _ = normal(*lead, sum(parts)).split(parts, -1)
+    return (
+        x.unflatten(-1, (heads, width)),
+        B.unflatten(-1, (groups, state)),
+        C.unflatten(-1, (groups, state)),
+    )
+
+
+def delta_tokens(
+    normal: Normal, *lead: int, sizes: DeltaSizes, beside: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [*lead, groups, state], v [*lead, heads, width]: slices of one tensor."""
+    heads, width, groups, state = sizes
+    parts = [groups * state, groups * state, heads * width, beside]
+    q, k, v, _ = normal(*lead, sum(parts)).split(parts, -1)
+    return (
+        q.unflatten(-1, (groups, state)),
+        k.unflatten(-1, (groups, state)),
+        v.unflatten(-1, (heads, width)),
+    )
+
+
+def delta_rates(normal: Normal, *lead: int, heads: int, beside: int = 0) -> tuple[Tensor, Tensor]:
+    """a and b [*lead, heads]: the last columns of a projection, b before a."""
+    b, a = normal(*lead, beside + 2 * heads)[..., beside:].split(heads, -1)
+    return a, b
+
+
+def last_columns(normal: Normal, *lead: int, width: int, beside: int = 0) -> Tensor:
+    """The last `width` columns of a wider tensor, as Mamba2's step sizes are of its projection."""
+    return normal(*lead, beside + width)[..., beside:]
+
+
+def projected_qkv(
+    normal: Normal, tokens: int, groups: int, heads: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [tokens, groups, heads, width], k and v [tokens, groups, width]: slices of one projection,
+    in which each group's queries, key and value stand side by side."""
+    fused = normal(tokens, groups, heads + 2, width)
+    return fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+
+
+def matrix(normal: Normal, *sizes: int) -> Tensor:
+    """A weight [*sizes] that keeps the scale of its input."""
+    # In place: there may be no room for a second copy of all experts.
+    return normal(*sizes).div_(sizes[-1] ** 0.5)
+
+
+def expert_weights(
+    normal: Normal, experts: int, width: int, inner: int, activation: str
+) -> tuple[Tensor, Tensor]:
+    """fc1 [experts, inner or twice that, width] and fc2 [experts, width, inner] of a mixture."""
+    rows = inner * (2 if activation == "swiglu" else 1)
+    return matrix(normal, experts, rows, width), matrix(normal, experts, width, inner)
+
+
+def starts_of(lens: Sequence[int], first: int = 0) -> Tensor:
+    """Indices [rows + 1] of each row's first token, and the end of the last row; the first row
+    begins at `first`."""
+    return torch.tensor([0, *lens]).cumsum(0) + first
