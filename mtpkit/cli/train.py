@@ -35,7 +35,11 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="Settings that replace the file's: loss.kind=tv"
+            metavar="[KEY=VALUE]...",
+            help=(
+                "Settings that replace the file's: loss.kind=tv. Required: model, output and"
+                " data.train, in the file or here."
+            ),
         ),
     ] = None,
     settings: Annotated[
