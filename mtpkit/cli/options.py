@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic.fields import FieldInfo
 
-from mtpkit.config.checked import attempt, keys_of
+from mtpkit.config.checked import attempt, fields_of, keys_of
 from mtpkit.engine import EngineOptions
 from mtpkit.errors import UserError, listed
 
@@ -151,7 +151,7 @@ def takes_options[R](command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _field(cls: Any, name: str) -> FieldInfo:
-    return cast(FieldInfo, cls.__pydantic_fields__[name])
+    return fields_of(cls)[name]
 
 
 def _flag(name: str) -> str:

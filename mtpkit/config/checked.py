@@ -18,6 +18,7 @@ by dotted keys. Problems between several fields (`beta` against `kind`) are foun
 
 import dataclasses
 import functools
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -25,11 +26,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, dataclass_transform, get_args, get_origin
 
-import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
-from pydantic_core import ArgsKwargs
 
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import read_json
@@ -43,7 +42,7 @@ _NOUNS = {
     types.NoneType: ("None", "None"),
 }
 _BOUNDS = ("ge", "gt", "le", "lt")
-_SAME = object()
+_SAME: Any = object()
 
 
 class WrongValues(UserError):
@@ -77,30 +76,45 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
             validate_by_name=True,
             validate_by_alias=False,
         )
-        _take_shared_types(cls)
-        made = pydantic_dataclass(frozen=True, config=config)(cls)
+        _share_fields(cls)
+        made: Any = pydantic_dataclass(frozen=True, config=config)(cls)
+        made._pydantic_init = made.__init__
 
         @functools.wraps(made.__init__)
         def __init__(self: Any, /, *args: object, **values: object) -> None:
-            values |= zip(keys_of(made), args, strict=False)
+            values |= zip(fields_of(made), args, strict=False)
             clauses = _fill(self, values)
             if not clauses and hasattr(self, "problems"):
                 clauses += self.problems()
             if clauses:
                 raise WrongValues(what, clauses)
 
-        made.__init__ = __init__  # type: ignore[assignment, method-assign]
+        made.__init__ = __init__
         return cast(C, made)
 
     return decorate
 
 
+def fields_of(cls: Any) -> dict[str, FieldInfo]:
+    """Map each field of a checked class to what pydantic knows of it: type, constraints, default,
+    docstring."""
+    return cast(dict[str, FieldInfo], cls.__pydantic_fields__)
+
+
 def keys_of(cls: type) -> dict[str, str]:
     """Map each field of a checked class to its key in files and messages, in order."""
-    return {name: cast(str, info.validation_alias) for name, info in _fields(cls).items()}
+    return {name: cast(str, info.validation_alias) for name, info in fields_of(cls).items()}
 
 
-def field_of(cls: Any, name: str, default: Any = _SAME) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """A field that is declared in another checked class."""
+
+    source: FieldInfo
+    default: Any
+
+
+def field_of(cls: type, name: str, default: Any = _SAME) -> Any:
     """Make a field with the constraints, the default and the docstring of another checked class's
     field.
 
@@ -113,17 +127,7 @@ def field_of(cls: Any, name: str, default: Any = _SAME) -> Any:
         default: replaces the other field's default. The new field then needs its own docstring,
             which says why.
     """
-    source = _fields(cls)[name]
-    own = default is not _SAME
-    shared = cast(Any, Field)(
-        default=default if own else source.default,
-        default_factory=None if own else source.default_factory,
-        title=source.title,
-        description=None if own else source.description,
-    )
-    shared.annotation = source.annotation
-    shared.metadata = [*source.metadata]
-    return shared
+    return _Shared(fields_of(cls)[name], default)
 
 
 def attempt[T](
@@ -210,7 +214,8 @@ def is_list(value: object) -> bool:
 def plain(value: Any) -> Any:
     """Convert numbers and flags to Python's own, lists and ranges to tuples, sets to frozensets;
     keep all else."""
-    if isinstance(value, bool | np.bool_):
+    numpy = sys.modules.get("numpy")  # not imported for this: that takes a third of `--help`
+    if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
         return bool(value)
     if isinstance(value, Integral):
         return int(value)
@@ -221,26 +226,38 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _fields(cls: Any) -> dict[str, FieldInfo]:
-    return cls.__pydantic_fields__
-
-
-def _take_shared_types(cls: type) -> None:
-    """Give the fields made by `field_of` their types, constraints included.
+def _share_fields(cls: type) -> None:
+    """Put the type, the constraints, the default and the docstring of each field made by `field_of`
+    in its place.
 
     Raises:
         TypeError: a field is annotated with a type other than that of the shared field.
     """
-    for name, field in vars(cls).items():
-        if isinstance(field, FieldInfo) and field.annotation is not None:
-            written = _bare(cls.__annotations__[name])
-            shared = _bare(field.annotation)
-            if written != shared:
-                raise TypeError(
-                    f"{cls.__name__}.{name} is written as {written}, but the shared field has"
-                    f" {shared}"
-                )
-            cls.__annotations__[name] = field.annotation
+    for name, shared in list(vars(cls).items()):
+        if not isinstance(shared, _Shared):
+            continue
+        source = shared.source
+        written = _bare(cls.__annotations__[name])
+        if written != _bare(source.annotation):
+            raise TypeError(
+                f"{cls.__name__}.{name} is written as {written}, but the shared field has"
+                f" {_bare(source.annotation)}"
+            )
+        kind: Any = source.annotation
+        for constraint in source.metadata:
+            kind = Annotated[kind, constraint]
+        cls.__annotations__[name] = kind
+        own = shared.default is not _SAME
+        setattr(
+            cls,
+            name,
+            cast(Any, Field)(
+                default=shared.default if own else source.default,
+                default_factory=None if own else source.default_factory,
+                title=source.title,
+                description=None if own else source.description,
+            ),
+        )
 
 
 def _bare(annotation: Any) -> Any:
@@ -250,13 +267,12 @@ def _bare(annotation: Any) -> Any:
 
 def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
     """Give a new object of a checked class its values; return a clause for each wrong value."""
-    cls = type(blank)
+    cls: Any = type(blank)
     clauses = list[str]()
     names = {key: name for name, key in keys_of(cls).items()}
     named = {names.get(key, key): value for key, value in values.items()}
     try:
-        given = ArgsKwargs((), _converted(cls, named, clauses))
-        cls.__pydantic_validator__.validate_python(given, self_instance=blank)
+        cls._pydantic_init(blank, **_converted(cls, named, clauses))
     except ValidationError as error:
         clauses += _clauses(cls, error, named)
     return clauses
@@ -267,7 +283,7 @@ def _converted(cls: type, values: Mapping[str, object], clauses: list[str]) -> d
     place of mappings. Values that cannot be converted are left out, and `clauses` says why."""
     converted: dict[str, object] = {}
     for name, value in values.items():
-        kind = _fields(cls)[name].annotation if name in _fields(cls) else None
+        kind = fields_of(cls)[name].annotation if name in fields_of(cls) else None
         before = len(clauses)
         made = _made(kind, value, keys_of(cls).get(name, name), clauses)
         converted |= {name: made} if len(clauses) == before else {}
@@ -312,7 +328,7 @@ def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) ->
             yield f"{keys[name]} is missing"
         # otherwise `_converted` left it out and reported it
         elif first["type"] != "missing" or len(first["loc"]) > 1:
-            yield _clause(keys[name], _fields(cls)[name], first, values[name])
+            yield _clause(keys[name], fields_of(cls)[name], first, values[name])
 
 
 def _clause(key: str, info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from pydantic import Field, field_validator
 
-from mtpkit.config.checked import WrongValues, attempt, checked, field_of, from_file, keys_of
+from mtpkit.config.checked import (
+    WrongValues,
+    attempt,
+    checked,
+    field_of,
+    fields_of,
+    from_file,
+    keys_of,
+)
 from mtpkit.errors import UserError
 
 INF = float("inf")
@@ -224,7 +232,7 @@ class Sharing:
 
 
 def test_a_shared_field_brings_all_but_its_key():
-    fields = Sharing.__pydantic_fields__
+    fields = fields_of(Sharing)
     assert [info.description for info in fields.values()] == [
         "Most things.",
         "Least things: 3, unless told.",

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mtpkit.config.checked import fields_of
 from mtpkit.engine import EngineConfig, EngineOptions, SamplingParams
 from mtpkit.errors import UserError
 
@@ -34,12 +35,12 @@ def test_sampling_parameters(setting, message):
 
 @pytest.mark.parametrize("made", [SamplingParams, EngineOptions, EngineConfig])
 def test_every_field_has_a_type_that_is_checked_and_a_docstring(made):
-    for name, info in made.__pydantic_fields__.items():
-        shared = made is EngineConfig and name in EngineOptions.__pydantic_fields__
+    for name, info in fields_of(made).items():
+        shared = made is EngineConfig and name in fields_of(EngineOptions)
         assert info.description or shared, name
         given = {"model": "x", "max_model_len": 1} | {name: {"neither": "of them"}}
         with pytest.raises(UserError, match=rf": {name} is {{'neither'.*, must be "):
-            made(**{key: value for key, value in given.items() if key in made.__pydantic_fields__})
+            made(**{key: value for key, value in given.items() if key in fields_of(made)})
 
 
 @pytest.mark.parametrize(

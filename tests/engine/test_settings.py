@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mtpkit import LLM, SamplingParams
+from mtpkit.config.checked import fields_of
 from mtpkit.engine import EngineOptions
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
@@ -17,8 +18,8 @@ from tests.engine.tiny import greedy, headless_model, make_llm, tiny_model
 
 def test_arguments_are_the_fields_of_the_options():
     parameters = inspect.signature(LLM.__init__).parameters
-    assert list(parameters) == ["self", *EngineOptions.__pydantic_fields__]
-    for name, info in EngineOptions.__pydantic_fields__.items():
+    assert list(parameters) == ["self", *fields_of(EngineOptions)]
+    for name, info in fields_of(EngineOptions).items():
         assert parameters[name].default == (
             inspect.Parameter.empty if name == "model" else info.default
         )

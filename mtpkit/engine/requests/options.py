@@ -10,12 +10,12 @@ import inspect
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, Literal, cast
+from typing import Annotated, Any, Concatenate, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
-from mtpkit.config.checked import checked, field_of
+from mtpkit.config.checked import checked, field_of, fields_of
 from mtpkit.engine.requests.params import Seed
 from mtpkit.engine.requests.tree import DraftShape, DynamicTree, TokenTree, parse_tree, width_of
 from mtpkit.kernels import MOST_TREE_TOKENS
@@ -310,7 +310,7 @@ def takes_fields[**P, S, O, R](
             return method(self, options(*args, **named))
 
         taking.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
-        fields = cast(Any, options).__pydantic_fields__
+        fields = fields_of(options)
         docs = (f"    {name}: {info.description}" for name, info in fields.items())
         taking.__doc__ = "\n".join([method.__doc__ or "", "", "Args:", *docs])
         return taking

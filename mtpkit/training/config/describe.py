@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from mtpkit.config.checked import fields_of
 from mtpkit.training.config.settings import TrainConfig
 
 _WIDTH = 100
@@ -57,7 +58,7 @@ def example(key: str) -> str:
 
 def field_types(cls: Any) -> dict[str, Any]:
     """The type of each field of a settings class, without its constraints."""
-    return {name: info.annotation for name, info in cls.__pydantic_fields__.items()}
+    return {name: info.annotation for name, info in fields_of(cls).items()}
 
 
 def setting_names(cls: Any, prefix: str = "") -> Iterator[str]:
@@ -70,7 +71,7 @@ def setting_names(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _lines(cls: Any, indent: str) -> Iterator[str]:
-    for name, info in cls.__pydantic_fields__.items():
+    for name, info in fields_of(cls).items():
         kind = info.annotation
         if dataclasses.is_dataclass(kind):
             yield from _comment(inspect.getdoc(kind) or "", indent)
@@ -82,7 +83,7 @@ def _lines(cls: Any, indent: str) -> Iterator[str]:
             if get_origin(kind) is Literal
             else ""
         )
-        yield from _comment(info.description + choices, indent)
+        yield from _comment(f"{info.description}{choices}", indent)
         value = "???" if info.is_required() else info.get_default(call_default_factory=True)
         value = list(value) if isinstance(value, tuple) else value
         yield f"{indent}{name}: {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"
