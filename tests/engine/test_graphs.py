@@ -473,7 +473,7 @@ def test_auto_with_trees_under_graphs(device, heads, tree):
     llm = make_llm(model, "auto", warm_up=True, **sizes, **tree)
     captured = set(llm.engine.executor.graphs._graphs)
     shapes = llm.engine.draft_shapes
-    assert {drafts for _, drafts, _ in captured} == set(shapes) and len(shapes) == 4
+    assert {shape.drafts for shape, _ in captured} == set(shapes) and len(shapes) == 4
     turns = itertools.cycle(shapes[at] for at in (3, 3, 0, 3, 2, 2, 1, 3, 3, 0))
     llm.engine.speculation.choose = lambda rows: next(turns)
     assert generate(llm, prompts, greedy(MAX_TOKENS)) == [
@@ -561,7 +561,7 @@ def test_auto_captures_each_k(device):
         tiny_model(device=device), "auto", warm_up=True, max_num_seqs=2, max_num_batched_tokens=16
     )
     captured = set(llm.engine.executor.graphs._graphs)
-    assert {depths for _, depths, _ in captured} == set(
+    assert {shape.drafts for shape, _ in captured} == set(
         range(llm.engine.config.num_speculative_tokens + 1)
     )
     turns = itertools.cycle((2, 0, 1))
