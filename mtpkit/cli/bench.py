@@ -121,7 +121,7 @@ def decode(
     from mtpkit.model.stages import Decoding
     from mtpkit.platform import default_device
 
-    model, (config,) = _fitting(context, model, default_device(), config)
+    model, (config,), small = _fitting(context, model, default_device(), config)
     sizes = (
         config.tensor_parallel_size,
         config.enable_expert_parallel,
@@ -161,7 +161,7 @@ def decode(
 
     opened = _open(model, dtype, pattern, distinct, *sizes, balance)
     result = measure_decode(opened, config, token_ids, model, keep)
-    _say_what_ran(context)
+    _say(small)
     if kernels:
         kernel_shares(result).show_tables()
     result.show(as_json)
@@ -185,10 +185,10 @@ def prefill(
     from mtpkit.platform import default_device, require_one_process
 
     require_one_process()
-    model, (config,) = _fitting(context, model, default_device(), config)
+    model, (config,), small = _fitting(context, model, default_device(), config)
     choose_drafts(get_config(model), [config.k], ())
     result = measure_prefill(_open(model, dtype), config, model)
-    _say_what_ran(context)
+    _say(small)
     _finish(result, output, as_json)
 
 
@@ -257,11 +257,15 @@ def load(
         print(save(save_requests, config, get_config(model or NVIDIA_8B, pattern).vocab_size))
         return
     if stall:
-        model, (config, stalled) = _fitting(context, model, default_device(), config, stalled)
+        model, (config, stalled), small = _fitting(
+            context, model, default_device(), config, stalled
+        )
     elif conversing.turns:
-        model, (config, conversing) = _fitting(context, model, default_device(), config, conversing)
+        model, (config, conversing), small = _fitting(
+            context, model, default_device(), config, conversing
+        )
     else:
-        model, (config,) = _fitting(context, model, default_device(), config)
+        model, (config,), small = _fitting(context, model, default_device(), config)
     config = replace(config, ks=choose_drafts(get_config(model, pattern), config.ks, LOAD_DRAFTS))
     opened = _open(model, dtype, pattern)
     result: Result[Any]
@@ -271,7 +275,7 @@ def load(
         result = measure_turns(opened, config, conversing, model, _keep(output))
     else:
         result = measure_load(opened, config, model, _keep(output))
-    _say_what_ran(context)
+    _say(small)
     result.show(as_json)
 
 
@@ -296,11 +300,11 @@ def train(
     from mtpkit.platform import default_device
     from mtpkit.training.parallel import has_results
 
-    model, (config,) = _fitting(context, model, default_device(), config)
+    model, (config,), small = _fitting(context, model, default_device(), config)
     require_gpu(model, default_device())
     result = measure_training(get_base(model), config, model, _keep(output))
     if has_results():
-        _say_what_ran(context)
+        _say(small)
         result.show(as_json)
 
 
@@ -334,15 +338,16 @@ def roofline(
 
 def _fitting(
     context: typer.Context, model: str | None, device: "torch.device", *configs: Any
-) -> tuple[str, list[Any]]:
-    """The model and the settings that fit a device: without a GPU, settings that were not given
+) -> tuple[str, list[Any], str]:
+    """Fit the model and the settings to a device: without a GPU, settings that were not given
     become small ones.
 
-    `_say_what_ran` tells of them when the run has ended, since an error is to be the only line.
+    Returns:
+        The model, the settings, and a sentence that says which small numbers stand in, empty on a
+        GPU. It is for `_say` when the run has ended, since an error is to be the only line.
     """
-    context.obj = ""
     if device.type == "cuda":
-        return model or NVIDIA_8B, [*configs]
+        return model or NVIDIA_8B, [*configs], ""
 
     chosen = model or TINY
     fitted = []
@@ -358,17 +363,14 @@ def _fitting(
         for name, value in small.items():
             texts = map(str, value) if isinstance(value, tuple) else [str(value)]
             said.append(f"--{keys[name].replace('_', '-')} {' '.join(texts)}")
-    context.obj = (
-        f"mtpkit: no GPU, so this was a small run: {' '.join(said)}; options make it larger"
-    )
-    return chosen, fitted
+    sentence = f"mtpkit: no GPU, so this was a small run: {' '.join(said)}; options make it larger"
+    return chosen, fitted, sentence
 
 
-def _say_what_ran(context: typer.Context) -> None:
-    """Say on standard error which small numbers stood in for settings that were not given, if any
-    did."""
-    if context.obj:
-        print(context.obj, file=sys.stderr)
+def _say(sentence: str) -> None:
+    """Print a sentence on standard error, if there is one."""
+    if sentence:
+        print(sentence, file=sys.stderr)
 
 
 def _open(

@@ -648,6 +648,8 @@ def test_the_command(command, tmp_path):
         ("", "nemotron-h-8b needs a GPU|kernels need a GPU; --device cpu tries"),
         ("--device cpu --model nemotron-h-8b", "nemotron-h-8b needs a GPU"),
         ("--device cpu --ops nope", "ops nope are unknown"),
+        ("--device cpu --draft-vocab-size 513", "513 tokens, but the model has 512"),
+        ("--device cpu --draft-vocab-size 513 --check-only", "but the model has 512"),
         ("--device cpu --rows 0", "--rows: 0 is less than 1"),
         ("--device cpu --num-speculative-tokens x", "--num-speculative-tokens: x is no whole"),
     ],

@@ -155,25 +155,6 @@ def test_prefill(call, capsys):
     )
 
 
-def test_convert(call, capsys, tmp_path):
-    (tmp_path / "disk").mkdir()
-    options = ["--gigabytes", 0.001, "--directory", tmp_path / "disk", "--output", tmp_path / "out"]
-    assert call(app, "convert", *options) == 0
-    found = last_line(capsys)
-    assert [row["stage"] for row in found["rows"]] == [
-        "copy of the files",
-        "import",
-        "stitch --link",
-        "export",
-    ]
-    assert found["settings"] == {"gigabytes": 0.001} and not any((tmp_path / "disk").iterdir())
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"convert.json", "convert.md"}
-    (tmp_path / "file").touch()
-    assert call(app, "convert", "--directory", tmp_path / "file") == 2
-    assert call(app, "convert", "--gigabytes", 0) == 2
-    assert "--gigabytes is 0.0, must be above 0" in capsys.readouterr().err
-
-
 LOAD = (
     "--model nemotron-h-tiny --num-prompts 3 --prompt-max 20 --output-max 12 --repeats 1 --k 1"
     " --max-num-seqs 2"
@@ -325,17 +306,14 @@ class Done:
         print("shown")
 
 
-@pytest.mark.parametrize(
-    "command", ["prefill", "load", "load --stall", "load --turns 3", "train", "kernels"]
-)
+@pytest.mark.parametrize("command", ["prefill", "load", "load --stall", "load --turns 3", "train"])
 def test_every_benchmark_is_small_on_a_cpu(command, call, capsys, monkeypatch):
     """Each takes the small model and at least one small number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("prefill", "load", "stall", "turns", "train", "kernels"):
+    for name in ("prefill", "load", "stall", "turns", "train"):
         function = "measure_training" if name == "train" else f"measure_{name}"
         monkeypatch.setattr(f"mtpkit.bench.{name}.{function}", lambda *_, **__: Done())
-    device = ["--device", "cpu"] if command == "kernels" else []
-    assert call(app, *command.split(), *device) == 0
+    assert call(app, *command.split()) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith(
         "mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --"
@@ -351,9 +329,7 @@ def test_saved_requests_are_those_of_a_gpu(call, capsys, tmp_path, monkeypatch):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command", ["decode", "prefill", "train", "kernels --device cpu", "roofline"]
-)
+@pytest.mark.parametrize("command", ["decode", "prefill", "train", "roofline"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     command, call, capsys, tmp_path, monkeypatch
 ):
@@ -392,8 +368,6 @@ def test_large_shapes_are_those_of_billions_of_weights():
             for command in (
                 "decode --model nemotron-h-tiny",
                 "roofline --model nemotron-h-tiny",
-                "kernels --model nemotron-h-tiny --device cpu",
-                "kernels --model nemotron-h-tiny --device cpu --check-only",
             )
         ),
         *(
