@@ -1,9 +1,11 @@
 """Base classes of all commands: plain help, checks of every value, lists of values, former names of
 options."""
 
+import itertools
 import math
 import re
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +83,20 @@ class Command(TyperCommand):
                 for name in param.opts
             }
             args = _repeat_names(args, lists)
-        texts, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         try:
-            rest = super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, list(args))
         except typer.BadParameter as error:
             error.message = _reworded(error)
             raise
         params: list[Any] = self.params
         for param in params:
-            text = texts.get(param.name)
-            value = ctx.params.get(param.name)
-            limit = _LARGEST if (param.name or "").endswith(("seed", "_bytes")) else LARGEST_COUNT
+            value = ctx.params.get(param.name or "")
             values = value if isinstance(value, list | tuple) else [value]
-            endless = param.name in _MAY_BE_INFINITE
-            problems = [_problem(one, limit) for one in values if not (endless and one == math.inf)]
-            if param.name == "seed" and isinstance(value, int) and value < 0:
-                problems.append(f"must be at least 0, not {value}")
-            if "" in (text if isinstance(text, list) else [text]) and (
-                param.opts[0][0] == "-" or value == Path()
-            ):
+            problems = _problems(param.name or "", values)
+            if _is_empty(param, values, args):
                 problems.append("it is empty: name one, or leave it out")
-            for problem in filter(None, problems):
-                raise typer.BadParameter(problem, ctx=ctx, param=param)
+            if problems:
+                raise typer.BadParameter(problems[0], ctx=ctx, param=param)
         return rest
 
     def take_former_names(self, args: list[str]) -> None:
@@ -159,6 +153,16 @@ def _reworded(error: typer.BadParameter) -> str:
     return f"must be {kind}, not {given}" if kind else error.message
 
 
+def _problems(name: str, values: Sequence[object]) -> list[str]:
+    """Say what makes the values of an option or argument wrong for any of them."""
+    limit = _LARGEST if name.endswith(("seed", "_bytes")) else LARGEST_COUNT
+    endless = [math.inf] if name in _MAY_BE_INFINITE else []
+    problems = [_problem(value, limit) for value in values if value not in endless]
+    if name == "seed" and isinstance(seed := values[0], int) and seed < 0:
+        problems.append(f"must be at least 0, not {seed}")
+    return [problem for problem in problems if problem]
+
+
 def _problem(value: object, limit: int) -> str | None:
     """Say what makes a value wrong for any option, or return None; `limit`: the largest absolute
     value of an int."""
@@ -174,6 +178,16 @@ def _problem(value: object, limit: int) -> str | None:
         except OSError as error:
             return f"{value}: {error.strerror}"
     return None
+
+
+def _is_empty(param: Any, values: Sequence[object], args: Sequence[str]) -> bool:
+    """Whether an option, or an argument that is a path, was given an empty text; an argument that
+    is a text may be empty."""
+    if param.param_type_name == "argument":
+        return "" in args and Path() in values
+    joined = any(f"{name}=" in args for name in param.opts)
+    apart = any(before in param.opts and not arg for before, arg in itertools.pairwise(args))
+    return (joined or apart) and ("" in values or Path() in values)
 
 
 def _repeat_names(args: list[str], lists: set[str]) -> list[str]:
