@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mtpkit.engine import EngineConfig, SamplingParams
+from mtpkit.engine.scheduling.admission import Admission
 from mtpkit.engine.scheduling.blocks import IdPool
-from mtpkit.engine.scheduling.scheduler import Scheduler
 from tests.engine.fakes import HashModel, check_batches, fake_engine, run
 
 MODEL = HashModel()
@@ -111,16 +111,14 @@ def test_a_request_that_waits_has_a_batch_while_a_slot_is_free():
     """However running requests lie in slots, some batch may take one more; with none free no batch
     may."""
     for num_batches, num_slots in itertools.product((1, 2, 3), range(1, 8)):
-        scheduler = Scheduler(
+        admission = Admission(
             EngineConfig(64, 0, max_num_seqs=num_slots, num_batches=num_batches), *[IdPool(8)] * 2
         )
         for taken in range(2**num_slots):
             slots = [slot for slot in range(num_slots) if taken >> slot & 1]
-            scheduler.running = [SimpleNamespace(slot=slot) for slot in slots]
-            for scheduler.waiting in ([None], [None] * 2, [None] * 9):
-                room = []
-                for scheduler._turn in range(num_batches):
-                    room.append(min(scheduler._room(len(scheduler._batch))))
+            admission.running = [SimpleNamespace(slot=slot) for slot in slots]
+            for admission.waiting in ([None], [None] * 2, [None] * 9):
+                room = [min(admission.room(batch)) for batch in range(num_batches)]
                 assert any(room) == (len(slots) < num_slots) and min(room) >= 0
 
 
@@ -135,23 +133,24 @@ def test_few_blocks_are_given_up_across_batches(num_batches, ahead):
     scheduler = engine.scheduler
     check_batches(scheduler)
     seen = {}
-    admit = scheduler._admit
+    admit = scheduler.admission.admit
     waits = []
-    plan_decode = scheduler._plan_decode
+    plan_decode = scheduler.turns.plan
 
-    def admitted(restores):
-        request = admit(restores)
-        if request:
+    def admitted(batch):
+        admitted = admit(batch)
+        if admitted:
+            request = admitted.request
             seen.setdefault(request.request_id, []).append(request.slot % num_batches)
-        return request
+        return admitted
 
-    def planned(budget):
-        rows = plan_decode(budget)
-        waits.append((scheduler._turn, rows is None))
+    def planned(batch, drafts, budget):
+        rows = plan_decode(batch, drafts, budget)
+        waits.append((batch, rows is None))
         return rows
 
-    scheduler._admit = admitted
-    scheduler._plan_decode = planned
+    scheduler.admission.admit = admitted
+    scheduler.turns.plan = planned
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1], [2, 2], [3, 1, 4], [1, 5]]
     ids = [engine.add_request(prompt, lasting(24)) for prompt in prompts]
     outputs = run(engine)

@@ -61,7 +61,7 @@ def watch_preemptions(llm) -> list[tuple[str, bool]]:
     newest = {}
     engine = llm.engine
     launch = engine.executor.launch
-    preempt = engine.scheduler._preempt
+    preempt = engine.scheduler.admission.preempt
 
     def noted_launch(plan):
         newest.update(
@@ -74,7 +74,7 @@ def watch_preemptions(llm) -> list[tuple[str, bool]]:
         preempt(request)
 
     engine.executor.launch = noted_launch
-    engine.scheduler._preempt = noted_preempt
+    engine.scheduler.admission.preempt = noted_preempt
     return lost
 
 

@@ -500,7 +500,9 @@ def paced_engine(budget: int, max_num_seqs: int, **settings):
     engine = fake_engine(
         MODEL, num_blocks=4000, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings
     )
-    pacing = engine.scheduler.pacing = engine.pacing = Pacing(None)
+    pacing = Pacing(None)
+    engine.pacing = pacing
+    engine.scheduler.prompt_budget.pacing = pacing
     pacing.most_tokens = lambda most, *args: min(budget, most)
     pacing.observe = lambda plans, seconds: None
     steps = []

@@ -269,8 +269,8 @@ def decision(
     scheduler = SimpleNamespace(
         num_speculative_tokens=depths,
         trees=trees,
-        num_preemptions=preemptions,
-        pacing=SimpleNamespace(chosen=chosen),
+        admission=SimpleNamespace(num_preemptions=preemptions),
+        prompt_budget=SimpleNamespace(pacing=SimpleNamespace(chosen=chosen)),
     )
     return Decision.of(step, scheduler, [plan])
 
@@ -310,7 +310,12 @@ def test_a_rank_plans_with_all_that_the_first_one_chose(monkeypatch):
     monkeypatch.setattr(
         ranks, "_tell", lambda values: list(astuple(decision(trees=True))), raising=False
     )
-    scheduler = SimpleNamespace(has_unfinished=True, pacing=pacing, num_preemptions=0, plan=list)
+    scheduler = SimpleNamespace(
+        has_unfinished=True,
+        prompt_budget=SimpleNamespace(pacing=pacing),
+        admission=SimpleNamespace(num_preemptions=0),
+        plan=list,
+    )
     with pytest.raises(
         MtpkitError, match=r"rank 0 plans another step than rank 1: .*plans 1, not 0"
     ):

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.requests.tree import DynamicTree, TokenTree, parse_tree
+from mtpkit.engine.requests.tree import DraftShape, DynamicTree, TokenTree, parse_tree
 from tests.engine.fakes import HashModel, fake_engine, run
 from tests.engine.tiny import decode, greedy, make_llm, make_prompts, tiny_model
 
@@ -39,25 +39,24 @@ class Queues:
         self.crowded = 0
         """Plans in which some rows had to wait."""
         self._plan = scheduler.plan
-        self._plan_decode = scheduler._plan_decode
+        self._plan_decode = scheduler.turns.plan
         scheduler.plan = self.plan
-        scheduler._plan_decode = self.plan_decode
+        scheduler.turns.plan = self.plan_decode
 
-    def plan_decode(self, budget: int):
-        scheduler = self.scheduler
-        trees = scheduler.trees
-        k = scheduler.num_speculative_tokens
-        most = budget // (scheduler.config.tree.tokens if trees else 1 + k)
-        ready = [r.request_id for r in scheduler._batch if r.decoding and not r.ends_in_flight]
-        preemptions = scheduler.num_preemptions
-        rows = self._plan_decode(budget)
+    def plan_decode(self, batch: int, drafts: DraftShape, budget: int):
+        admission = self.scheduler.admission
+        most = budget // (1 + drafts if isinstance(drafts, int) else drafts.tokens)
+        running = admission.running_in(batch)
+        ready = [r.request_id for r in running if r.decoding and not r.ends_in_flight]
+        preemptions = admission.num_preemptions
+        rows = self._plan_decode(batch, drafts, budget)
         if rows is None:
             return None
         chosen = [row.request.request_id for row in rows]
-        queue = self.queues[scheduler._turn]
-        if preemptions == scheduler.num_preemptions:
+        queue = self.queues[batch]
+        if preemptions == admission.num_preemptions:
             assert sorted(chosen) == sorted([one for one in queue if one in ready][:most])
-        assert rows or not ready or preemptions < scheduler.num_preemptions
+        assert rows or not ready or preemptions < admission.num_preemptions
         self.crowded += len(chosen) < len(ready)
         for one in ready:
             self.waits[one] = self.waits.get(one, 0) + 1

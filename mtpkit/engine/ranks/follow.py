@@ -72,7 +72,7 @@ class Decision:
             for one, r in asked
         ]
         flat = [number for row in numbers for number in row]
-        pacing = scheduler.pacing
+        pacing = scheduler.prompt_budget.pacing
         return cls(
             step=step,
             num_speculative_tokens=scheduler.num_speculative_tokens,
@@ -82,7 +82,7 @@ class Decision:
             decode_rows=sum(plan.num_decode_rows for plan in plans),
             chunks=sum(len(plan.chunks) for plan in plans),
             chunk_tokens=sum(plan.num_chunk_tokens for plan in plans),
-            preemptions=scheduler.num_preemptions,
+            preemptions=scheduler.admission.num_preemptions,
             digest=zlib.crc32(np.array(flat, np.int64).tobytes()),
         )
 
@@ -227,8 +227,8 @@ class SplitRanks(Ranks):
             told = Decision.unpack(self._tell([0] * len(fields(Decision))))
             scheduler.num_speculative_tokens = told.num_speculative_tokens
             scheduler.trees = bool(told.trees)
-            if scheduler.pacing:
-                scheduler.pacing.told = told.prompt_tokens
+            if scheduler.prompt_budget.pacing:
+                scheduler.prompt_budget.pacing.told = told.prompt_tokens
             plans = scheduler.plan()
             if wrong := told.differences(Decision.of(self._steps, scheduler, plans)):
                 raise MtpkitError(

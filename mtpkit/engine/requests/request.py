@@ -204,6 +204,18 @@ class BadDraft(NamedTuple):
     num_output: int
     """Output tokens when the draft was made."""
 
+    def is_reached(self, accepted: int, ranks: list[int] | None) -> bool:
+        """Whether the base accepted the drafts before this one.
+
+        Args:
+            accepted: number of drafts of this one's path that the base accepted.
+            ranks: for a tree, see `Verdict.ranks`. The last accepted draft must have children: the
+                bad ones may be those of a sibling that the base rejected.
+        """
+        if self.depth > 1 + accepted:
+            return False
+        return ranks is None or ranks[self.depth - 1] >= -1
+
 
 @dataclass(eq=False)
 class Request:
@@ -272,6 +284,83 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
 
+    def emit(self, token_ids: list[int]) -> int:
+        """Append tokens until one ends the request; return the number of appended tokens."""
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            self.finish_reason = self._reason_to_end(token_id)
+            if self.finished:
+                return count
+        return len(token_ids)
+
+    def _reason_to_end(self, newest: int) -> FinishReason | None:
+        """The reason if the newest token ends the request, else None."""
+        # Stop tokens are left out of the text, so the detokenizer must not get them.
+        if newest in self.end_token_ids:
+            return "stop"
+        if self.detokenizer and self.detokenizer.append(newest):
+            return "stop"
+        return "length" if self.num_output == self.max_tokens else None
+
+    def end_text(self) -> None:
+        """Decode what the text of a finished request still holds back. A stop string found there
+        is the reason of the end instead of the length."""
+        if self.detokenizer is None:
+            return
+        found_stop = self.detokenizer.flush()
+        if found_stop and self.finish_reason == "length":
+            self.finish_reason = "stop"
+
+    def fail_if_invalid(
+        self, accepted: int, ranks: list[int] | None, valid: bool, bad_draft: int
+    ) -> None:
+        """End the request with an error if logits that matter are not finite; its valid tokens are
+        already appended.
+
+        What the heads compute after a draft has no effect unless the base accepts that draft. A bad
+        draft is therefore remembered until the next step shows whether the base got that far.
+
+        Args:
+            accepted: drafts of the step before that the base accepted.
+            ranks: if these were a tree, one per depth, see `Verdict.ranks`.
+            valid: whether all logits of the base that were used are finite.
+            bad_draft: the first depth, from 1, at which the logits of the heads are not finite; 0:
+                none.
+        """
+        earlier = self.bad_draft
+        self.bad_draft = None
+        if bad_draft:
+            position = len(self.token_ids) + bad_draft - 1
+            self.bad_draft = BadDraft(bad_draft, position, self.num_output)
+
+        if not valid:
+            self.fail(
+                f"the logits for position {len(self.token_ids)}, after {self.num_output}"
+                " output tokens, are NaN or infinite: weights or activations of the base are not"
+                " finite; check the checkpoint, or try dtype float32"
+            )
+        elif earlier and earlier.is_reached(accepted, ranks):
+            self._fail_for_draft(earlier)
+        # no draft comes before it that the base could reject
+        elif self.bad_draft and bad_draft == 1:
+            self._fail_for_draft(self.bad_draft)
+
+    def _fail_for_draft(self, bad: BadDraft) -> None:
+        self.fail(
+            f"draft {bad.depth} for position {bad.position}, after {bad.num_output} output tokens,"
+            " has logits that are NaN or infinite: weights or activations of the MTP heads are not"
+            " finite; check the heads, or decode without them (K = 0)"
+        )
+
+    def leave_slot(self) -> None:
+        """Reset what is bound to the slot and the blocks, which others get now."""
+        del self.block_table[:]
+        self.slot = None
+        # Results of steps that are still under way are ignored, see `Scheduler.commit`.
+        self.in_flight = 0
+        self.num_published = 0
+        self.bad_draft = None
+
     def fail(self, why: str) -> None:
         """End the request with an error; the message begins with the request's name."""
         self.finish_reason = "error"
@@ -305,6 +394,17 @@ class Request:
     def ends_in_flight(self) -> bool:
         """Whether the launched steps are sure to reach `max_tokens`."""
         return self.num_output + self.in_flight >= self.max_tokens
+
+    @property
+    def ready_to_decode(self) -> bool:
+        """Whether the next step may have a decode row of this request."""
+        return self.decoding and not self.ends_in_flight
+
+    @property
+    def next_cut(self) -> int:
+        """Position at which the next chunk of the prompt must end, if not before."""
+        later = (cut for cut in self.cuts if cut > self.num_computed)
+        return next(later, self.prefill_end)
 
     @property
     def finished(self) -> bool:

@@ -185,7 +185,7 @@ class History:
             {
                 "requests": self.count,
                 "hits": self.hits,
-                "preemptions": scheduler.num_preemptions,
+                "preemptions": scheduler.admission.num_preemptions,
                 "second children": sum(
                     sum(ranks[1:]) for ranks in scheduler.acceptance.ranks_per_depth
                 ),

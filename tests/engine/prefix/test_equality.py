@@ -237,7 +237,7 @@ def test_a_request_that_is_preempted_at_its_first_token(mtp_pattern):
         llm.engine.step()
         (request,) = llm.engine.scheduler.running
         assert request.num_output == 1
-        llm.engine.scheduler._preempt(request)
+        llm.engine.scheduler.admission.preempt(request)
         while llm.engine.has_unfinished:
             llm.engine.step()
         tokens.append(request.output_token_ids)

@@ -6,9 +6,9 @@ import torch
 
 from mtpkit.engine.device.executor import Executor
 from mtpkit.engine.scheduling import prefix_cache as cache_module
+from mtpkit.engine.scheduling.admission import Admission
 from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
-from mtpkit.engine.scheduling.scheduler import Scheduler
 from mtpkit.engine.steps import verifier as verifier_module
 from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.engine.steps.plan import Restore, Save, StepOutput
@@ -177,7 +177,7 @@ def held_and_idle(patch):
 
 def block_leaked(patch):
     """Of a request that did not fit, the shared blocks stay held."""
-    reserve = Scheduler._reserve
+    reserve = Admission.reserve
 
     def leaking(self, request, positions, hit=None):
         if hit:
@@ -185,7 +185,7 @@ def block_leaked(patch):
                 self.blocks.share(block)
         return reserve(self, request, positions, hit)
 
-    patch.setattr(Scheduler, "_reserve", leaking)
+    patch.setattr(Admission, "reserve", leaking)
 
 
 def checkpoint_leaked(patch):

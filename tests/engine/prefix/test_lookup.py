@@ -110,7 +110,7 @@ def left(engine, prompt):
     (request.slot,) = scheduler.slots.allocate(1)
     scheduler.running.append(request)
     scheduler.prefix.keep(request, len(prompt))
-    scheduler._free(request)
+    scheduler.admission.release(request)
     return request
 
 
@@ -141,7 +141,7 @@ def test_a_request_without_room_leaves_what_it_found_in_order():
     scheduler = engine.scheduler
     waiting = engine.make_request([*SHARED, 5, 5], params(1))
     waiting.prefill_end = len(waiting.token_ids)
-    assert not scheduler._reserve(waiting, 18, scheduler.prefix.match(waiting))
+    assert not scheduler.admission.reserve(waiting, 18, scheduler.prefix.match(waiting))
     scheduler.blocks.allocate(scheduler.blocks.num_free - 2)
     assert len(scheduler.prefix._present(request)) == 2
 
