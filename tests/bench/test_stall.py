@@ -48,8 +48,8 @@ def clock(monkeypatch, short):
         scheduler = llm.engine.scheduler
         plan = scheduler.plan
 
-        def planned():
-            plans = plan()
+        def planned(decision):
+            plans = plan(decision)
             prefill = sum(row.length for one in plans for row in one.rows[one.num_decode_rows :])
             clock.time += prefill / 10
             return plans

@@ -11,6 +11,7 @@ from mtpkit.engine.device.checkpoints import CheckpointStore
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.drafting.growth import Shape
 from mtpkit.engine.requests.tree import Tree
+from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.scheduling.scheduler import Scheduler
 from mtpkit.engine.steps.plan import Drafts, Plan, StepOutput
 from mtpkit.engine.steps.sampler import TOKEN_STREAM
@@ -494,8 +495,8 @@ def check_batches(scheduler: Scheduler) -> list[int]:
     steps = list[int]()
     count = scheduler.config.num_batches
 
-    def checked() -> list[Plan]:
-        plans = plan()
+    def checked(decision: Decision) -> list[Plan]:
+        plans = plan(decision)
         slots = [row.request.slot for one in plans for row in one.rows]
         slots += [restore.slot for one in plans for restore in one.restores]
         batches = {one.batch for one in plans}

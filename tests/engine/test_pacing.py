@@ -479,8 +479,8 @@ def test_the_scheduler_keeps_to_it(num_batches):
     seen = []
     plan_step = engine.scheduler.plan
 
-    def noted():
-        plans = plan_step()
+    def noted(decision):
+        plans = plan_step(decision)
         seen.append((sum(p.num_decode_rows for p in plans), sum(p.num_chunk_tokens for p in plans)))
         return plans
 
@@ -508,8 +508,8 @@ def paced_engine(budget: int, max_num_seqs: int, **settings):
     steps = []
     plan_step = engine.scheduler.plan
 
-    def noted():
-        plans = plan_step()
+    def noted(decision):
+        plans = plan_step(decision)
         steps.append(
             (sum(p.num_decode_rows for p in plans), sum(p.num_chunk_tokens for p in plans))
         )

@@ -11,7 +11,7 @@ import pytest
 
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.device.executor import Executor
-from mtpkit.engine.requests.tree import width_of
+from mtpkit.engine.requests.tree import DraftShape, width_of
 from mtpkit.engine.scheduling import adaptive as adaptive_module
 from mtpkit.model import build, build_model
 from tests.engine.poison import poison
@@ -136,7 +136,16 @@ def play(llm, pairs, rng: random.Random, poisoned: bool, requests: int) -> dict:
     greedy_outputs: dict[str, list[int]] = {}
     live: list[str] = []
     steps: list[list] = []
-    shapes: set[tuple[int, bool]] = set()
+    shapes: set[DraftShape] = set()
+    plan = engine.scheduler.plan
+
+    def noted(decision):
+        plans = plan(decision)
+        if any(one.num_decode_rows for one in plans):
+            shapes.add(decision.drafts)
+        return plans
+
+    engine.scheduler.plan = noted
     while waiting or engine.has_unfinished:
         if waiting and (not engine.has_unfinished or rng.random() < 0.4):
             name, prompt, want = waiting.pop(0)
@@ -166,7 +175,7 @@ def play(llm, pairs, rng: random.Random, poisoned: bool, requests: int) -> dict:
             ]
         )
         steps.append(_drafts(engine))
-        shapes.add((engine.scheduler.num_speculative_tokens, engine.scheduler.trees))
+    engine.scheduler.plan = plan
     totals = replace(llm.stats(), seconds=0.0, returned_bytes=0.0)
     return dict(steps=steps, shapes=shapes, totals=totals)
 

@@ -8,13 +8,16 @@ import json
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from megatron.core import parallel_state
 
-from mtpkit.engine.ranks.follow import Decision, SplitRanks
+from mtpkit.engine.ranks.announcement import Announcement
+from mtpkit.engine.ranks.follow import SplitRanks
+from mtpkit.engine.requests.tree import parse_tree
+from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.steps import vocabulary as choices
 from mtpkit.engine.steps.plan import Plan, Row
 from mtpkit.engine.steps.vocabulary import SplitVocabulary, Vocabulary
@@ -38,6 +41,7 @@ from tests.ranks import run_ranks
 from tests.shared import look_at_new_objects, made_once
 
 TESTED = cases()
+TREE = parse_tree([2, 1])
 
 
 GREEDY = Case("mamba2", 0)
@@ -254,9 +258,7 @@ def test_each_rank_has_half_of_the_memory(decoded, base):
         assert mine["planned"] >= mine["held"]
 
 
-def decision(
-    step=3, preemptions=2, depths=2, trees=False, chosen=40, rows=2, **changed
-) -> Decision:
+def announcement(step=3, preemptions=2, drafts=2, limit=40, rows=2, **changed) -> Announcement:
     """The announcement of a step of two rows, the first of which decodes; `changed`: of the second,
     a chunk."""
     own = dict(arrival=7, seed=11, start=4, length=5, slot=1, block_table=[8, 9]) | changed
@@ -265,24 +267,18 @@ def decision(
         **{name: own[name] for name in ("arrival", "seed", "slot", "block_table")}
     )
     chunk = Row(other, own["start"], own["length"], samples=True)
-    plan = Plan((Row(request, 6, 1 + depths, samples=True), chunk)[:rows], 1, rows, depths)
-    scheduler = SimpleNamespace(
-        num_speculative_tokens=depths,
-        trees=trees,
-        admission=SimpleNamespace(num_preemptions=preemptions),
-        prompt_budget=SimpleNamespace(pacing=SimpleNamespace(chosen=chosen)),
-    )
-    return Decision.of(step, scheduler, [plan])
+    plan = Plan((Row(request, 6, 3, samples=True), chunk)[:rows], 1, rows, 2)
+    return Announcement.of(step, Decision(drafts, limit), [plan], preemptions)
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         (dict(step=4), "step"),
-        (dict(depths=1), "num_speculative_tokens"),
-        (dict(trees=True), "trees"),
-        (dict(chosen=41), "prompt_tokens"),
-        (dict(chosen=None), "prompt_tokens"),
+        (dict(drafts=1), "num_speculative_tokens"),
+        (dict(drafts=TREE), "trees"),
+        (dict(limit=41), "prompt_tokens"),
+        (dict(limit=None), "prompt_tokens"),
         (dict(preemptions=3), "preemptions"),
         (dict(rows=1), "chunks"),
         (dict(length=6), "chunk_tokens"),
@@ -294,30 +290,40 @@ def decision(
     ],
 )
 def test_ranks_notice_all_in_which_their_plans_differ(changed, said):
-    differences = decision().differences(decision(**changed))
+    differences = announcement().differences(announcement(**changed))
     assert any(one.startswith(f"{said} ") for one in differences)
-    assert not decision().differences(decision())
-    assert Decision.unpack(astuple(decision(**changed))) == decision(**changed)
+    assert not announcement().differences(announcement())
+    assert Announcement.unpack(astuple(announcement(**changed))) == announcement(**changed)
 
 
-def test_a_rank_plans_with_all_that_the_first_one_chose(monkeypatch):
+@pytest.mark.parametrize("decision", [Decision(0), Decision(3, 17), Decision(TREE, 40)])
+def test_a_decision_arrives_as_it_was_made(decision):
+    sent = astuple(Announcement.of(0, decision, [], 0))
+    assert Announcement.unpack(sent).decision(TREE) == decision
+
+
+def test_a_rank_plans_with_all_that_the_first_one_decided(monkeypatch):
     """The drafts and the number of prompt tokens, which rank 0 takes from times that it measured
-    itself."""
-    pacing = SimpleNamespace(told=None, chosen=None)
+    itself. Nothing of the scheduler is written."""
     ranks = object.__new__(SplitRanks)
     ranks.rank = 1
     ranks._steps = 3
-    monkeypatch.setattr(
-        ranks, "_tell", lambda values: list(astuple(decision(trees=True))), raising=False
-    )
-    scheduler = SimpleNamespace(
-        has_unfinished=True,
-        prompt_budget=SimpleNamespace(pacing=pacing),
-        admission=SimpleNamespace(num_preemptions=0),
-        plan=list,
-    )
+    sent = list(astuple(announcement(drafts=TREE)))
+    monkeypatch.setattr(ranks, "_tell", lambda values: sent, raising=False)
+    asked = []
+
+    class Planner(NamedTuple):
+        has_unfinished: bool = True
+        decision: Decision = Decision(TREE, 40)
+        config: Any = SimpleNamespace(tree=TREE)
+        admission: Any = SimpleNamespace(num_preemptions=0)
+
+        def plan(self, decision):
+            asked.append(decision)
+            return []
+
     with pytest.raises(
         MtpkitError, match=r"rank 0 plans another step than rank 1: .*plans 1, not 0"
     ):
-        ranks.plan(scheduler, lambda rows: 0)
-    assert (scheduler.num_speculative_tokens, scheduler.trees, pacing.told) == (2, True, 40)
+        ranks.plan(Planner(), lambda rows: 0)
+    assert asked == [Decision(TREE, 40)]

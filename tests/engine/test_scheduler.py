@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.requests.request import AcceptanceStats
+from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.errors import UserError
 from tests.engine.fakes import HashModel, check_batches, fake_engine, run
 
@@ -226,8 +227,8 @@ def test_a_step_has_at_most_the_tokens_of_the_budget(k, budget):
     plan = engine.scheduler.plan
     sizes = []
 
-    def watch():
-        plans = plan()
+    def watch(decision):
+        plans = plan(decision)
         sizes.append(sum(row.length for one in plans for row in one.rows))
         return plans
 
@@ -248,7 +249,7 @@ def test_chunks_follow_the_budget_and_decode_rows_come_first(mixed):
     engine.add_request(list(range(1, 10)), GREEDY)
     shapes = []
     for _ in range(3):
-        plans = engine.scheduler.plan()
+        plans = engine.scheduler.plan(Decision(2))
         decode = plans[0]
         chunks = plans[-1]
         assert decode.num_decode_rows == 1 and decode.rows[0].length == 3

@@ -63,8 +63,8 @@ class Queues:
             self.longest = max(self.longest, self.waits[one] - (one in chosen))
         return rows
 
-    def plan(self):
-        plans = self._plan()
+    def plan(self, decision):
+        plans = self._plan(decision)
         sampling = [row.request for plan in plans for row in plan.rows if row.samples]
         live = {request.request_id for request in self.scheduler.running}
         for request in sorted(sampling, key=lambda request: request.arrival):
@@ -226,8 +226,8 @@ def test_resumed_rows_count_in_the_budget(k):
     sizes = []
     resumed = []
 
-    def watch():
-        plans = plan()
+    def watch(decision):
+        plans = plan(decision)
         sizes.append(sum(row.length for one in plans for row in one.rows))
         resumed.append(sum(len(one.rows) for one in plans if one.restores))
         return plans

@@ -2,117 +2,37 @@
 
 Every rank has the whole host side of an engine: requests, scheduler, allocators. Their decisions
 follow from the requests and the results of steps, which are the same on all ranks. A few other
-values depend on a rank's clock, memory or random numbers. Of these, rank 0 chooses K and the prompt
-tokens of each step, and announces them before the step in a few integers, with a summary of its
-plan. All ranks take the seed of rank 0, and the smallest number of blocks of any rank. A rank whose
-plan differs from rank 0's stops with an error: otherwise its next all-reduce would mix different
-steps, or wait forever.
+values depend on a rank's clock, memory or random numbers. Of these, rank 0 decides on the drafts
+and the prompt tokens of each step, and announces its decision before the step in a few integers,
+with a summary of its plan. All ranks take the seed of rank 0, and the smallest number of blocks of
+any rank. A rank whose plan differs from rank 0's stops with an error: otherwise its next all-reduce
+would mix different steps, or wait forever.
 """
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
+from mtpkit.engine.ranks.announcement import Announcement
 from mtpkit.engine.ranks.peers import exchange_in_peer_memory
 from mtpkit.engine.ranks.stages import Stage
 from mtpkit.engine.ranks.watch import Watch
 from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.scheduling.scheduler import Scheduler
 from mtpkit.engine.steps.plan import Plan
 from mtpkit.engine.steps.vocabulary import AbsentVocabulary, SplitVocabulary, Vocabulary
 from mtpkit.errors import MtpkitError, listed
 
-_NONE = -1
-"""Value of `Decision.prompt_tokens` if the token budget is the only limit."""
-
 _STEPS_AHEAD = 2
 """Steps per batch that rank 0 may announce before all other ranks have received the first
 announcement."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Rank 0's announcement of a step. The message has these integers in this order, 64 bits
-    each."""
-
-    step: int
-    """Number of the step, from 0."""
-    num_speculative_tokens: int
-    """K of decode rows."""
-    trees: int
-    """1: the drafts of decode rows are trees; 0: they are chains."""
-    prompt_tokens: int
-    """Most prompt tokens of the step, or -1. Batches that were skipped have nothing to run,
-    whatever the limit is."""
-    plans: int
-    decode_rows: int
-    chunks: int
-    chunk_tokens: int
-    preemptions: int
-    """In all steps so far."""
-    digest: int
-    """CRC-32 of the request, seed, start, length, slot and last block of each row."""
-
-    @classmethod
-    def of(cls, step: int, scheduler: Scheduler, plans: Sequence[Plan]) -> "Decision":
-        """The announcement of the `plans` that `scheduler` has just made."""
-        rows = [row for plan in plans for row in plan.rows]
-        asked = ((one, row) for row in rows for one in [row.request])
-        numbers = [
-            (one.arrival, one.seed, r.start, r.length, one.slot, *one.block_table[-1:])
-            for one, r in asked
-        ]
-        flat = [number for row in numbers for number in row]
-        pacing = scheduler.prompt_budget.pacing
-        return cls(
-            step=step,
-            num_speculative_tokens=scheduler.num_speculative_tokens,
-            trees=int(scheduler.trees),
-            prompt_tokens=_NONE if pacing is None or pacing.chosen is None else pacing.chosen,
-            plans=len(plans),
-            decode_rows=sum(plan.num_decode_rows for plan in plans),
-            chunks=sum(len(plan.chunks) for plan in plans),
-            chunk_tokens=sum(plan.num_chunk_tokens for plan in plans),
-            preemptions=scheduler.admission.num_preemptions,
-            digest=zlib.crc32(np.array(flat, np.int64).tobytes()),
-        )
-
-    @classmethod
-    def unpack(cls, values: Sequence[int]) -> "Decision":
-        """The decision in a message.
-
-        Raises:
-            MtpkitError: a value is out of range.
-        """
-        decision = cls(*values)
-        limits = {
-            "num_speculative_tokens": (0, MOST_DRAFTS),
-            "trees": (0, 1),
-            "prompt_tokens": (_NONE, LARGEST_COUNT),
-        }
-        for name, value in vars(decision).items():
-            least, most = limits.get(name, (0, 2**62))
-            if not least <= value <= most:
-                raise MtpkitError(
-                    f"rank 0 sent {name} {value}, which must be from {least} to {most}"
-                )
-        return decision
-
-    def differences(self, other: "Decision") -> list[str]:
-        """The fields in which this decision and another one differ, with both values."""
-        pairs = zip(fields(self), astuple(self), astuple(other), strict=True)
-        return [
-            f"{field.name} {mine}, not {theirs}" for field, mine, theirs in pairs if mine != theirs
-        ]
 
 
 class Ranks:
@@ -135,9 +55,11 @@ class Ranks:
         Args:
             choose: returns the shape of the drafts for a number of decode rows.
         """
-        if num_decoding := scheduler.num_decoding:
-            scheduler.take(choose(num_decoding))
-        return scheduler.plan() if scheduler.has_unfinished else []
+        if not scheduler.has_unfinished:
+            return []
+        num_decoding = scheduler.num_decoding
+        drafts = choose(num_decoding) if num_decoding else scheduler.config.drafts
+        return scheduler.plan(Decision(drafts))
 
     def least(self, value: int) -> int:
         """The smallest `value` of all ranks."""
@@ -222,21 +144,22 @@ class SplitRanks(Ranks):
             return []
         if self.rank == 0:
             plans = super().plan(scheduler, choose)
-            self._announce(astuple(Decision.of(self._steps, scheduler, plans)))
+            self._announce(astuple(self._announcement(scheduler, plans)))
         else:
-            told = Decision.unpack(self._tell([0] * len(fields(Decision))))
-            scheduler.num_speculative_tokens = told.num_speculative_tokens
-            scheduler.trees = bool(told.trees)
-            if scheduler.prompt_budget.pacing:
-                scheduler.prompt_budget.pacing.told = told.prompt_tokens
-            plans = scheduler.plan()
-            if wrong := told.differences(Decision.of(self._steps, scheduler, plans)):
+            told = Announcement.unpack(self._tell([0] * len(fields(Announcement))))
+            plans = scheduler.plan(told.decision(scheduler.config.tree))
+            if wrong := told.differences(self._announcement(scheduler, plans)):
                 raise MtpkitError(
                     f"rank 0 plans another step than rank {self.rank}: {listed(wrong)}; all ranks"
                     " must be given the same requests in the same order"
                 )
         self._steps += 1
         return plans
+
+    def _announcement(self, scheduler: Scheduler, plans: Sequence[Plan]) -> Announcement:
+        """The announcement of the plans that this rank's scheduler has just made."""
+        preemptions = scheduler.admission.num_preemptions
+        return Announcement.of(self._steps, scheduler.decision, plans, preemptions)
 
     def least(self, value: int) -> int:
         """See `Ranks.least`."""

@@ -75,27 +75,37 @@ class PromptBudget:
         self._steps_gathered = [0] * admission.config.num_batches
         """For each batch, for how many steps its prompts have been held back."""
 
-    def tokens(self, batch: int, decode: list[Row], begun: list[Request], room: Room) -> int:
-        """Most prompt tokens of a step; 0 while prompts gather.
+    def limit(self, decode: list[Row], begun: list[Request], room: Room) -> int | None:
+        """Most prompt tokens of a step according to pacing; None without pacing.
 
         Args:
             decode: the step's decode rows.
             begun: running requests of the batch whose prompts are not computed in full yet.
             room: room of the batch for more requests.
         """
-        config = self.admission.config
-        budget = config.max_num_batched_tokens - sum(row.length for row in decode)
         if self.pacing is None:
-            return budget
-
-        limit = self.pacing.most_tokens(
-            budget,
+            return None
+        return self.pacing.most_tokens(
+            self._left_by(decode),
             len(decode),
             room.due + len(begun),
             room.crowded,
             self._decoding_elsewhere(len(decode)),
         )
-        left = self._tokens_left(begun, room)
+
+    def tokens(
+        self,
+        batch: int,
+        decode: list[Row],
+        begun: list[Request],
+        room: Room,
+        limit: int | None,
+    ) -> int:
+        """Prompt tokens that a step may compute; 0 while prompts gather. See `limit`."""
+        if limit is None:
+            return self._left_by(decode)
+
+        left = self._uncomputed(begun, room)
         gathers = (
             # Without decode rows, a step that holds prompts back would have no rows.
             len(decode) > 0
@@ -111,6 +121,11 @@ class PromptBudget:
             self._steps_gathered[batch] += 1
         return 0
 
+    def _left_by(self, decode: list[Row]) -> int:
+        """What decode rows leave of the token budget."""
+        used = sum(row.length for row in decode)
+        return self.admission.config.max_num_batched_tokens - used
+
     def _decoding_elsewhere(self, num_decode_rows: int) -> int:
         """Mean number of decoding requests of each other batch, which a step without decode rows
         delays; 0 for other steps."""
@@ -119,7 +134,7 @@ class PromptBudget:
         others = max(1, self.admission.config.num_batches - 1)
         return -(-self.admission.num_ready_to_decode // others)
 
-    def _tokens_left(self, begun: list[Request], room: Room) -> int:
+    def _uncomputed(self, begun: list[Request], room: Room) -> int:
         """Prompt tokens that a step without bounds would compute."""
         left = sum(request.prefill_end - request.num_computed for request in begun)
         admissible = self.admission.waiting[: room.num_admissible]

@@ -120,10 +120,6 @@ class Pacing:
         self.alone = alone
         self.beside = beside
         self.most_mixed = most_mixed
-        self.chosen: int | None = None
-        """The newest result of `most_tokens`."""
-        self.told: int | None = None
-        """The number that rank 0 chose for the next step; `most_tokens` then returns it."""
         self._decode: defaultdict[int, _Measured] = defaultdict(_Measured)
         """Steps without prompt tokens, by level."""
         self._decode_seconds: dict[int, float] = {}
@@ -152,15 +148,6 @@ class Pacing:
             elsewhere: mean number of decode rows of each other batch, which a step without decode
                 rows delays.
         """
-        chosen = self.told
-        if chosen is None:
-            chosen = self._most(budget, num_decoding, num_waiting, crowded, elsewhere)
-        self.chosen = chosen
-        return chosen
-
-    def _most(
-        self, budget: int, num_decoding: int, num_waiting: int, crowded: bool, elsewhere: int
-    ) -> int:
         if num_decoding and num_waiting and self._decodes_alone(_level(num_decoding)):
             return 0
         if delayed := num_decoding or elsewhere:

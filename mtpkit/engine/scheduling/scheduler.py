@@ -12,6 +12,7 @@ from mtpkit.engine.requests.tree import DraftShape, depth_of
 from mtpkit.engine.scheduling.admission import Admission, Room
 from mtpkit.engine.scheduling.blocks import IdPool
 from mtpkit.engine.scheduling.chunks import PromptBudget, PromptRows
+from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.scheduling.decode_turns import DecodeTurns
 from mtpkit.engine.scheduling.pacing import Pacing
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
@@ -63,10 +64,8 @@ class Scheduler:
         self.admission = Admission(config, blocks, slots, block_bytes, prefix)
         self.turns = DecodeTurns(self.admission)
         self.prompt_budget = PromptBudget(self.admission, pacing)
-        self.num_speculative_tokens = config.num_speculative_tokens
-        """K of the next steps, at most the configured K."""
-        self.trees = config.tree is not None
-        """Whether the drafts of the next steps are trees."""
+        self.decision = Decision(config.drafts)
+        """The decision that the newest plans follow, with the limit that pacing chose for them."""
         self._batch = 0
         """The batch that is planned next."""
         self._num_steps = 0
@@ -136,11 +135,6 @@ class Scheduler:
         """Requests of all batches that the next plans may decode."""
         return self.admission.num_ready_to_decode
 
-    def take(self, drafts: DraftShape) -> None:
-        """Set the shape of the drafts for the decode rows of the next plans."""
-        self.num_speculative_tokens = depth_of(drafts)
-        self.trees = not isinstance(drafts, int)
-
     def add(self, request: Request) -> None:
         """Validate a request and queue it."""
         self.validate(request)
@@ -150,15 +144,16 @@ class Scheduler:
         """Drop a request if it is unfinished, and ignore the results of its launched steps."""
         self.admission.drop(request_id)
 
-    def plan(self) -> list[Plan]:
+    def plan(self, decision: Decision) -> list[Plan]:
         """Plan a step of the batch whose turn it is, or of the next batch that has anything to run.
 
         At least one request must be unfinished. The list is empty if blocks must first be freed by
         committing the results of launched steps. The turn then stays with that batch: if other
         batches took the freed blocks, the oldest request might never proceed.
         """
+        self.decision = decision
         for _ in range(self.config.num_batches):
-            plans = self._plan_batch(self._batch)
+            plans = self._plan_batch(self._batch, decision)
             if plans is None:
                 break
             self._batch = (self._batch + 1) % self.config.num_batches
@@ -166,7 +161,7 @@ class Scheduler:
                 return plans
         return []
 
-    def _plan_batch(self, batch: int) -> list[Plan] | None:
+    def _plan_batch(self, batch: int, decision: Decision) -> list[Plan] | None:
         """Choose the rows of a batch that run next and reserve their blocks: decode rows first,
         then chunks of prompts that have begun, then those of newly admitted requests.
 
@@ -175,17 +170,21 @@ class Scheduler:
         """
         admission = self.admission
         preemptions = admission.num_preemptions
+        drafts = decision.drafts
         self._num_steps += 1
         self._publish_blocks(batch)
 
-        drafts = self._drafts
         decode = self.turns.plan(batch, drafts, self.config.max_num_batched_tokens)
         if decode is None:
             return None
 
         begun = [request for request in admission.running_in(batch) if not request.decoding]
         room = admission.room(batch)
-        prompts = PromptRows(self.prompt_budget.tokens(batch, decode, begun, room))
+        limit = decision.prompt_tokens
+        if limit is None:
+            limit = self.prompt_budget.limit(decode, begun, room)
+        self.decision = Decision(drafts, limit)
+        prompts = PromptRows(self.prompt_budget.tokens(batch, decode, begun, room, limit))
         for request in begun:
             prompts.add_chunk(request)
         # A request that was preempted in this step would only be admitted again.
@@ -197,10 +196,6 @@ class Scheduler:
         for plan in plans:
             self._note_launch(plan)
         return [self._with_saves(plan) for plan in plans if plan.rows or plan.restores]
-
-    @property
-    def _drafts(self) -> DraftShape:
-        return self.config.drafts if self.trees else self.num_speculative_tokens
 
     def _publish_blocks(self, batch: int) -> None:
         """Let other requests find the full blocks of a batch's running requests, before any is
