@@ -414,7 +414,7 @@ class _Contender:
         A batch shrinks while its last requests end, and each size may need a CUDA graph of its own.
         """
         for prompt, sampling in zip(self.prompts, self.sampling, strict=True):
-            self.llm.engine.make_request(prompt["prompt_token_ids"], sampling, place=prompt["name"])
+            self.llm.engine.intake.make(prompt["prompt_token_ids"], sampling, place=prompt["name"])
         most = _WARM_UP_TOKENS
         brief = [
             replace(one, max_tokens=min(one.max_tokens or most, most)) for one in self.sampling

@@ -1,31 +1,20 @@
 """The step loop: requests in, plans made, launched and committed, outputs out."""
 
-import logging
-import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from mtpkit.config.checked import are_whole, is_whole
 from mtpkit.engine.device.executor import Executor, Launched, Verifier
 from mtpkit.engine.device.runner import StepRunner
 from mtpkit.engine.drafting import Drafter
+from mtpkit.engine.intake import Intake
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.requests.detokenizer import Detokenizer
 from mtpkit.engine.requests.options import EngineConfig
-from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
-from mtpkit.engine.requests.request import (
-    AcceptanceStats,
-    EngineStats,
-    PromptError,
-    Request,
-    RequestOutput,
-    RequestStats,
-)
-from mtpkit.engine.requests.token_texts import Tokenizer, TokenTexts
+from mtpkit.engine.requests.params import SamplingParams
+from mtpkit.engine.requests.request import EngineStats, Request, RequestOutput
+from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DraftShape, width_of
 from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.scheduling.blocks import IdPool
@@ -34,13 +23,8 @@ from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
 from mtpkit.engine.scheduling.scheduler import Scheduler
 from mtpkit.engine.steps.plan import Plan, StepResult
-from mtpkit.engine.steps.processors import processors_of
-from mtpkit.errors import MtpkitError, UserError, shown
+from mtpkit.errors import MtpkitError
 from mtpkit.model.state import StateLayout
-
-_LONG_NUMBER = 18
-"""Numeric ids of this many digits or more do not affect the numbering; no count reaches them."""
-_logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -69,12 +53,10 @@ class Engine:
     ) -> None:
         self.config = config
         self.layout = layout
-        self.vocab_size = vocab_size
         self.ranks = ranks or Ranks()
-        self.tokenizer = tokenizer
-        self.texts = None if tokenizer is None else TokenTexts(tokenizer)
-        self._never_found = set[str]()
-        """Stop strings that were warned of."""
+        self.intake = Intake(
+            config, num_blocks, vocab_size, tokenizer, eos_token_ids, layout.slot_bytes
+        )
         self.executor = Executor(
             config, layout, num_blocks, runner, drafter, vocab_size, device, verifier, self.ranks
         )
@@ -91,13 +73,9 @@ class Engine:
         slots = IdPool(config.max_num_seqs)
         sizes = (graphs.chunk_sizes, graphs.sizes_beside) if graphs else ()
         self.pacing = pacing_for(config, device, *sizes)
-        self.scheduler = Scheduler(
-            config, blocks, slots, eos_token_ids, layout.block_bytes, self.pacing, prefix
-        )
+        self.scheduler = Scheduler(config, blocks, slots, layout.block_bytes, self.pacing, prefix)
         self._arrived = 0.0
         """When the newest results arrived."""
-        self._seeds = random.Random(config.seed)
-        self._num_requests = self._next_number = 0
         self._seconds = 0.0
         self._under_way: deque[list[Launched]] = deque()
         self.speculation: Speculation = FixedSpeculation(config.drafts)
@@ -110,7 +88,7 @@ class Engine:
         prompt: str | None = None,
         checkpoint_at: int | None = None,
     ) -> str:
-        """Queue a request; see `make_request`.
+        """Queue a request; see `Intake.make`.
 
         Returns:
             The request's id; by default requests are numbered.
@@ -118,155 +96,11 @@ class Engine:
         Raises:
             UserError: the request can never be served, or an unfinished request has the same id.
         """
-        request = self.make_request(
+        request = self.intake.make(
             prompt_token_ids, params, request_id, prompt, checkpoint_at=checkpoint_at
         )
         self.scheduler.add(request)
         return request.request_id
-
-    def make_request(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        prompt: str | None = None,
-        place: str | None = None,
-        checkpoint_at: int | None = None,
-    ) -> Request:
-        """Make a request without queueing it.
-
-        Args:
-            place: name of the request in messages, such as its place in a list or in a file.
-            checkpoint_at: number of prompt tokens after which the prefix cache keeps a checkpoint,
-                besides those that it keeps anyway.
-
-        Raises:
-            PromptError: the prompt can never be served.
-            UserError: as in `add_request`.
-        """
-        name = self._name(request_id)
-        where = place or f"request {name}"
-        if not isinstance(params, SamplingParams):
-            raise UserError(f"{where}: params is {shown(params)}, give SamplingParams(...)")
-        arrival = self._num_requests
-        self._num_requests = self._num_requests + 1
-        tokens = list(prompt_token_ids)
-        if (
-            not are_whole(tokens)
-            or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < self.vocab_size
-        ):
-            foreign = [
-                token for token in tokens if not is_whole(token) or not 0 <= token < self.vocab_size
-            ]
-            raise PromptError(
-                f"{where}: tokens {foreign[:5]} are outside the vocabulary of {self.vocab_size}"
-            )
-        if checkpoint_at is not None and not 1 <= checkpoint_at <= max(1, len(tokens)):
-            raise PromptError(
-                f"{where}: checkpoint_at is {checkpoint_at}, must be from 1 to the prompt's"
-                f" {len(tokens)} tokens"
-            )
-        unknown = [
-            token for token in params.stop_token_ids or () if not 0 <= token < self.vocab_size
-        ]
-        if unknown:
-            _logger.warning(
-                "stop_token_ids %s have no effect: the vocabulary has %d tokens",
-                unknown[:5],
-                self.vocab_size,
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise UserError(
-                f"{where}: stop strings need a tokenizer, use stop_token_ids or give one"
-            )
-        room = max(0, self.config.max_model_len - len(tokens))
-        counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
-        text = None if self.texts is None else Detokenizer(self.texts, tokens, params.stop_strings)
-        request = Request(
-            request_id=name,
-            prompt_token_ids=list(map(int, tokens)),
-            params=params,
-            seed=(self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed)
-            % (1 << SEED_BITS),
-            arrival=arrival,
-            stats=RequestStats(**vars(counts), state_bytes=self.layout.slot_bytes),
-            processors=processors_of(params, self.vocab_size),
-            prompt=prompt,
-            detokenizer=text,
-            place=place,
-            max_tokens=min(params.max_tokens or room, room),
-            end_token_ids=frozenset(params.stop_token_ids or ())
-            | self._stop_tokens(params.stop_strings)
-            | (frozenset() if params.ignore_eos else self.scheduler.eos_token_ids),
-            checkpoint_at=checkpoint_at,
-        )
-        self.scheduler.validate(request)
-        return request
-
-    def _stop_tokens(self, stop_strings: tuple[str, ...]) -> frozenset[int]:
-        """Special tokens that stop strings name. The text leaves special tokens out, so that it
-        never holds a name."""
-        tokens = set[int]()
-        for stop in stop_strings if self.texts else ():
-            assert self.texts is not None
-            token_id = self.texts.special_token(stop)
-            if token_id is not None:
-                tokens.add(token_id)
-            elif (special := self.texts.special_inside(stop)) and stop not in self._never_found:
-                self._never_found.add(stop)
-                _logger.warning(
-                    "the stop string %r is never found, as the text leaves out the special token"
-                    " %r: use %r alone",
-                    stop,
-                    special,
-                    special,
-                )
-        return frozenset(tokens)
-
-    def refused(
-        self,
-        request_id: str,
-        params: SamplingParams,
-        error: PromptError,
-        prompt: str | None,
-        tokens: Sequence[int],
-    ) -> Request:
-        """Make the request of a prompt that cannot be served: one that has already ended, with
-        `error`."""
-        counts = AcceptanceStats.for_depths(self.config.num_speculative_tokens, self.config.tree)
-        stats = RequestStats(**vars(counts))
-        processors = frozenset[str]()
-        request = Request(
-            request_id, list(tokens), params, 0, self._num_requests, stats, processors, prompt
-        )
-        request.finish_reason = "error"
-        request.error = str(error)
-        return request
-
-    def next_id(self) -> str:
-        """Take the next number as a request's id."""
-        return self._name(None)
-
-    def seeded(self, params: SamplingParams) -> SamplingParams:
-        """Give parameters without a seed the next one that is drawn from the engine's."""
-        return (
-            replace(params, seed=self._seeds.getrandbits(SEED_BITS))
-            if params.seed is None
-            else params
-        )
-
-    def _name(self, request_id: str | None) -> str:
-        """The given id, or else the next number; numbering continues above given numbers, so that
-        ids are unique."""
-        name = str(self._next_number) if request_id is None else request_id
-        if not isinstance(name, str):
-            raise UserError(
-                f"request_id is {shown(name)}, must be a text: leave it out to have requests"
-                " numbered"
-            )
-        if name.isdecimal() and len(name) < _LONG_NUMBER:
-            self._next_number = max(self._next_number, int(name) + 1)
-        return name
 
     @property
     def has_unfinished(self) -> bool:

@@ -29,15 +29,8 @@ from mtpkit.engine.requests.absent import (
 )
 from mtpkit.engine.requests.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.requests.params import SamplingParams
-from mtpkit.engine.requests.prompts import (
-    Prompt,
-    checkpoint_of,
-    encode,
-    is_prompt,
-    list_params,
-    list_prompts,
-)
-from mtpkit.engine.requests.request import EngineStats, PromptError, Request, RequestOutput
+from mtpkit.engine.requests.prompts import Prompt, is_prompt, list_params, list_prompts
+from mtpkit.engine.requests.request import EngineStats, Request, RequestOutput
 from mtpkit.engine.requests.tree import Tree, width_of
 from mtpkit.engine.steps.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
@@ -295,27 +288,14 @@ class LLM:
         """Make requests of all prompts, without queueing them. Prompts of a list that cannot be
         served become requests that have ended with an error."""
         listed = list_prompts(prompts)
-        alone = is_prompt(prompts)
         params = list_params(sampling_params, len(listed))
+        refuse = not is_prompt(prompts)
+        intake = self.engine.intake
         with self._making:  # requests are numbered, and tokenizers serve one thread at a time
             return [
-                self._request(name, prompt, self.engine.seeded(one), alone)
+                intake.read(prompt, intake.seeded(one), intake.next_id(), name, refuse)
                 for (name, prompt), one in zip(listed, params, strict=True)
             ]
-
-    def _request(self, name: str, prompt: Prompt, params: SamplingParams, alone: bool) -> Request:
-        """Make the request of a prompt, which is `alone` or one of a list."""
-        request_id = self.engine.next_id()
-        text: str | None = None
-        token_ids: Sequence[int] = ()
-        try:
-            text, token_ids = encode(prompt, self.tokenizer, name)
-            at = checkpoint_of(prompt, name)
-            return self.engine.make_request(token_ids, params, request_id, text, name, at)
-        except PromptError as error:
-            if alone:
-                raise
-            return self.engine.refused(request_id, params, error, text, token_ids)
 
 
 def _engine_config(

@@ -34,8 +34,6 @@ from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
 from mtpkit.engine.requests.prompts import (
     Prompt,
-    checkpoint_of,
-    encode,
     is_prompt,
     list_params,
     list_prompts,
@@ -387,24 +385,28 @@ def _serve(connection: Connection, inbox: _Inbox, options: EngineOptions) -> Non
 def _checked(llm: LLM, works: list[_Work]) -> _Checked:
     checked = _Checked([], [], {})
     for work in works:
-        text: str | None = None
-        token_ids: Sequence[int] = ()
         try:
-            text, token_ids = encode(work.prompt, llm.tokenizer, work.name)
-            at = checkpoint_of(work.prompt, work.name)
-            encoded = replace(work, text=text, token_ids=token_ids, checkpoint_at=at)
-            _request(llm, encoded)
-            checked.encoded.append(encoded)
-        except PromptError as error:
-            ended = llm.engine.refused(str(work.index), work.params, error, text, token_ids)
-            checked.refused.append(RequestOutput.of(ended))
+            request = llm.engine.intake.read(
+                work.prompt, work.params, str(work.index), work.name, refuse=True
+            )
         except UserError as error:
             checked.errors[work.index] = str(error)
+            continue
+        if request.finished:
+            checked.refused.append(RequestOutput.of(request))
+            continue
+        encoded = replace(
+            work,
+            text=request.prompt,
+            token_ids=request.prompt_token_ids,
+            checkpoint_at=request.checkpoint_at,
+        )
+        checked.encoded.append(encoded)
     return checked
 
 
 def _request(llm: LLM, work: _Work) -> Request:
     name = str(work.index)
-    return llm.engine.make_request(
+    return llm.engine.intake.make(
         work.token_ids, work.params, name, work.text, work.name, work.checkpoint_at
     )

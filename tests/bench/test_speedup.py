@@ -129,7 +129,8 @@ class FakeLLM:
         self.tokenizer = tokenizer
         config = SimpleNamespace(max_model_len=100)
         self.engine = SimpleNamespace(
-            config=config, make_request=lambda prompt, params, place: None
+            config=config,
+            intake=SimpleNamespace(make=lambda prompt, params, place: None),
         )
         assert max_model_len is None or max_model_len == 4 + 12  # the longest prompt and its output
 

@@ -29,7 +29,7 @@ def test_an_id_is_of_one_live_request_at_a_time():
 
 def test_of_two_requests_of_an_id_the_second_is_not_queued():
     engine = fake_engine(MODEL, num_speculative_tokens=2)
-    first, second = (engine.make_request(prompt, GREEDY, "x") for prompt in ([1, 2], [3, 4]))
+    first, second = (engine.intake.make(prompt, GREEDY, "x") for prompt in ([1, 2], [3, 4]))
     engine.scheduler.add(first)
     with pytest.raises(UserError, match="request x: an unfinished request has this id"):
         engine.scheduler.add(second)
@@ -40,7 +40,7 @@ def test_of_two_requests_of_an_id_the_second_is_not_queued():
 def test_numbers_never_meet_an_id_that_was_given(given):
     """Neither of a request that is there nor of one that is finished: results may be kept by id."""
     engine = fake_engine(MODEL, num_speculative_tokens=2)
-    unqueued = engine.make_request([9], GREEDY, "3")
+    unqueued = engine.intake.make([9], GREEDY, "3")
     ids = [engine.add_request([1], GREEDY, given)]
     run(engine)
     ids += [engine.add_request(prompt, GREEDY) for prompt in ([2], [3], [4])]
@@ -75,7 +75,7 @@ def test_parameters_are_sampling_parameters(params):
 )
 def test_tokens_are_of_the_vocabulary(prompt, params, message):
     with pytest.raises(UserError, match=message):
-        fake_engine(MODEL).make_request(prompt, params)
+        fake_engine(MODEL).intake.make(prompt, params)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -87,7 +87,7 @@ def test_an_older_request_that_is_queued_late(steps, k, ahead):
     engine = fake_engine(
         MODEL, num_speculative_tokens=k, async_scheduling=ahead, max_num_batched_tokens=6
     )
-    old = engine.make_request([1, 2, 3, 4, 5, 6, 7, 8], GREEDY)
+    old = engine.intake.make([1, 2, 3, 4, 5, 6, 7, 8], GREEDY)
     new = engine.add_request([9, 10, 1, 2, 3, 4, 5, 6], GREEDY)
     for _ in range(steps):
         engine.step()

@@ -276,9 +276,9 @@ def test_all_that_a_model_calls_its_end_ends_a_request(tmp_path, tokenizer_dir):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
     shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
     own = load_tokenizer(tokenizer_dir).eos_token_id
-    assert LLM(tmp_path, num_blocks=50).engine.scheduler.eos_token_ids == {7, 9, 11, own}
+    assert LLM(tmp_path, num_blocks=50).engine.intake.eos_token_ids == {7, 9, 11, own}
     given = LLM(model, num_blocks=50, tokenizer=tokenizer_dir)
-    assert given.engine.scheduler.eos_token_ids == {7, own}
+    assert given.engine.intake.eos_token_ids == {7, own}
 
 
 def test_bfloat16_model_decodes():

@@ -146,7 +146,7 @@ def test_heads_that_are_not_used_are_mentioned(caplog, heads, k, said):
 
 def test_no_seed_is_another_one_each_time():
     seeds = {
-        make_llm(tiny_model(), 0, seed=None).engine.make_request([1], SamplingParams()).seed
+        make_llm(tiny_model(), 0, seed=None).engine.intake.make([1], SamplingParams()).seed
         for _ in range(3)
     }
     assert len(seeds) == 3

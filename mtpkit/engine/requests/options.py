@@ -290,6 +290,10 @@ class EngineConfig:
         committed ones."""
         return max(committed + self.lookahead, self.window)
 
+    def blocks_for(self, positions: int) -> int:
+        """Number of blocks that hold this many positions."""
+        return -(-positions // self.block_size)
+
 
 def takes_fields[**P, S, O, R](
     options: Callable[P, O],

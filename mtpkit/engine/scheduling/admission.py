@@ -10,7 +10,7 @@ from mtpkit.engine.requests.request import Request
 from mtpkit.engine.scheduling.blocks import IdPool
 from mtpkit.engine.scheduling.prefix_cache import Hit, PrefixCache
 from mtpkit.engine.steps.plan import Restore
-from mtpkit.errors import MtpkitError
+from mtpkit.errors import MtpkitError, UserError
 
 by_arrival = attrgetter("arrival")
 
@@ -92,12 +92,17 @@ class Admission:
         """Requests of all batches that the next plans may decode."""
         return sum(request.ready_to_decode for request in self.running)
 
-    def is_live(self, request_id: str) -> bool:
-        """Whether a waiting or running request has this id."""
-        return request_id in self._live_ids
-
     def add(self, request: Request) -> None:
-        """Queue a request at its place in the order of arrival."""
+        """Queue a request at its place in the order of arrival.
+
+        Raises:
+            UserError: a waiting or running request has the same id.
+        """
+        if request.request_id in self._live_ids:
+            raise UserError(
+                f"{request.place or request.name}: an unfinished request has this id, choose"
+                " another id or give none"
+            )
         insort(self.waiting, request, key=by_arrival)
         self._live_ids.add(request.request_id)
 
@@ -172,7 +177,7 @@ class Admission:
             False if too few blocks are free; the request then has what it had.
         """
         shared: Sequence[int] = hit.shared if hit else ()
-        lacking = self.blocks_for(positions) - len(request.block_table) - len(shared)
+        lacking = self.config.blocks_for(positions) - len(request.block_table) - len(shared)
         if lacking > self.blocks.num_free:
             return False
 
@@ -196,7 +201,7 @@ class Admission:
         if request.in_flight:
             # A launched step starts there, and all positions that it writes may be kept.
             kept = self.config.reach(kept)
-        count = self.blocks_for(kept)
+        count = self.config.blocks_for(kept)
         self.blocks.release(request.block_table[count:])
         del request.block_table[count:]
 
@@ -225,10 +230,6 @@ class Admission:
         self.slots.release([request.slot])
         request.leave_slot()
         self.running.remove(request)
-
-    def blocks_for(self, positions: int) -> int:
-        """Number of blocks that hold this many positions."""
-        return -(-positions // self.config.block_size)
 
     def check_integrity(self) -> None:
         """Compare the allocators with the blocks and slots of the requests.

@@ -1,13 +1,12 @@
 """Continuous batching with chunked prefill: plans each step and commits its results. Only the
 scheduler and its parts change requests, blocks and slots."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.params import MOST_END_TOKENS
-from mtpkit.engine.requests.request import AcceptanceStats, PromptError, Request
+from mtpkit.engine.requests.request import AcceptanceStats, Request
 from mtpkit.engine.requests.tree import DraftShape, depth_of
 from mtpkit.engine.scheduling.admission import Admission, Room
 from mtpkit.engine.scheduling.blocks import IdPool
@@ -17,7 +16,6 @@ from mtpkit.engine.scheduling.decode_turns import DecodeTurns
 from mtpkit.engine.scheduling.pacing import Pacing
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
 from mtpkit.engine.steps.plan import Plan, Row, Save, StepResult
-from mtpkit.errors import UserError
 
 
 class _RowResult(NamedTuple):
@@ -51,7 +49,6 @@ class Scheduler:
         config: EngineConfig,
         blocks: IdPool,
         slots: IdPool,
-        eos_token_ids: Sequence[int] = (),
         block_bytes: int = 0,
         pacing: Pacing | None = None,
         prefix: PrefixCache | None = None,
@@ -59,7 +56,6 @@ class Scheduler:
         self.config = config
         self.blocks = blocks
         self.slots = slots
-        self.eos_token_ids = frozenset(eos_token_ids)
         self.prefix = prefix
         self.admission = Admission(config, blocks, slots, block_bytes, prefix)
         self.turns = DecodeTurns(self.admission)
@@ -97,47 +93,13 @@ class Scheduler:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
-    def validate(self, request: Request) -> None:
-        """Refuse a request that can never be served, or whose id is taken.
-
-        Raises:
-            PromptError: with the request's numbers and the limit that they exceed.
-            UserError: the id is taken.
-        """
-        prompt = len(request.prompt_token_ids)
-        output = request.max_tokens
-        name = request.place or request.name
-        if self.admission.is_live(request.request_id):
-            raise UserError(
-                f"{name}: an unfinished request has this id, choose another id or give none"
-            )
-        if not prompt:
-            raise PromptError(f"{name}: the prompt is empty, give it at least one token")
-        if not output:
-            raise PromptError(
-                f"{name}: {prompt} prompt tokens leave no room for output in max_model_len "
-                f"{self.config.max_model_len}: shorten the prompt or raise max_model_len"
-            )
-        # Blocks are reserved for the whole prompt. The newest token is never cached, and the last
-        # decode step starts before it.
-        positions = self.config.reach(prompt + max(0, output - 2))
-        needed = self.admission.blocks_for(positions)
-        if needed > self.blocks.size:
-            raise PromptError(
-                f"{name}: {prompt} prompt tokens + {output} output tokens + lookahead"
-                f" {self.config.lookahead} need {needed} blocks of"
-                f" {self.config.block_size}, the cache has {self.blocks.size}: shorten the prompt,"
-                " lower max_tokens or raise num_blocks"
-            )
-
     @property
     def num_decoding(self) -> int:
         """Requests of all batches that the next plans may decode."""
         return self.admission.num_ready_to_decode
 
     def add(self, request: Request) -> None:
-        """Validate a request and queue it."""
-        self.validate(request)
+        """Queue a request, see `Admission.add`."""
         self.admission.add(request)
 
     def abort(self, request_id: str) -> None:

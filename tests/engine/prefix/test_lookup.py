@@ -104,7 +104,7 @@ def test_what_a_waiting_request_would_find_is_evicted_last():
 def left(engine, prompt):
     """A request of the prompt, whose blocks are idle and whose checkpoint is kept."""
     scheduler = engine.scheduler
-    request = engine.make_request(prompt, params(1))
+    request = engine.intake.make(prompt, params(1))
     request.prefill_end = request.num_computed = len(prompt)
     request.block_table.extend(scheduler.blocks.allocate(-(-len(prompt) // 2)))
     (request.slot,) = scheduler.slots.allocate(1)
@@ -116,7 +116,7 @@ def left(engine, prompt):
 
 def found(engine, prompt) -> int:
     """Number of tokens that are found of a prompt."""
-    request = engine.make_request([*prompt, 1], params(1))
+    request = engine.intake.make([*prompt, 1], params(1))
     request.prefill_end = len(request.token_ids)
     hit = engine.scheduler.prefix.match(request)
     return hit.length if hit else 0
@@ -139,7 +139,7 @@ def test_a_request_without_room_leaves_what_it_found_in_order():
     engine = cached_engine(8)
     request = left(engine, SHARED)
     scheduler = engine.scheduler
-    waiting = engine.make_request([*SHARED, 5, 5], params(1))
+    waiting = engine.intake.make([*SHARED, 5, 5], params(1))
     waiting.prefill_end = len(waiting.token_ids)
     assert not scheduler.admission.reserve(waiting, 18, scheduler.prefix.match(waiting))
     scheduler.blocks.allocate(scheduler.blocks.num_free - 2)
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_is_used_again_is_evicted_later(again):
         left(engine, first)
     else:
         prefix = engine.scheduler.prefix
-        request = engine.make_request([*first, 1], params(1))
+        request = engine.intake.make([*first, 1], params(1))
         request.prefill_end = len(request.token_ids)
         request.slot = 0
         prefix.resume(prefix.match(request), request)
