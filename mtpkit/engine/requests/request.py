@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from mtpkit.engine.requests.detokenizer import Detokenizer
 from mtpkit.engine.requests.params import SamplingParams
-from mtpkit.engine.requests.tree import Tree
+from mtpkit.engine.requests.tree import DraftShape, Tree
 from mtpkit.errors import MtpkitError, UserError
 
 FinishReason = Literal["stop", "length", "error"]
@@ -257,11 +257,8 @@ class Request:
     newest_step: int = 0
     """Number of the newest planned step that samples for the request. Of decoding requests that do
     not fit into a step together, those with the smallest number come first."""
-    num_drafted: int = 0
-    """Number of drafts that the request's newest step makes; of a tree, those on the longest
-    path."""
-    drafted_tree: bool = False
-    """Whether these drafts are a tree."""
+    newest_drafts: DraftShape = 0
+    """The drafts that the request's newest step makes."""
     in_flight: int = 0
     """Number of launched, uncommitted steps that will emit tokens of this request."""
     block_table: array = field(default_factory=lambda: array("q"))

@@ -83,12 +83,12 @@ class DecodeTurns:
 def fresh_drafts(request: Request, drafts: DraftShape) -> int:
     """Number of drafts, per path, of a request's next decode row that its previous step made, see
     `Row.fresh_drafts`."""
-    is_tree = not isinstance(drafts, int)
-    fresh = min(depth_of(drafts), request.num_drafted)
-    if request.drafted_tree == is_tree:
+    made = request.newest_drafts
+    fresh = min(depth_of(drafts), depth_of(made))
+    if isinstance(drafts, int) == isinstance(made, int):
         return fresh
     # The places of a tree's siblings hold no drafts after a step of chains.
-    if is_tree:
+    if isinstance(made, int):
         return 0
     # Only the first draft of a tree lies where that of a chain does.
     return min(1, fresh)

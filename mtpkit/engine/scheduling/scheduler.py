@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.params import MOST_END_TOKENS
 from mtpkit.engine.requests.request import AcceptanceStats, Request
-from mtpkit.engine.requests.tree import DraftShape, depth_of
+from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.scheduling.admission import Admission, Room
 from mtpkit.engine.scheduling.blocks import IdPool
 from mtpkit.engine.scheduling.chunks import PromptBudget, PromptRows
@@ -213,8 +213,7 @@ class Scheduler:
             if row.samples:
                 row.request.in_flight += row.emits
                 row.request.newest_step = self._num_steps
-                row.request.num_drafted = plan.num_speculative_tokens
-                row.request.drafted_tree = plan.trees
+                row.request.newest_drafts = plan.drafts
         if plan.restores:
             return
         # The length of a chunk is known before it runs, that of a decode row is not.
