@@ -109,7 +109,7 @@ def generate(
     file over processes that each hold the whole model.
     """
     from mtpkit.engine.loading import config_of, resolve_tree
-    from mtpkit.engine.ranks import of_first_rank, reports
+    from mtpkit.engine.ranks import reports, run_on_first_rank
     from mtpkit.engine.replicas import gpus_of_replicas
     from mtpkit.files import check_writable
 
@@ -121,7 +121,7 @@ def generate(
     first = reports(engine.tensor_parallel_size, engine.pipeline_parallel_size)
     k = engine.num_speculative_tokens
     _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
-    given = of_first_rank(ranks, lambda: _prompts(prompt, prompts))
+    given = run_on_first_rank(ranks, lambda: _prompts(prompt, prompts))
     if len(given) < data_parallel_size:
         print(
             f"{counted(len(given), 'prompt')}: no more of {data_parallel_size} replicas are"

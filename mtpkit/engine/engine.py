@@ -64,11 +64,7 @@ class Engine:
         prefix = None
         if config.enable_prefix_caching:
             blocks = CachedBlocks(num_blocks)
-            # All pipeline stages must find the same prefixes, but only the last stage has heads.
-            ahead = self.ranks.most(drafter.earlier[0] + 1 if config.num_speculative_tokens else 0)
-            successors = self.ranks.most(int(ahead > 0 and layout.head_slot_bytes > 0))
-            room = config.num_checkpoints, ahead, config.prefix_cache_interval
-            prefix = PrefixCache(blocks, config.block_size, *room, bool(successors))
+            prefix = self._prefix_cache(blocks, drafter)
         graphs = self.executor.graphs
         slots = IdPool(config.max_num_seqs)
         sizes = (graphs.chunk_sizes, graphs.sizes_beside) if graphs else ()
@@ -79,6 +75,22 @@ class Engine:
         self._seconds = 0.0
         self._under_way: deque[list[Launched]] = deque()
         self.speculation: Speculation = FixedSpeculation(config.drafts)
+
+    def _prefix_cache(self, blocks: CachedBlocks, drafter: Drafter) -> PrefixCache:
+        """The prefix cache, which finds the same prefixes on all ranks, although only the last
+        pipeline stage has heads."""
+        config = self.config
+        following = drafter.earlier[0] + 1 if config.num_speculative_tokens else 0
+        following = self.ranks.all_reduce_max(following)
+        successors = following > 0 and self.layout.head_slot_bytes > 0
+        return PrefixCache(
+            blocks,
+            config.block_size,
+            config.num_checkpoints,
+            following,
+            config.prefix_cache_interval,
+            successors=bool(self.ranks.all_reduce_max(int(successors))),
+        )
 
     def add_request(
         self,
@@ -132,9 +144,9 @@ class Engine:
         """Launch a step and commit results; returns the requests that changed, twice if two steps
         changed them."""
         changed = []
-        ahead = self.config.async_scheduling
-        if not ahead:
-            changed += self._take_up()
+        if not self.config.async_scheduling:
+            changed += self._collect()
+
         plans = self.ranks.plan(self.scheduler, self.speculation.choose)
         if not plans and not self._under_way and self.scheduler.has_unfinished:
             raise MtpkitError(
@@ -143,9 +155,16 @@ class Engine:
         if plans:
             launched = (self.executor.launch(plan) for plan in plans)
             self._under_way.append([one for one in launched if one is not None])
-        changed += self._take_up(plans[0].batch if ahead and plans else None)
+
+        if plans and self.config.async_scheduling:
+            changed += self._collect(plans[0].batch)
+        else:
+            # Without plans, the blocks that the next plans need may only be freed by the results
+            # of all steps under way.
+            changed += self._collect()
+
         if not self.scheduler.has_unfinished:
-            self._settle()
+            self._drain()
             self._under_way.clear()
         return changed
 
@@ -177,7 +196,7 @@ class Engine:
         own = round(
             1e9 * turns * self.executor.time_step(-(-rows_of_batch // turns), drafts, repeats)
         )
-        return max(batches * self.ranks.most(own), self.ranks.over_stages(own)) / 1e9
+        return max(batches * self.ranks.all_reduce_max(own), self.ranks.sum_over_stages(own)) / 1e9
 
     @property
     def draft_shapes(self) -> list[DraftShape]:
@@ -187,12 +206,12 @@ class Engine:
         return chains + ([self.config.tree] if self.config.tree else [])
 
     @torch.inference_mode()
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Complete all exchanges with other ranks that are under way, before any rank may end."""
-        self.executor.settle()
-        self.ranks.settle()
+        self.executor.drain()
+        self.ranks.wait_for_sends()
 
-    def _take_up(self, batch: int | None = None) -> list[Request]:
+    def _collect(self, batch: int | None = None) -> list[Request]:
         """Commit the results of steps under way, the oldest first: all, or until one step of
         `batch` is left."""
         changed = []
@@ -237,7 +256,7 @@ class Engine:
         self.scheduler.abort(request_id)
         if not self.scheduler.has_unfinished:
             with self.ranks.working():
-                self._settle()
+                self._drain()
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made or `reset_stats` was called."""

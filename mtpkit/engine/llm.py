@@ -84,10 +84,12 @@ class LLM:
         stacked = stack_experts(self.model)
         weight = next(self.model.parameters())
         self.ranks.connect(weight, not options.disable_custom_all_reduce)
-        ahead, graphs = loading.execution(
+        async_scheduling, graphs = loading.execution(
             weight, stacked, options.async_scheduling, options.enforce_eager, stages
         )
-        config = _engine_config(options, model_config, depths, tree, self.ranks, ahead, graphs)
+        config = _engine_config(
+            options, model_config, depths, tree, self.ranks, async_scheduling, graphs
+        )
         loading.report_limits(config, model_config.max_position_embeddings)
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
@@ -304,7 +306,7 @@ def _engine_config(
     depths: int,
     tree: Tree | None,
     ranks: Ranks,
-    ahead: bool,
+    async_scheduling: bool,
     graphs: bool,
 ) -> EngineConfig:
     """Resolve the options for a model; the memory plan adds the number of checkpoints later.
@@ -312,7 +314,7 @@ def _engine_config(
     Args:
         depths: the largest K.
         tree: the shape of the drafts, if it is a tree.
-        ahead: whether a step is launched before the results of the last one are read.
+        async_scheduling: whether a step is launched before the results of the last one are read.
         graphs: whether this rank can replay steps as CUDA graphs.
     """
     return EngineConfig(
@@ -334,10 +336,10 @@ def _engine_config(
         ),
         prefix_cache_interval=options.prefix_cache_interval,
         draft_sampling=options.draft_sampling,
-        async_scheduling=ahead,
+        async_scheduling=async_scheduling,
         num_batches=ranks.stage.stages,
-        graphs=bool(ranks.least(int(graphs))),  # experts of a single stage may forbid them
-        seed=options.seed if options.seed is not None else ranks.of_first(secrets.randbits(32)),
+        graphs=bool(ranks.all_reduce_min(int(graphs))),  # experts of a single stage may forbid them
+        seed=options.seed if options.seed is not None else ranks.broadcast(secrets.randbits(32)),
     )
 
 

@@ -381,8 +381,9 @@ def execution(
         )
     if on_gpu and (enforce_eager or reason):
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
-    ahead = on_gpu or stages > 1 if async_scheduling is None else async_scheduling
-    return ahead, on_gpu and not enforce_eager and not reason
+    if async_scheduling is None:
+        async_scheduling = on_gpu or stages > 1
+    return async_scheduling, on_gpu and not enforce_eager and not reason
 
 
 def draft_token_ids(

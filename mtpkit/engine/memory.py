@@ -195,18 +195,22 @@ def plan_memory(
         window=config.window,
         checkpoint_bytes=_checkpoint_bytes(layout, config, state),
         num_checkpoints=0,
-        draft_embedding=ranks.most(draft_embedding),
+        draft_embedding=ranks.all_reduce_max(draft_embedding),
         null_blocks=int(config.graphs),
     )
     if config.enable_prefix_caching:
         plan = replace(
             plan,
-            num_checkpoints=ranks.least(_checkpoints(plan, available, num_blocks, prefix_bytes)),
+            num_checkpoints=ranks.all_reduce_min(
+                _checkpoints(plan, available, num_blocks, prefix_bytes)
+            ),
         )
     fitting = (available - plan.state_bytes - plan.prefix_bytes) // max(
         1, layout.block_bytes
     ) - config.graphs
-    return replace(plan, num_blocks=ranks.least(_blocks(plan, fitting, available, num_blocks)))
+    return replace(
+        plan, num_blocks=ranks.all_reduce_min(_blocks(plan, fitting, available, num_blocks))
+    )
 
 
 def _checkpoint_bytes(layout: StateLayout, config: EngineConfig, state: DeviceState) -> int:

@@ -73,7 +73,7 @@ def poison(engine) -> None:
         # Of a position's entries, the heads compute the last ones again: before each step, and
         # after a checkpoint.
         again = engine.layout.behind if name.startswith("mtp.") else 0
-        ahead = scheduler.prefix.ahead if scheduler.prefix and name.startswith("mtp.") else 0
+        ahead = scheduler.prefix.following if scheduler.prefix and name.startswith("mtp.") else 0
         if scheduler.prefix and scheduler.prefix.successors:
             ahead = again
         for one in states:

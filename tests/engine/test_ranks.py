@@ -309,7 +309,7 @@ def test_a_rank_plans_with_all_that_the_first_one_decided(monkeypatch):
     ranks.rank = 1
     ranks._steps = 3
     sent = list(astuple(announcement(drafts=TREE)))
-    monkeypatch.setattr(ranks, "_tell", lambda values: sent, raising=False)
+    monkeypatch.setattr(ranks, "_broadcast", lambda values: sent, raising=False)
     asked = []
 
     class Planner(NamedTuple):

@@ -224,7 +224,7 @@ class Executor:
             return self._opened(plan, slots, partial(self._store, batch))
         packed = self._resume(batch)
         if self.stage.stages > 1:
-            self.stage.tell(to_bytes(packed, self._columns_of(batch.shape)))
+            self.stage.send_results(to_bytes(packed, self._columns_of(batch.shape)))
         return Launched(plan, packed)
 
     def _opened(
@@ -259,7 +259,7 @@ class Executor:
                 if self.graphs
                 else self._execute(self.builder.build(plan))
             )
-            self.stage.tell(to_bytes(packed, self._columns_of(StepShape.of(plan))))
+            self.stage.send_results(to_bytes(packed, self._columns_of(StepShape.of(plan))))
             return Launched(plan, packed)
         # Requests may have changed when the results arrive, so what is stored then must be built
         # now. On the device, these slots do not change until then.
@@ -287,11 +287,11 @@ class Executor:
     def _columns_of(self, shape: StepShape) -> dict[str, Column]:
         return columns_of(shape.drafts, shape.decode_rows > 0, self.vocab_size)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Complete all exchanges with other pipeline stages that are under way."""
         while self._open:
             self._store_first()
-        self.stage.settle()
+        self.stage.wait_for_sends()
 
     def _store_first(self) -> None:
         """Receive the results of the first open plan from the last stage, store them, and begin to
@@ -299,7 +299,9 @@ class Executor:
         first = self._open.popleft()
         plan = first.launched.plan
         columns = self._columns_of(StepShape.of(plan))
-        message = self.stage.hear(plan.num_sampling_rows, nbytes_of(columns), self.builder.device)
+        message = self.stage.receive_results(
+            plan.num_sampling_rows, nbytes_of(columns), self.builder.device
+        )
         first.launched.fetch(first.store(message))
 
     def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:

@@ -94,12 +94,12 @@ class Window:
         self.inputs = replace(rows.inputs, positions=self.positions, kv_slots=slots)
         index = self.positions - begin[self.owner]
         index = index if rows.padding is None else torch.where(rows.padding, 0, index)
-        ahead = index + torch.arange(1 + depths, device=begin.device)[:, None]
-        ahead = ahead.minimum(batch.inputs.query_start.diff()[self.owner] - 1)
-        self.known = batch.token_ids_at(self.owner.expand_as(ahead), ahead)
+        fed_after = index + torch.arange(1 + depths, device=begin.device)[:, None]
+        fed_after = fed_after.minimum(batch.inputs.query_start.diff()[self.owner] - 1)
+        self.known = batch.token_ids_at(self.owner.expand_as(fed_after), fed_after)
         """[1 + K, W] t_j, t_{j+1}, .., t_{j+K} for each position j, as far as the step feeds
         them."""
-        self.hidden = batch.hidden_at(self.owner, ahead[0], hidden)[:, None]
+        self.hidden = batch.hidden_at(self.owner, fed_after[0], hidden)[:, None]
         """[W, 1, h], the base's hidden states."""
 
         self.newest = batch.newest_positions(verdict.accepted)

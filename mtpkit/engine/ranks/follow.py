@@ -30,7 +30,7 @@ from mtpkit.engine.steps.plan import Plan
 from mtpkit.engine.steps.vocabulary import AbsentVocabulary, SplitVocabulary, Vocabulary
 from mtpkit.errors import MtpkitError, listed
 
-_STEPS_AHEAD = 2
+_MAX_SENDS = 2
 """Steps per batch that rank 0 may announce before all other ranks have received the first
 announcement."""
 
@@ -61,19 +61,19 @@ class Ranks:
         drafts = choose(num_decoding) if num_decoding else scheduler.config.drafts
         return scheduler.plan(Decision(drafts))
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest `value` of all ranks."""
         return value
 
-    def most(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """The largest `value` of all ranks."""
-        return -self.least(-value)
+        return -self.all_reduce_min(-value)
 
-    def over_stages(self, value: int) -> int:
+    def sum_over_stages(self, value: int) -> int:
         """The sum of the `value` of all pipeline stages."""
         return value
 
-    def of_first(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         """The `value` of rank 0."""
         return value
 
@@ -87,8 +87,8 @@ class Ranks:
                 `exchange_in_peer_memory`.
         """
 
-    def settle(self) -> None:
-        """Wait until all ranks have received what this rank has announced. Call it before the rank
+    def wait_for_sends(self) -> None:
+        """Wait until all ranks have received what this rank has sent. Call it before the rank
         ends."""
 
     def working(self) -> AbstractContextManager[object]:
@@ -124,7 +124,7 @@ class SplitRanks(Ranks):
         self._control = control_group
         self._watch = watch
         self._steps = 0
-        self._announced: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
     def vocabulary(self, size: int) -> Vocabulary:
         """See `Ranks.vocabulary`."""
@@ -144,11 +144,11 @@ class SplitRanks(Ranks):
             return []
         if self.rank == 0:
             plans = super().plan(scheduler, choose)
-            self._announce(astuple(self._announcement(scheduler, plans)))
+            self._send(astuple(self._announcement(scheduler, plans)))
         else:
-            told = Announcement.unpack(self._tell([0] * len(fields(Announcement))))
-            plans = scheduler.plan(told.decision(scheduler.config.tree))
-            if wrong := told.differences(self._announcement(scheduler, plans)):
+            received = Announcement.unpack(self._broadcast([0] * len(fields(Announcement))))
+            plans = scheduler.plan(received.decision(scheduler.config.tree))
+            if wrong := received.differences(self._announcement(scheduler, plans)):
                 raise MtpkitError(
                     f"rank 0 plans another step than rank {self.rank}: {listed(wrong)}; all ranks"
                     " must be given the same requests in the same order"
@@ -161,47 +161,47 @@ class SplitRanks(Ranks):
         preemptions = scheduler.admission.num_preemptions
         return Announcement.of(self._steps, scheduler.decision, plans, preemptions)
 
-    def least(self, value: int) -> int:
-        """See `Ranks.least`."""
+    def all_reduce_min(self, value: int) -> int:
+        """See `Ranks.all_reduce_min`."""
         values = torch.tensor([value])
         dist.all_reduce(values, dist.ReduceOp.MIN, group=self._control)
         return int(values)
 
-    def over_stages(self, value: int) -> int:
-        """See `Ranks.over_stages`; the value of a stage is the mean over its ranks."""
+    def sum_over_stages(self, value: int) -> int:
+        """See `Ranks.sum_over_stages`; the value of a stage is the mean over its ranks."""
         values = torch.tensor([value])
         dist.all_reduce(values, group=self._control)
         return int(values) // self.tensor_size
 
-    def of_first(self, value: int) -> int:
-        """See `Ranks.of_first`."""
-        return self._tell([value])[0]
+    def broadcast(self, value: int) -> int:
+        """See `Ranks.broadcast`."""
+        return self._broadcast([value])[0]
 
     def connect(self, weight: torch.Tensor, peer_memory: bool) -> None:
         """See `Ranks.connect`."""
         exchange_in_peer_memory(self._tensor_group, self._control, weight, peer_memory)
         self.stage.connect(weight.device)
 
-    def settle(self) -> None:
-        """See `Ranks.settle`."""
-        while self._announced:
-            self._announced.popleft()[0].wait()
+    def wait_for_sends(self) -> None:
+        """See `Ranks.wait_for_sends`."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
 
     def working(self) -> AbstractContextManager[object]:
         """See `Ranks.working`."""
         return self._watch.working() if self._watch else nullcontext()
 
-    def _announce(self, values: Sequence[int]) -> None:
+    def _send(self, values: Sequence[int]) -> None:
         """Send integers from rank 0 without waiting for the other ranks, which may still compute
         the previous step."""
         message = torch.tensor(list(values), dtype=torch.int64)
-        self._announced.append(
+        self._sends.append(
             (dist.broadcast(message, group=self._control, group_src=0, async_op=True), message)
         )
-        if len(self._announced) > _STEPS_AHEAD * self.stage.stages:
-            self._announced.popleft()[0].wait()
+        if len(self._sends) > _MAX_SENDS * self.stage.stages:
+            self._sends.popleft()[0].wait()
 
-    def _tell(self, values: Sequence[int]) -> list[int]:
+    def _broadcast(self, values: Sequence[int]) -> list[int]:
         """Rank 0's integers, on every rank; each rank gives the same number of them."""
         message = torch.tensor(list(values), dtype=torch.int64)
         dist.broadcast(message, group=self._control, group_src=0)

@@ -87,7 +87,7 @@ def _require_processes(size: int, stages: int) -> None:
         )
 
 
-def of_first_rank[T](processes: int, action: Callable[[], T]) -> T:
+def run_on_first_rank[T](processes: int, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 alone, and return its result on all ranks of a command. Call it after
     `reports`.
 
@@ -209,12 +209,12 @@ def _watch(control: ProcessGroup) -> Watch:
     """The watch of this process, made with the first engine."""
     rank = dist.get_rank()
     server = None
-    told: list[Any] = [None, None]
+    address: list[Any] = [None, None]
     if rank == 0:
         server = listen()
-        told = [server.getsockname()[1], secrets.token_bytes(SECRET_LENGTH)]
-    dist.broadcast_object_list(told, group=control, group_src=0)
-    port, secret = told
+        address = [server.getsockname()[1], secrets.token_bytes(SECRET_LENGTH)]
+    dist.broadcast_object_list(address, group=control, group_src=0)
+    port, secret = address
     watch = Watch(
         rank,
         dist.get_world_size(),

@@ -108,7 +108,7 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
             offer = gpu_uuid(device.index), held[me].untyped_storage()._share_cuda_()
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-    offers: list[Any] = _of_all(control, offer)
+    offers: list[Any] = _all_gather(control, offer)
     if all(offers[rank] for rank in ranks):
         try:
             held |= {rank: _open(offers[rank], device) for rank in ranks if rank != me}
@@ -116,7 +116,7 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
             problem = str(error).splitlines()[0]
     if any(offers):
         before_closing.append(partial(_close, group, control, held))
-    problems = _of_all(control, problem)
+    problems = _all_gather(control, problem)
     if found := [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]:
         if me == ranks[0]:
             _logger.info(
@@ -165,7 +165,7 @@ def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _of_all[T](control: ProcessGroup, own: T) -> list[T]:
+def _all_gather[T](control: ProcessGroup, own: T) -> list[T]:
     """The value `own` of each rank, in the order of the ranks."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own, group=control)

@@ -41,15 +41,15 @@ class Stage:
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states [T, 1, h] to the next stage; nothing may write to them afterwards."""
 
-    def tell(self, message: Tensor) -> None:
+    def send_results(self, message: Tensor) -> None:
         """Send the results of a step, [S, bytes] uint8, from the last stage to all other stages."""
 
-    def hear(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
-        """[rows, nbytes] uint8, the results of this step that `tell` sent; on all stages but the
-        last."""
+    def receive_results(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
+        """[rows, nbytes] uint8, the results of this step that `send_results` sent; on all stages
+        but the last."""
         raise NotImplementedError("the last stage finds the results itself")
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until everything sent has arrived: a tensor that is dropped before it has arrived is
         lost."""
 
@@ -83,10 +83,10 @@ class PipelineStage(Stage):
 
         NCCL connects two ranks at their first transfer; until both have come to it, the hosts of
         both are blocked. In the middle of a run that can be forever. The last stage's host is
-        blocked in its first `tell` to an earlier stage. That one does not come to `hear`, because
-        its host captures a graph: it waits until the next stage has received what was sent, or for
-        sums with another tensor-parallel rank, whose host waits for rank 0's next decision. Both
-        wait for the last stage's host.
+        blocked in its first `send_results` to an earlier stage. That one does not come to
+        `receive_results`, because its host captures a graph: it waits until the next stage has
+        received what was sent, or for sums with another tensor-parallel rank, whose host waits for
+        rank 0's next decision. Both wait for the last stage's host.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         last = self.stages - 1
@@ -107,8 +107,8 @@ class PipelineStage(Stage):
         if not self.last:
             self._begin(hidden.contiguous(), self._forward, self._stage + 1, self._most_sends)
 
-    def tell(self, message: Tensor) -> None:
-        """See `Stage.tell`; does not wait for the other stages."""
+    def send_results(self, message: Tensor) -> None:
+        """See `Stage.send_results`; does not wait for the other stages."""
         if len(message):
             self._count(message)
             # Each stage may have run two plans, of decode rows and of chunks, for as many batches
@@ -117,8 +117,8 @@ class PipelineStage(Stage):
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
-    def hear(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
-        """See `Stage.hear`."""
+    def receive_results(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
+        """See `Stage.receive_results`."""
         message = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
         if rows:
             dist.recv(message, group=self._back, group_src=self.stages - 1)
@@ -131,8 +131,8 @@ class PipelineStage(Stage):
         self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
         self._wait(most)
 
-    def settle(self) -> None:
-        """See `Stage.settle`."""
+    def wait_for_sends(self) -> None:
+        """See `Stage.wait_for_sends`."""
         self._wait(0)
 
     def _wait(self, most: int) -> None:

@@ -86,12 +86,12 @@ class Watch:
         try:
             yield
         except RuntimeError:  # torch raises it when a connection breaks
-            self._hear_why()
+            self._wait_for_reason()
             raise
         finally:
             self._busy_since = before
 
-    def _hear_why(self) -> None:
+    def _wait_for_reason(self) -> None:
         """Give the watch time to end this process, in case another rank caused the error here."""
         if not self._ending.is_set():
             time.sleep(_PATIENCE + _GRACE if self._gone.wait(_GRACE) else 0.0)
@@ -196,7 +196,7 @@ class Watch:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if issubclass(kind, RuntimeError):
-            self._hear_why()
+            self._wait_for_reason()
         self._report(f"{kind.__name__}: {error}")
         self._excepthook(kind, error, trace)
 

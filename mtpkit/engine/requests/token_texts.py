@@ -207,7 +207,7 @@ class RawText:
         new = text[self._shown :]
         if new:
             new = self._end_bytes() + new
-        self._settle(token_ids)
+        self._forget_pending(token_ids)
         return [new]
 
     def _read_token(self, token_id: int) -> str:
@@ -229,7 +229,7 @@ class RawText:
         self._pending = tokens
         self._shown = max(self._shown, end)
         if not unfinished:
-            self._settle([token_id])
+            self._forget_pending([token_id])
         elif len(tokens) > _LONGEST_START:
             new += self._cut(text)
         return before + new
@@ -262,7 +262,7 @@ class RawText:
         self._shown = max(self._shown, own)
         self._foreign = 0
 
-    def _settle(self, token_ids: list[int]) -> None:
+    def _forget_pending(self, token_ids: list[int]) -> None:
         """Forget pending tokens, whose text is returned, and decode later ones after the newest
         whole token."""
         self._pending = []

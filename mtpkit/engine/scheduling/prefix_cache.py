@@ -2,15 +2,15 @@
 
 A *checkpoint* is all that a request needs, besides keys and values, to continue after its first P
 tokens: see `CheckpointStore`. Keys and values stay in their blocks. The heads' cache entry for
-position j depends on the `ahead` tokens after j, so the key of a full block is the hash of all
-tokens up to its end, with the `ahead` tokens after it. The last blocks before P, which the first P
-tokens do not fill or do not determine in full, are the *tail* of the checkpoint. Their keys belong
-to the checkpoint. A request that continues from the checkpoint copies the tail, and computes the
-heads' entries of the last `ahead` positions before P again.
+position j depends on the `following` tokens after j, so the key of a full block is the hash of all
+tokens up to its end, with the `following` tokens after it. The last blocks before P, which the
+first P tokens do not fill or do not determine in full, are the *tail* of the checkpoint. Their keys
+belong to the checkpoint. A request that continues from the checkpoint copies the tail, and computes
+the heads' entries of the last `following` positions before P again.
 
-Example, blocks of 4 tokens, ahead 1, P = 8: block 0 is shared, since its last entry depends only on
-tokens up to 4. Block 1 is the tail: the heads' entry of position 7 depends on token 8, in which
-requests that continue from the checkpoint may differ.
+Example, blocks of 4 tokens, following = 1, P = 8: block 0 is shared, since its last entry depends
+only on tokens up to 4. Block 1 is the tail: the heads' entry of position 7 depends on token 8, in
+which requests that continue from the checkpoint may differ.
 """
 
 from array import array
@@ -96,7 +96,7 @@ class PrefixCache:
     Args:
         blocks: the allocator of the engine's blocks.
         num_checkpoints: capacity of the checkpoint store; 0: nothing is ever found.
-        ahead: number of tokens after a position on which the heads' entries for the position
+        following: number of tokens after a position on which the heads' entries for the position
             depend; 0 without heads.
         interval: a long prompt leaves a checkpoint at every multiple of this number of tokens.
         successors: whether the heads keep recurrent state. This state depends on the token after a
@@ -109,13 +109,13 @@ class PrefixCache:
         blocks: CachedBlocks,
         block_size: int,
         num_checkpoints: int,
-        ahead: int,
+        following: int,
         interval: int,
         successors: bool = False,
     ) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        self.ahead = ahead
+        self.following = following
         self.interval = interval
         self.successors = successors
         self.slots = IdPool(num_checkpoints)
@@ -274,7 +274,7 @@ class PrefixCache:
 
     def _full(self, length: int) -> int:
         """Number of blocks whose entries are all determined by the first `length` tokens."""
-        return max(0, length - self.ahead) // self.block_size
+        return max(0, length - self.following) // self.block_size
 
     def _extend(self, request: Request) -> None:
         """Extend the request's chain of hashes to all of its full blocks."""
@@ -288,7 +288,7 @@ class PrefixCache:
 
     def _key(self, request: Request, index: int) -> Hashable:
         end = (index + 1) * self.block_size
-        return request.chain[index + 1], tuple(request.token_ids[end : end + self.ahead])
+        return request.chain[index + 1], tuple(request.token_ids[end : end + self.following])
 
     def _present(self, request: Request) -> Sequence[int]:
         """The cached blocks that the prompt begins with."""
