@@ -18,7 +18,7 @@ from mtpkit.bench.timing import Trace, synchronize, trace_kernels
 from mtpkit.data.draft_vocab import load_draft_vocab
 from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.loading import DTYPES
-from mtpkit.engine.requests.request import AcceptanceStats
+from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.hybrid import HybridModel

@@ -20,7 +20,7 @@ from mtpkit.files import JsonObject
 
 if TYPE_CHECKING:
     from mtpkit.engine import LLM, EngineStats, Replicas, RequestOutput
-    from mtpkit.engine.requests.request import AcceptanceStats
+    from mtpkit.engine.requests.stats import AcceptanceStats
 
 app = new_app()
 

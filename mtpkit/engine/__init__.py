@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mtpkit.engine.replicas import Replicas
     from mtpkit.engine.requests.request import (
         CompletionOutput,
-        EngineStats,
         RequestError,
         RequestOutput,
         require_whole,
     )
+    from mtpkit.engine.requests.stats import EngineStats
 
 __all__ = [
     "COMMAND_DEFAULTS",
@@ -38,9 +38,13 @@ __all__ = [
     "require_whole",
 ]
 
-_MODULES = {"Engine": "engine", "LLM": "llm", "Replicas": "replicas"} | dict.fromkeys(
-    ("CompletionOutput", "EngineStats", "RequestError", "RequestOutput", "require_whole"),
-    "requests.request",
+_MODULES = {
+    "Engine": "engine",
+    "EngineStats": "requests.stats",
+    "LLM": "llm",
+    "Replicas": "replicas",
+} | dict.fromkeys(
+    ("CompletionOutput", "RequestError", "RequestOutput", "require_whole"), "requests.request"
 )
 
 

@@ -13,7 +13,8 @@ from mtpkit.engine.intake import Intake
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.params import SamplingParams
-from mtpkit.engine.requests.request import EngineStats, Request, RequestOutput
+from mtpkit.engine.requests.request import Request, RequestOutput
+from mtpkit.engine.requests.stats import EngineStats
 from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DraftShape, width_of
 from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation

@@ -14,7 +14,8 @@ from mtpkit.engine.requests.detokenizer import Detokenizer
 from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
 from mtpkit.engine.requests.prompts import Prompt, checkpoint_of, encode
-from mtpkit.engine.requests.request import AcceptanceStats, PromptError, Request, RequestStats
+from mtpkit.engine.requests.request import PromptError, Request
+from mtpkit.engine.requests.stats import AcceptanceStats, RequestStats
 from mtpkit.engine.requests.token_texts import Tokenizer, TokenTexts
 from mtpkit.engine.steps.processors import processors_of
 from mtpkit.errors import UserError, shown

@@ -30,7 +30,8 @@ from mtpkit.engine.requests.absent import (
 from mtpkit.engine.requests.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.prompts import Prompt, is_prompt, list_params, list_prompts
-from mtpkit.engine.requests.request import EngineStats, Request, RequestOutput
+from mtpkit.engine.requests.request import Request, RequestOutput
+from mtpkit.engine.requests.stats import EngineStats
 from mtpkit.engine.requests.tree import Tree, width_of
 from mtpkit.engine.steps.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError

@@ -38,7 +38,8 @@ from mtpkit.engine.requests.prompts import (
     list_params,
     list_prompts,
 )
-from mtpkit.engine.requests.request import EngineStats, PromptError, Request, RequestOutput
+from mtpkit.engine.requests.request import PromptError, Request, RequestOutput
+from mtpkit.engine.requests.stats import EngineStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.platform import require_one_process
 

@@ -18,7 +18,7 @@ from mtpkit.bench.shapes import open_model
 from mtpkit.bench.sizes import NEMOTRON_H_TINY
 from mtpkit.bench.timing import Kernel, Trace
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.requests.request import AcceptanceStats
+from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.engine.steps import verifier
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.layers import attention, moe, recurrent

@@ -13,7 +13,7 @@ from mtpkit.bench.settings import SpeedupConfig
 from mtpkit.bench.speedup import measure_speedup
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.device.executor import Executor
-from mtpkit.engine.requests.request import AcceptanceStats, EngineStats
+from mtpkit.engine.requests.stats import AcceptanceStats, EngineStats
 from mtpkit.errors import UserError
 from tests.engine.tiny import make_prompts, tiny_model
 from tests.toy_config import toy_config

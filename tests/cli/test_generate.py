@@ -11,7 +11,7 @@ import torch
 from mtpkit.cli.generate import _summary, app
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.engine.engine import Engine
-from mtpkit.engine.requests.request import AcceptanceStats, EngineStats
+from mtpkit.engine.requests.stats import AcceptanceStats, EngineStats
 from mtpkit.errors import MtpkitError
 from tests.ranks import preload
 

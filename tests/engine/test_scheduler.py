@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.requests.request import AcceptanceStats
+from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.errors import UserError
 from tests.engine.fakes import HashModel, check_batches, fake_engine, run

@@ -32,7 +32,7 @@ from mtpkit.errors import MtpkitError, listed
 
 _MAX_SENDS = 2
 """Steps per batch that rank 0 may announce before all other ranks have received the first
-announcement."""
+announcement: the one that they compute and the one after it."""
 
 
 class Ranks:
@@ -114,11 +114,9 @@ class SplitRanks(Ranks):
         watch: Watch | None,
         stage: Stage,
     ) -> None:
-        self.rank, self.size, self.tensor_size = (
-            control_group.rank(),
-            control_group.size(),
-            tensor_group.size(),
-        )
+        self.rank = control_group.rank()
+        self.size = control_group.size()
+        self.tensor_size = tensor_group.size()
         self.stage = stage
         self._tensor_group = tensor_group
         self._control = control_group
@@ -130,9 +128,9 @@ class SplitRanks(Ranks):
         """See `Ranks.vocabulary`."""
         if not self.stage.last:
             return AbsentVocabulary(size)
-        return (
-            SplitVocabulary(size, self._tensor_group) if self.tensor_size > 1 else Vocabulary(size)
-        )
+        if self.tensor_size > 1:
+            return SplitVocabulary(size, self._tensor_group)
+        return Vocabulary(size)
 
     def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
         """See `Ranks.plan`; rank 0 plans first and announces its decision to all other ranks.

@@ -38,7 +38,9 @@ _logger = logging.getLogger(__name__)
 
 def limit_of(ranks: int) -> int:
     """Most bytes of a tensor that a group of `ranks` ranks exchanges in peer memory."""
-    return _MOST_OF_TWO if ranks <= 2 else _MOST_READ // ranks
+    if ranks <= 2:
+        return _MOST_OF_TWO
+    return _MOST_READ // ranks
 
 
 def exchange_in_peer_memory(
@@ -100,6 +102,8 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
     limit = limit_of(len(ranks))
     held: dict[int, Tensor] = {}
     offer = None
+    # A rank with a problem goes on with an empty offer: it must take part in both exchanges below,
+    # for which all ranks of `control` wait.
     problem = _own_problem(device, len(ranks))
     if not problem:
         try:
@@ -108,6 +112,7 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
             offer = gpu_uuid(device.index), held[me].untyped_storage()._share_cuda_()
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
+
     offers: list[Any] = _all_gather(control, offer)
     if all(offers[rank] for rank in ranks):
         try:
@@ -116,6 +121,9 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
             problem = str(error).splitlines()[0]
     if any(offers):
         before_closing.append(partial(_close, group, control, held))
+
+    # One rank that cannot exchange here decides for its group: ranks that exchange in different
+    # ways would wait for each other.
     problems = _all_gather(control, problem)
     if found := [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]:
         if me == ranks[0]:
@@ -125,6 +133,7 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
                 listed(found),
             )
         return None
+
     windows = tuple(held[rank] for rank in ranks)
     epochs = torch.zeros(CHANNELS, dtype=torch.int64, device=device)
     return PeerMemory(Windows(ranks.index(me), windows, epochs, limit))
@@ -180,6 +189,8 @@ def _close(group: ProcessGroup, control: ProcessGroup, held: dict[int, Tensor]) 
     own = held.pop(dist.get_rank(), None)
     if own is not None:
         torch.cuda.synchronize(own.device)
+    # At the first barrier all ranks have finished reading, at the second all have closed what they
+    # opened.
     for _ in range(2):
         # a rank has failed or is busy; its memory is freed with its process
         with suppress(RuntimeError):

@@ -65,16 +65,18 @@ class PipelineStage(Stage):
     """
 
     def __init__(self, forward: ProcessGroup, back: ProcessGroup) -> None:
-        self._forward, self._back, self._stage, self.stages = (
-            forward,
-            back,
-            forward.rank(),
-            forward.size(),
-        )
+        self._forward = forward
+        self._back = back
+        self._stage = forward.rank()
+        self.stages = forward.size()
         self.first = self._stage == 0
         self.last = self._stage == self.stages - 1
-        self._most_sends = 2 * self.stages
-        self.copies = (not self.first) + (0 if self.last else 2 + self._most_sends)
+
+        # Each batch has a step under way, as one plan of decode rows and one of chunks.
+        self._max_sends = 2 * self.stages
+        receiving = 0 if self.first else 1
+        sending = 0 if self.last else 2 + self._max_sends
+        self.copies = receiving + sending
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def connect(self, device: torch.device) -> None:
@@ -105,7 +107,7 @@ class PipelineStage(Stage):
     def send(self, hidden: Tensor) -> None:
         """See `Stage.send`; does not wait for the next stage."""
         if not self.last:
-            self._begin(hidden.contiguous(), self._forward, self._stage + 1, self._most_sends)
+            self._begin(hidden.contiguous(), self._forward, self._stage + 1, self._max_sends)
 
     def send_results(self, message: Tensor) -> None:
         """See `Stage.send_results`; does not wait for the other stages."""
@@ -125,18 +127,19 @@ class PipelineStage(Stage):
             self._count(message)
         return message
 
-    def _begin(self, values: Tensor, group: ProcessGroup, stage: int, most: int) -> None:
-        """Begin a transfer and keep its tensor until it is sent; of more than `most` transfers,
-        wait for the oldest."""
+    def _begin(self, values: Tensor, group: ProcessGroup, stage: int, max_sends: int) -> None:
+        """Begin a transfer and keep its tensor until it is sent; of more than `max_sends`
+        transfers, wait for the oldest."""
+        # The backend holds no reference to the tensor: freed memory would be sent.
         self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
-        self._wait(most)
+        self._wait(max_sends)
 
     def wait_for_sends(self) -> None:
         """See `Stage.wait_for_sends`."""
         self._wait(0)
 
-    def _wait(self, most: int) -> None:
-        while len(self._sends) > most:
+    def _wait(self, max_sends: int) -> None:
+        while len(self._sends) > max_sends:
             work, _ = self._sends.popleft()
             assert work is not None, "this rank is not in its own pipeline"
             work.wait()

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.params import MOST_END_TOKENS
-from mtpkit.engine.requests.request import AcceptanceStats, Request
+from mtpkit.engine.requests.request import Request
+from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.scheduling.admission import Admission, Room
 from mtpkit.engine.scheduling.blocks import IdPool
