@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mtpkit.engine.device.executor import Executor, Launched, Verifier
+from mtpkit.engine.device.pipeline import StageExecutor
 from mtpkit.engine.device.runner import StepRunner
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.intake import Intake
@@ -58,7 +59,8 @@ class Engine:
         self.intake = Intake(
             config, num_blocks, vocab_size, tokenizer, eos_token_ids, layout.slot_bytes
         )
-        self.executor = Executor(
+        executor = StageExecutor if self.ranks.stage.stages > 1 else Executor
+        self.executor = executor(
             config, layout, num_blocks, runner, drafter, vocab_size, device, verifier, self.ranks
         )
         blocks = IdPool(num_blocks)
@@ -133,41 +135,36 @@ class Engine:
             Outputs of the requests that emitted tokens.
         """
         began = time.perf_counter()
+        changed: list[Request] = []
         with self.ranks.working():
-            changed = self._step()
+            if not self.config.async_scheduling:
+                changed += self._collect()
+
+            plans = self.ranks.plan(self.scheduler, self.speculation.choose)
+            if not plans and not self._under_way and self.scheduler.has_unfinished:
+                raise MtpkitError(
+                    "requests are unfinished, but no step is running and none can be planned"
+                )
+            if plans:
+                launched = [self.executor.launch(plan) for plan in plans]
+                self._under_way.append([one for one in launched if one is not None])
+
+            if plans and self.config.async_scheduling:
+                changed += self._collect(plans[0].batch)
+            else:
+                # Without plans, the blocks that the next plans need may only be freed by the
+                # results of all steps under way.
+                changed += self._collect()
+
+            if not self.scheduler.has_unfinished:
+                self._drain()
+                self._under_way.clear()
         self._seconds += time.perf_counter() - began
+
         # results of two steps may have been committed
         once = {request.request_id: request for request in changed}
         wanted = (request for request in once.values() if request.finished or not finished_only)
         return [RequestOutput.of(request) for request in wanted]
-
-    def _step(self) -> list[Request]:
-        """Launch a step and commit results; returns the requests that changed, twice if two steps
-        changed them."""
-        changed = []
-        if not self.config.async_scheduling:
-            changed += self._collect()
-
-        plans = self.ranks.plan(self.scheduler, self.speculation.choose)
-        if not plans and not self._under_way and self.scheduler.has_unfinished:
-            raise MtpkitError(
-                "requests are unfinished, but no step is running and none can be planned"
-            )
-        if plans:
-            launched = (self.executor.launch(plan) for plan in plans)
-            self._under_way.append([one for one in launched if one is not None])
-
-        if plans and self.config.async_scheduling:
-            changed += self._collect(plans[0].batch)
-        else:
-            # Without plans, the blocks that the next plans need may only be freed by the results
-            # of all steps under way.
-            changed += self._collect()
-
-        if not self.scheduler.has_unfinished:
-            self._drain()
-            self._under_way.clear()
-        return changed
 
     def warm_up(self, shapes: Sequence[DraftShape]) -> None:
         """See `Executor.warm_up`. No request may wait or run."""

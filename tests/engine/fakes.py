@@ -3,11 +3,13 @@ interfaces."""
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
 from mtpkit.engine import Engine, EngineConfig, SamplingParams
 from mtpkit.engine.device.checkpoints import CheckpointStore
+from mtpkit.engine.device.runner import StepRunner
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.drafting.growth import Shape
 from mtpkit.engine.requests.tree import Tree
@@ -135,7 +137,19 @@ class HashModel:
 HASH_SPECS = {"hash": (ReplaySpec((), {"token": Part((), torch.int64)}), SnapshotSpec(()))}
 
 
-class HashRunner:
+class StandIn(StepRunner):
+    """A runner without a model, which is neither captured nor one of several stages."""
+
+    hidden_size = 1
+
+    def shortened(self):
+        return nullcontext()
+
+    def receive(self, tokens: int) -> None:
+        pass
+
+
+class HashRunner(StandIn):
     """`HashModel` over caches of its own: pages of tokens, a snapshot a token, and a state with a
     ring behind it.
 
@@ -146,7 +160,6 @@ class HashRunner:
         self, model: HashModel, num_blocks: int, num_slots: int, layout: StateLayout
     ) -> None:
         self.ring, self.newest = layout.counters
-        self.hidden_size = 1
         self.model = model
         self.block_size = layout.sizes.block_size
         self.ring_length = self.ring.length
@@ -157,6 +170,9 @@ class HashRunner:
 
     def run(self, batch) -> StepOutput:
         inputs = batch.inputs
+        if batch.resumed_hidden is not None:
+            known = batch.resumed_hidden[batch.logit_indices, 0, 0].tolist()
+            return StepOutput(self.model.logits(list(map(int, known))), batch.resumed_hidden)
         tokens = batch.token_ids.tolist()
         for kv_slot, token_id in zip(inputs.kv_slots.tolist(), tokens, strict=True):
             if kv_slot >= 0:
@@ -226,9 +242,6 @@ class HashRunner:
                 ring = self.rings[slot]
                 length = self.ring_length
                 ring[(context + to) % length] = ring[(context + path[to]) % length]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.logits([int(value) for value in hidden[:, 0]])
 
     def fold(self, states, slots, context_lens, committed) -> None:
         """Bring both histories of slots to where a chunk leaves them."""

@@ -61,7 +61,7 @@ def poison(engine) -> None:
     if executor.checkpoints:
         for tensor in executor.checkpoints.tensors:
             tensor[scheduler.prefix.slots.free_ids] = JUNK.get(tensor.dtype, math.nan)
-    plans = [one.launched.plan for one in executor._open]
+    plans = [one.launched.plan for one in getattr(executor, "_open", ())]
     chunks = {row.request: row for plan in plans for row in plan.chunks}
     decoded = {row.request: row for plan in plans for row in plan.decode_rows}
     held = {

@@ -220,7 +220,7 @@ def test_the_engine_measures_every_size_and_k(monkeypatch, patience):
 def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
     llm = make_llm(tiny_model(), 2, max_num_seqs=6)
     seen = []
-    execute = llm.engine.executor._execute
+    execute = llm.engine.executor.execute
 
     def watch(batch):
         seen.append(
@@ -228,7 +228,7 @@ def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
         )
         return execute(batch)
 
-    monkeypatch.setattr(llm.engine.executor, "_execute", watch)
+    monkeypatch.setattr(llm.engine.executor, "execute", watch)
     assert llm.engine.executor.time_step(4, 1, 3) > 0
     assert set(seen) == {(4, 1, 8)} and len(seen) == 4
 

@@ -19,7 +19,7 @@ from mtpkit.engine.steps.plan import Drafts, StepOutput
 from mtpkit.kernels import acceptance, sampling
 from mtpkit.kernels.acceptance import drawn_tree
 from mtpkit.model.state import StateLayout
-from tests.engine.fakes import CPU, state_sizes
+from tests.engine.fakes import CPU, StandIn, state_sizes
 
 VOCAB_SIZE = 4
 SEEDS = 20_000
@@ -36,7 +36,7 @@ HEADS = {
 """Logits of drafts after a token: near the base's, blind, and fond of what the base avoids."""
 
 
-class TableRunner:
+class TableRunner(StandIn):
     """A base whose logits depend on the newest token."""
 
     def run(self, batch) -> StepOutput:

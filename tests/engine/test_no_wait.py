@@ -72,7 +72,7 @@ def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings
     engine = llm.engine
     watch = Watch()
     steps = 0
-    execute = engine.executor._execute
+    execute = engine.executor.execute
 
     def execute_watched(batch):
         nonlocal steps
@@ -80,7 +80,7 @@ def watched_decode_steps(model, k: int, params: list[SamplingParams], **settings
         with watch:
             return execute(batch)
 
-    engine.executor._execute = execute_watched
+    engine.executor.execute = execute_watched
     llm.generate(make_prompts(), params)
     assert steps > 5
     return watch.found

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtpkit.engine import SamplingParams
-from mtpkit.engine.device import executor as executor_module
+from mtpkit.engine.device import pipeline
 from mtpkit.engine.device.checkpoints import CheckpointStore
 from mtpkit.engine.ranks.returned import unpack_returned
 from mtpkit.model import build, build_model
@@ -53,7 +53,7 @@ SABOTAGE: dict[str, list[Any]] = {
     "nothing": [],
     "states that are not restored": [CheckpointStore, "restore", lambda self, restores: None],
     "rings that are not folded": [CheckpointStore, "_settle", lambda self, slots: None],
-    "results of resumed rows": [executor_module, "unpack_returned", other_tokens],
+    "results of resumed rows": [pipeline, "unpack_returned", other_tokens],
 }
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpkit.engine.device import executor as executor_module
-from mtpkit.engine.device.executor import Executor
+from mtpkit.engine.device import pipeline
 from mtpkit.engine.ranks.returned import check_returned, columns_of, nbytes_of, unpack_returned
 from mtpkit.engine.requests.tree import DynamicTree, TokenTree, parse_tree
 from mtpkit.engine.steps.plan import Plan, Row
@@ -72,7 +71,7 @@ SABOTAGE: dict[str, tuple[Case, list[Any]]] = {
         FIXED_CASE,
         [StepInput, "keep_path", lambda self, path, accepted: None],
     ),
-    "another path": (GRAPHS, [executor_module, "unpack_returned", no_path]),
+    "another path": (GRAPHS, [pipeline, "unpack_returned", no_path]),
 }
 """What is broken, the case in which it must show, and how."""
 
@@ -276,7 +275,7 @@ def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_
     request = SimpleNamespace(slot=0)
     stored = []
     plan = Plan((Row(request, 4, 3, samples=True),), 1, 1, TokenTree((-1, 0, 1)))
-    executor = object.__new__(Executor)
+    executor = object.__new__(pipeline.StageExecutor)
     executor._open = deque()
     executor._most_open = 4
     executor.graphs = None
@@ -284,8 +283,9 @@ def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_
     executor._opened(plan, frozenset([0]), lambda message: message)
     request.slot = slot
     executor.state = SimpleNamespace(admit=lambda requests: None)
-    executor.checkpoints, executor.stage = None, SimpleNamespace(stages=2)
-    executor._launch_stage = lambda plan, slots: None
+    executor.checkpoints, executor.stage = None, SimpleNamespace(last=False)
+    executor.runner = SimpleNamespace(receive=lambda tokens: None)
+    executor._launch_before = lambda plan, slots: None
     executor.save = lambda saves: None
     other = Row(SimpleNamespace(slot=1), 0, 3, samples=True)
     executor.launch(Plan((other,), 1, 1, TokenTree((-1, 0, 1))))

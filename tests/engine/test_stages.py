@@ -21,8 +21,9 @@ from mtpkit.checkpoint import save_hf_model
 from mtpkit.cli import bench, generate
 from mtpkit.engine import LLM, loading
 from mtpkit.engine import llm as llm_module
-from mtpkit.engine.device import executor as executor_module
+from mtpkit.engine.device import pipeline
 from mtpkit.engine.device.executor import Executor
+from mtpkit.engine.device.pipeline import StageExecutor
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.ranks.returned import (
@@ -125,8 +126,8 @@ SABOTAGE = {
         SAMPLED,
         (StepInput, "committed_after", one_more),
     ),
-    "accepted drafts that go": (GREEDY, (executor_module, "unpack_returned", none_accepted)),
-    "drafts of other rows": (GREEDY, (executor_module, "unpack_returned", of_other_rows)),
+    "accepted drafts that go": (GREEDY, (pipeline, "unpack_returned", none_accepted)),
+    "drafts of other rows": (GREEDY, (pipeline, "unpack_returned", of_other_rows)),
 }
 """What is broken on the first stage, the case in which it must show, and how."""
 
@@ -152,16 +153,16 @@ def halves(config, stages, balance="memory") -> list[str]:
 
 
 def measured(model, case: Case, truth) -> dict:
-    launch = Executor.launch
+    launch = StageExecutor.launch
     opened = []
 
-    def counted(executor: Executor, plan: Plan):
+    def counted(executor: StageExecutor, plan: Plan):
         launched = launch(executor, plan)
         opened.append(len(executor._open))
         return launched
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "launch", counted)
+        patch.setattr(StageExecutor, "launch", counted)
         tokens, llm = decode(model, case, truth)
     executor = llm.engine.executor
     assert not executor._open and not getattr(executor.stage, "_sends", ()), (

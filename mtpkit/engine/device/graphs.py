@@ -32,10 +32,15 @@ _TOKENS_PER_CHUNK = 4
 
 
 class Sent(NamedTuple):
-    """Arrays that the host sends for a step: its `BatchBuilder.numbers` and its `block_tables`."""
+    """What the host sends for a step, and the graph that reads it."""
 
+    shape: StepShape
+    use: Use
+    """Names of the processors that the step computes."""
     numbers: np.ndarray
+    """See `BatchBuilder.numbers`."""
     tables: np.ndarray
+    """See `block_tables`."""
 
 
 Key = tuple[StepShape, Use]
@@ -115,7 +120,6 @@ class StepGraphs:
 
     Args:
         config: its limits determine the largest steps.
-        table_width: number of blocks of the longest request.
         null_block: the block that all null rows write to.
         warming: makes the context in which a step runs once before it is captured.
     """
@@ -124,7 +128,6 @@ class StepGraphs:
         self,
         builder: BatchBuilder,
         config: EngineConfig,
-        table_width: int,
         null_block: int,
         warming: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
@@ -146,6 +149,8 @@ class StepGraphs:
         largest = StepShape(rows, config.max_num_seqs + 1, tokens, 0, config.drafts)
         device = builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
+        longest = config.max_model_len + config.decode_width + config.lookahead
+        table_width = -(-longest // config.block_size)
         self._tables = torch.full(
             (largest.rows, table_width), null_block, dtype=torch.int64, device=device
         )
@@ -154,44 +159,44 @@ class StepGraphs:
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._capture = Capture()
 
-    def run(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
+    def run(self, execute: Execute, plan: Plan) -> Tensor:
         """Replay the graph for `plan`.
-
-        Args:
-            sent: what `send` returned for the plan, if its requests may have changed since.
 
         Returns:
             [S, ...], the results of `execute` for the rows that sample, valid until the next run.
         """
-        result = self.replay(execute, plan, sent)
-        shape = self.shape_for(plan)
-        decoded = plan.num_decode_rows
-        chunks = plan.num_sampling_rows - plan.num_decode_rows
-        first = result[shape.decode_rows :][:chunks]
-        return (
-            torch.cat([result[:decoded], first])
-            if decoded and chunks
-            else result[:decoded]
-            if decoded
-            else first
-        )
-
-    def replay(self, execute: Execute, plan: Plan, sent: Sent | None = None) -> Tensor:
-        """Replay the graph for `plan`; returns all that `execute` gives, also for null rows, valid
-        until the next run."""
-        shape = self.shape_for(plan)
-        graph, result = self.captured(execute, self._key(shape, plan.processors))
-        self._fill(shape, *(sent or self.send(plan)))
-        graph.replay()
-        return result
+        sent = self.send(plan)
+        return self.sampling_rows(self.replay(execute, sent), sent.shape, plan)
 
     def send(self, plan: Plan) -> Sent:
-        """Make the arrays that the host sends for a plan as it is now."""
+        """Make what the host sends for a plan as it is now."""
         shape = self.shape_for(plan)
         return Sent(
+            shape,
+            plan.processors,
             self.builder.numbers(shape, plan.decode_rows, plan.chunks),
             block_tables(plan, shape, fill=self.null_block),
         )
+
+    def replay(self, execute: Execute, sent: Sent) -> Tensor:
+        """Replay a graph; returns all that `execute` gives, also for null rows, valid until the
+        next run."""
+        graph, result = self.captured(execute, self._key(sent.shape, sent.use))
+        # Only after the capture, which runs the step on null rows in the same tensors.
+        self._fill(sent.shape, sent.numbers, sent.tables)
+        graph.replay()
+        return result
+
+    @staticmethod
+    def sampling_rows(result: Tensor, shape: StepShape, plan: Plan) -> Tensor:
+        """[S, ...] the rows of a plan that sample, of results for all rows of the shape [R, ...].
+        Null rows pad the decode rows, so that the chunks' results may lie apart."""
+        decoded = plan.num_decode_rows
+        chunks = plan.num_sampling_rows - decoded
+        if not chunks:
+            return result[:decoded]
+        first = result[shape.decode_rows :][:chunks]
+        return torch.cat([result[:decoded], first]) if decoded else first
 
     def shape_for(self, plan: Plan) -> StepShape:
         """The shape of the graph for a plan."""

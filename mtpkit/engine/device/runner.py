@@ -15,39 +15,34 @@ from mtpkit.model.state import Committed, States
 
 
 class StepRunner(Protocol):
-    """Runs the base over a batch: `Runner`, or a stand-in for a model in tests."""
-
-    def run(self, batch: Batch) -> StepOutput:
-        """Compute hidden states of all tokens and logits at `batch.logit_indices`."""
-        ...
-
-
-class CachingRunner(StepRunner, Protocol):
-    """A runner with the methods that a prefix cache needs besides `run`."""
+    """Runs the base over batches: `Runner`, or a stand-in for a model in tests."""
 
     hidden_size: int
+    """Size of the base's hidden states."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] the logits of hidden states [N, h] as `StepOutput.hidden` has them."""
+    def run(self, batch: Batch) -> StepOutput:
+        """Compute hidden states of all tokens and logits at `batch.logit_indices`; of resumed rows
+        the hidden states are known, and only logits are computed."""
         ...
 
     def fold(
         self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
     ) -> None:
-        """See `mtpkit.model.fold_rings`."""
+        """See `mtpkit.model.fold_rings`; called only with a prefix cache."""
         ...
-
-
-class CapturedRunner(StepRunner, Protocol):
-    """A runner with the method that CUDA graphs need besides `run`."""
 
     def shortened(self) -> AbstractContextManager[None]:
         """Until the context ends, let `run` do less, if it still compiles and loads all kernels
-        that it needs."""
+        that it needs; called only with CUDA graphs."""
+        ...
+
+    def receive(self, tokens: int) -> None:
+        """Receive a step's hidden states from the previous pipeline stage, if there is one; `run`
+        reads them."""
         ...
 
 
-class Runner:
+class Runner(StepRunner):
     """Runs a base model, or the layers that belong to one pipeline stage.
 
     Args:
@@ -57,23 +52,28 @@ class Runner:
     def __init__(
         self, model: HybridModel, stage: Stage | None = None, most_tokens: int = 0
     ) -> None:
-        self.model, self.stage = model, stage or Stage()
+        self.model = model
+        self.stage = stage or Stage()
         self.hidden_size: int = model.mtpkit_config.hidden_size
-        weight = next(model.parameters())
-        stage = self.stage
-
-        def buffer(tokens: int) -> Tensor:  # zeros, since graph capture computes with it
-            size = tokens, 1, self.hidden_size
-            return torch.zeros(size, dtype=model.config.params_dtype, device=weight.device)
-
-        self._received = buffer(0 if stage.first else most_tokens)
+        # Graphs read and write these two at fixed addresses. They begin as zeros, since the capture
+        # of a graph computes with what they hold.
+        self._received = self._zeros(0 if self.stage.first else most_tokens)
         """Hidden states from the previous stage."""
-        self._handed_on = buffer(0 if stage.last else most_tokens)
+        self._handed_on = self._zeros(0 if self.stage.last else most_tokens)
         """Hidden states for the next stage: one buffer, so that not every graph keeps its own."""
 
+    def _zeros(self, tokens: int) -> Tensor:
+        """[tokens, 1, h] in the model's dtype."""
+        return torch.zeros(
+            tokens,
+            1,
+            self.hidden_size,
+            dtype=self.model.config.params_dtype,
+            device=next(self.model.parameters()).device,
+        )
+
     def receive(self, tokens: int) -> None:
-        """Receive a step's hidden states from the previous pipeline stage, if there is one; `run`
-        reads them."""
+        """See `StepRunner.receive`."""
         if not self.stage.first:
             self.stage.receive(self._received[:tokens])
 
@@ -81,20 +81,23 @@ class Runner:
         """Run one forward pass; it writes keys, values and states to the caches in `batch.inputs`.
         Only the last stage returns logits; the hidden states that any other stage returns are valid
         until the next run."""
-        if not self.stage.first:
-            # A copy, since layers add to it in place: a graph may be captured after the transfer
-            # and before its replay.
-            self.model.set_input_tensor(self._received[: len(batch.token_ids)].clone())
-        hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
+        hidden = batch.resumed_hidden
+        if hidden is None:
+            if not self.stage.first:
+                # A copy, since layers add to it in place: a graph may be captured after the
+                # transfer and before its replay.
+                self.model.set_input_tensor(self._received[: len(batch.token_ids)].clone())
+            hidden = base_forward(self.model, batch.token_ids[None], batch.inputs)
         if not self.stage.last:
             return StepOutput(hidden.new_empty(0, 0), self._handed_on[: len(hidden)].copy_(hidden))
+
         # Decode rows need logits at all tokens.
         chosen = hidden[batch.logit_indices, 0] if batch.inputs.num_chunk_rows else hidden[:, 0]
-        return StepOutput(self.logits(chosen), hidden)
+        return StepOutput(local_logits(self.model, normed_states(self.model, chosen)), hidden)
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """See `CapturedRunner.shortened`: one layer of each kind runs instead of all."""
+        """See `StepRunner.shortened`: one layer of each kind runs instead of all."""
         whole = self.model
         # In fp8 Transformer Engine rounds a layer's weights when it first runs, which must not be
         # captured.
@@ -105,12 +108,8 @@ class Runner:
         finally:
             self.model = whole
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `CachingRunner.logits`."""
-        return local_logits(self.model, normed_states(self.model, hidden))
-
     def fold(
         self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
     ) -> None:
-        """See `CachingRunner.fold`."""
+        """See `StepRunner.fold`."""
         fold_rings(self.model, states, slots, context_lens, committed)

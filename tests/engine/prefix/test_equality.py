@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mtpkit.engine import LLM, SamplingParams, memory
+from mtpkit.engine.device import runner
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.prefix.compare import Pair, multi_turn
@@ -184,8 +185,7 @@ def test_prompts_at_the_edges_of_blocks_and_checkpoints(heads, length):
 def test_an_identical_prompt_needs_no_forward_pass(monkeypatch):
     pair = Pair(tiny_model(), 3)
     pair.run([START], greedy(1))
-    runner = pair.on.engine.executor.runner
-    monkeypatch.setattr(runner, "run", lambda batch: pytest.fail("the base ran"))
+    monkeypatch.setattr(runner, "base_forward", lambda *given: pytest.fail("the base ran"))
     (output,) = pair.on.generate([{"prompt_token_ids": START}], greedy(1))
     assert output.num_cached_tokens == len(START)
 

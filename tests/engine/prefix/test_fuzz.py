@@ -11,7 +11,7 @@ from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
 from mtpkit.engine.steps import verifier as verifier_module
 from mtpkit.engine.steps.device_state import DeviceState
-from mtpkit.engine.steps.plan import Restore, Save, StepOutput
+from mtpkit.engine.steps.plan import Restore, Save
 from tests.engine.fakes import HashRunner, HashStore
 from tests.engine.prefix import fuzz
 
@@ -66,21 +66,21 @@ def tail_shared(patch):
 
 def heads_not_resumed(patch):
     """The heads' entry before the checkpoint is left as it was."""
-    finish = Executor._finish
+    execute = Executor.execute
 
-    def skipped(self, batch, out: StepOutput):
+    def skipped(self, batch):
         if not batch.shape.resumed:
-            return finish(self, batch, out)
+            return execute(self, batch)
         draft = self.drafter.draft
         entries = list(getattr(self.drafter, "entries", []))
         try:
-            return finish(self, batch, out)
+            return execute(self, batch)
         finally:
             if entries:
                 self.drafter.entries = entries
                 self.drafter.draft = draft
 
-    patch.setattr(Executor, "_finish", skipped)
+    patch.setattr(Executor, "execute", skipped)
 
 
 def earlier_positions_shifted(patch):

@@ -1,0 +1,214 @@
+"""Execution of steps on one of several pipeline stages.
+
+A stage before the last one launches its layers and hands the hidden states on. The results come
+back later: until then the plan is open, and everything that the stage must store with them was
+built at the launch. All transfers are outside of graphs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpkit.engine.device.executor import Executor, Launched
+from mtpkit.engine.device.graphs import Sent, StepGraphs, largest_step
+from mtpkit.engine.ranks.returned import (
+    Column,
+    check_returned,
+    columns_of,
+    from_bytes,
+    nbytes_of,
+    pack_returned,
+    to_bytes,
+    unpack_returned,
+)
+from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.steps.plan import Batch, Drafts, Plan, StepResult, StepShape, Verdict
+
+
+class _Open(NamedTuple):
+    """A plan that a pipeline stage has run, but whose results it has not stored yet."""
+
+    launched: Launched
+    slots: frozenset[int | None]
+    """The slots of its rows: until the results are stored, no other plan with any of these slots
+    may begin."""
+    held: list[int | None]
+    """The slots of its decode rows in order, if their drafts are trees; else empty."""
+    store: Callable[[Tensor], Tensor]
+    """Stores the results, given the message [S, bytes] uint8; returns what goes to the host."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a request whose drafts are a tree has left its slot. Its blocks may then get
+        another owner, so the plan must be stored first: this moves entries within the blocks."""
+        return any(
+            row.request.slot != slot
+            for row, slot in zip(self.launched.plan.decode_rows, self.held, strict=False)
+        )
+
+
+class StageExecutor(Executor):
+    """Runs one pipeline stage's part of plans.
+
+    Attributes:
+        stores: on stages before the last one, the captured functions that store the results of
+            steps, if there are graphs.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.stores: StepGraphs | None = None
+        if self.graphs and not self.stage.last:
+            self.stores = StepGraphs(self.builder, self.config, self.num_blocks)
+            nbytes = nbytes_of(self._columns_of(StepShape.decoding(1, self.config.drafts)))
+            self._message = torch.zeros(
+                largest_step(self.config)[2], nbytes, dtype=torch.uint8, device=self.builder.device
+            )
+            """Fixed tensor that `stores` read: each row of a message at its row of the step, and
+            zeros in null rows."""
+        self._open: deque[_Open] = deque()
+        # one step per batch, as one plan of decode rows and one of chunks
+        self._most_open = 2 * self.stage.stages
+
+    def launch(self, plan: Plan) -> Launched | None:
+        """See `Executor.launch`. Resumed rows need no hidden states from the stage before."""
+        slots = frozenset(
+            [*(row.request.slot for row in plan.rows), *(one.slot for one in plan.restores)]
+        )
+        while self._open and (
+            len(self._open) >= self._most_open
+            or any(slots & one.slots or one.is_left for one in self._open)
+        ):
+            self._store_first()
+        self.prepare(plan)
+        if not plan.rows:
+            return None
+        if not plan.restores:
+            shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
+            self.runner.receive(shape.tokens)
+        launched = self._launch_last(plan) if self.stage.last else self._launch_before(plan, slots)
+        self.save(plan.saves)
+        return launched
+
+    def _launch_last(self, plan: Plan) -> Launched:
+        """Launch the last stage's part of a plan and send its results to the other stages."""
+        if self.graphs and not plan.restores:
+            packed = self.graphs.run(self.execute, plan)
+        else:
+            packed = self.execute(self.builder.build(plan))
+        self.stage.send_results(to_bytes(packed, self._columns_of(StepShape.of(plan))))
+        return Launched(plan, packed)
+
+    def _launch_before(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
+        """Launch the part of a plan on a stage before the last one, and keep the plan open until
+        the last stage sends its results.
+
+        Requests may have changed when the results arrive, so what is stored then must be built now.
+        On the device, these slots do not change until then.
+        """
+        if plan.restores:
+            store = partial(self._store, self.builder.build(plan))
+        elif self.graphs:
+            sent = self.graphs.send(plan)
+            # A copy, since the next step writes to the same buffer while this one is sent.
+            self.stage.send(self.graphs.replay(self.execute, sent).clone())
+            store = partial(self._replay_store, plan, sent)
+        else:
+            batch = self.builder.build(plan)
+            self.stage.send(self.execute(batch).clone())
+            store = partial(self._store, batch)
+        return self._opened(plan, slots, store)
+
+    def _opened(
+        self, plan: Plan, slots: frozenset[int | None], store: Callable[[Tensor], Tensor]
+    ) -> Launched:
+        """Keep a plan open, see `_Open`; returns the plan as launched."""
+        launched = Launched(plan)
+        held = [row.request.slot for row in plan.decode_rows if plan.trees]
+        self._open.append(_Open(launched, slots, held, store))
+        return launched
+
+    def execute(self, batch: Batch) -> Tensor:
+        """See `Executor.execute`. A stage before the last one returns the hidden states for the
+        next stage instead."""
+        if self.stage.last:
+            return super().execute(batch)
+        return self.runner.run(batch).hidden
+
+    def pack(self, verdict: Verdict, drafts: Drafts) -> Tensor:
+        """See `pack_returned`."""
+        return pack_returned(verdict, drafts)
+
+    def collect(self, launched: Sequence[Launched]) -> list[StepResult]:
+        """See `Executor.collect`; checks the results, which came from another stage."""
+        while not all(one.fetched for one in launched):
+            self._store_first()
+        return [one.wait(self._check) for one in launched]
+
+    def _check(self, packed: np.ndarray, plan: Plan) -> None:
+        check_returned(packed, self._columns_of(StepShape.of(plan)))
+
+    def _columns_of(self, shape: StepShape) -> dict[str, Column]:
+        return columns_of(shape.drafts, shape.decode_rows > 0, self.vocab_size)
+
+    def drain(self) -> None:
+        """See `Executor.drain`."""
+        while self._open:
+            self._store_first()
+        self.stage.wait_for_sends()
+
+    def _store_first(self) -> None:
+        """Receive the results of the first open plan from the last stage, store them, and begin to
+        copy them to the host."""
+        first = self._open.popleft()
+        plan = first.launched.plan
+        columns = self._columns_of(StepShape.of(plan))
+        message = self.stage.receive_results(plan.num_sampling_rows, nbytes_of(columns), self.builder.device)
+        first.launched.fetch(first.store(message))
+
+    def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:
+        """Store the results of a plan by a graph, given what `StepGraphs.send` returned for the
+        plan."""
+        assert self.stores is not None
+        shape = sent.shape
+        decoded = plan.num_decode_rows
+        rows = self._message[: shape.rows, : message.shape[1]].zero_()
+        rows[:decoded] = message[:decoded]
+        rows[shape.decode_rows :][: len(message) - decoded] = message[decoded:]
+        return self.stores.sampling_rows(self.stores.replay(self._store, sent), shape, plan)
+
+    def _store(self, batch: Batch, message: Tensor | None = None) -> Tensor:
+        """Store the results of a batch.
+
+        Args:
+            message: [S, bytes] uint8; None: read the fixed tensor `_message`, as graphs do.
+
+        Returns:
+            [S, columns] int64, the results for the host.
+        """
+        columns = self._columns_of(batch.shape)
+        if message is None:
+            message = self._message[: batch.shape.sampling_rows, : nbytes_of(columns)]
+        packed = from_bytes(message, columns)
+        verdict, drafts = unpack_returned(packed, batch)
+        batch, _ = batch.along(verdict)
+        self.state.step(batch, verdict, drafts)
+        return packed
+
+    @torch.inference_mode()
+    def warm_up(self, shapes: Sequence[DraftShape]) -> None:
+        """See `Executor.warm_up`."""
+        super().warm_up(shapes)
+        if self.stores:
+            self.stores.capture_all(self._store, shapes)
+
+    def step_free_slots(self, rows: int, drafts: DraftShape) -> None:
+        """See `Executor.step_free_slots`."""
+        super().step_free_slots(rows, drafts)
+        if self.stores:
+            self.stores.replay_free_slots(self._store, rows, drafts)
