@@ -12,13 +12,12 @@ from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.acceptance import accept_matching, accept_tree
 from mtpkit.kernels.sampling import uniform
-from mtpkit.model.inputs import TreeInput
 
 VerifyDrafts = Callable[[Tensor, Batch], Verdict]
 """Verifies the drafts of decode rows, given their processed logits [D * (1 + K), V]."""
 
 
-def verify(logits: Tensor, batch: Batch) -> Verdict:
+def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = None) -> Verdict:
     """Verify the drafts of decode rows, and choose the first token after the chunks that end a
     prompt.
 
@@ -29,39 +28,48 @@ def verify(logits: Tensor, batch: Batch) -> Verdict:
 
     Args:
         logits: [N, V], see `Batch.logit_indices`.
+        verify_drafts: verifies the drafts in another way; for benchmarks.
     """
-    if batch.inputs.tree is not None:
-        return _verdict(
-            logits, batch, _verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree
-        )
-    return _verdict(logits, batch, _verify_chosen if batch.draft_probs is None else _verify_drawn)
-
-
-def _verdict(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts) -> Verdict:
-    tree = batch.inputs.tree
-    ancestors = None if tree is None else tree.ancestors
+    inputs = batch.inputs
+    ancestors = None if inputs.tree is None else inputs.tree.ancestors
     logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts, ancestors)
-    count = batch.inputs.num_decode_tokens
-    parts = [verify_drafts(logits[:count], batch)] if count else []
-    if batch.inputs.num_chunk_rows:
-        parts.append(_first_tokens(batch, own_tokens(logits, batch, slice(count, None))))
-    if len(parts) == 1:
-        return parts[0]
-    accepted, token_ids = (
-        [getattr(part, name) for part in parts] for name in ("accepted", "token_ids")
-    )
-    path = parts[0].path
-    ranks = parts[0].ranks
+    count = inputs.num_decode_tokens
+    if count:
+        drafted = logits[:count]
+        if verify_drafts is not None:
+            decoded = verify_drafts(drafted, batch)
+        elif batch.draft_probs is None:
+            decoded = _follow(own_tokens(drafted, batch, slice(count)), batch)
+        elif inputs.tree is None:
+            decoded = _verify_drawn(drafted, batch)
+        else:
+            decoded = _verify_drawn_tree(drafted, batch)
+        if not inputs.num_chunk_rows:
+            return decoded
+
+    first = _first_tokens(own_tokens(logits[count:], batch, slice(count, None)), batch)
+    if not count:
+        return first
+    ranks = decoded.ranks
     if ranks is not None:
-        ranks = torch.cat([ranks, torch.full_like(parts[1].token_ids[:, 1:], -2)])
-    return Verdict(torch.cat(accepted), torch.cat(token_ids), path, ranks)
+        ranks = torch.cat([ranks, torch.full_like(first.token_ids[:, 1:], -2)])
+    return Verdict(
+        torch.cat([decoded.accepted, first.accepted]),
+        torch.cat([decoded.token_ids, first.token_ids]),
+        decoded.path,
+        ranks,
+    )
 
 
 def own_tokens(logits: Tensor, batch: Batch, part: slice) -> Tensor:
-    """[n] int64, the base's choice at `part` of the processed logits [N, V]: its best token, a
-    draw, or `NO_TOKEN`."""
+    """[n] int64, the base's choice at processed logits [n, V]: its best token, a draw, or
+    `NO_TOKEN`.
+
+    Args:
+        part: where these logits are among the logits of the batch.
+    """
     return sampler.sample(
-        logits[part], batch.sampling, batch.logit_rows[part], partial(_positions, batch, part)
+        logits, batch.sampling, batch.logit_rows[part], partial(_positions, batch, part)
     )
 
 
@@ -70,15 +78,35 @@ def _positions(batch: Batch, part: slice) -> Tensor:
     return batch.inputs.positions[batch.logit_indices[part]] + 1
 
 
-def _own_tokens_of_drafts(logits: Tensor, batch: Batch) -> Tensor:
-    """[D, 1 + K] int64, the base's own choice at each token of the decode rows."""
-    rows, depths = batch.drafts.shape
-    return own_tokens(logits, batch, slice(rows * (1 + depths))).view(rows, 1 + depths)
+def _first_tokens(chosen: Tensor, batch: Batch) -> Verdict:
+    """Verdict for the chunks: the known token after each chunk, or its entry in `chosen` [chunks
+    that sample] if the token is not known."""
+    known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
+    token_ids = known.new_zeros(len(known), 1 + batch.shape.num_speculative_tokens)
+    token_ids[:, 0] = known
+    sampling = known[: len(chosen)]  # chunks that sample come first
+    token_ids[: len(chosen), 0] = torch.where(sampling < 0, chosen, sampling)
+    return Verdict(torch.zeros_like(known), token_ids)
 
 
-def _verify_chosen(logits: Tensor, batch: Batch) -> Verdict:
-    """Verify drafts that are the heads' best tokens."""
-    return Verdict(*accept_matching(batch.drafts, _own_tokens_of_drafts(logits, batch)))
+def _follow(own: Tensor, batch: Batch) -> Verdict:
+    """Verify drafts that are the heads' best tokens: follow those that are the base's own choice.
+
+    Args:
+        own: the base's choice at each token of the decode rows, row after row.
+    """
+    own = own.view(batch.inputs.num_decode_rows, -1)
+    if batch.inputs.tree is None:
+        return Verdict(*accept_matching(batch.drafts, own))
+    tokens, parents = _tree_tokens(batch)
+    return Verdict(*accept_tree(tokens, parents, own, batch.shape.num_speculative_tokens))
+
+
+def _tree_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """[D, T] the tokens of the decode rows' trees, and their parents."""
+    assert batch.inputs.tree is not None and batch.inputs.tree.parents is not None
+    parents = batch.inputs.tree.parents
+    return batch.token_ids[: parents.numel()].view_as(parents), parents
 
 
 def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
@@ -99,22 +127,14 @@ def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
     )
 
 
-def _verify_chosen_tree(logits: Tensor, batch: Batch) -> Verdict:
-    """Verify trees of the heads' best tokens: follow the child that is the base's own choice."""
-    own = _own_tokens_of_drafts(logits, batch)
-    tree = _tree(batch)
-    assert tree.parents is not None
-    tokens = batch.token_ids[: batch.inputs.num_decode_tokens].view_as(own)
-    return Verdict(*accept_tree(tokens, tree.parents, own, batch.shape.num_speculative_tokens))
-
-
 def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
     """Verify trees whose siblings were drawn without replacement from `draft_probs` [D, E, v]."""
     rows, drafts = batch.drafts.shape
     part = slice(rows * (1 + drafts))
     row_of_logit = batch.logit_rows[part]
     positions = _positions(batch, part)
-    tree = _tree(batch)
+    tree = batch.inputs.tree
+    assert tree is not None
     branches = torch.arange(1 + drafts, device=logits.device).repeat(rows)
     assert batch.draft_probs is not None
     # A draft is accepted at its own position, which is the one after its parent's.
@@ -133,23 +153,6 @@ def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
         tokens, tree, batch.draft_probs, probs, accept, token, depth
     )
     return Verdict(*found)
-
-
-def _tree(batch: Batch) -> TreeInput:
-    assert batch.inputs.tree is not None
-    return batch.inputs.tree
-
-
-def _first_tokens(batch: Batch, chosen: Tensor) -> Verdict:
-    """Verdict for the chunks: the known token after each chunk, or its entry in `chosen` [chunks
-    that sample] if the token is not known."""
-    known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
-    token_ids = known.new_zeros(len(known), 1 + batch.shape.num_speculative_tokens)
-    token_ids[:, 0] = known
-    token_ids[: len(chosen), 0] = torch.where(
-        known[: len(chosen)] < 0, chosen, known[: len(chosen)]
-    )
-    return Verdict(torch.zeros_like(known), token_ids)
 
 
 class SyntheticAcceptance:
@@ -176,62 +179,59 @@ class SyntheticAcceptance:
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
         if not batch.shape.num_speculative_tokens:
             return verify(logits, batch)
-        return _verdict(
-            logits, batch, self._verify_drafts if batch.inputs.tree is None else self._verify_trees
-        )
+        if batch.inputs.tree is None:
+            return verify(logits, batch, self._verify_drafts)
+        return verify(logits, batch, self._verify_trees)
 
     def _verify_trees(self, logits: Tensor, batch: Batch) -> Verdict:
         """Accept the first child of a token at the rate of its depth, the probability that any
         child is right."""
-        found = (_verify_chosen_tree if batch.draft_probs is None else _verify_drawn_tree)(
-            logits, batch
-        )
-        tree = _tree(batch)
-        own = _own_tokens_of_drafts(logits, batch)
+        own = own_tokens(logits, batch, slice(len(logits)))
+        # This verdict is not used: only its time counts.
+        if batch.draft_probs is None:
+            _follow(own, batch)
+        else:
+            _verify_drawn_tree(logits, batch)
+        tokens, parents = _tree_tokens(batch)
+        rows, width = tokens.shape
+        own = own.view(rows, width)
         depth = batch.shape.num_speculative_tokens
-        assert tree.parents is not None
-        rows, width = own.shape
-        position = batch.inputs.context_lens[:rows, None] + torch.arange(
-            1, 1 + depth, device=own.device
-        )
+        first_position = batch.inputs.context_lens[:rows, None]
+        position = first_position + torch.arange(1, 1 + depth, device=own.device)
         seeds = batch.sampling.seeds[:rows, None].expand_as(position)
-        numbers = uniform(seeds.flatten(), position.flatten(), sampler.ACCEPT_STREAM).view_as(
-            position
-        )
+        numbers = uniform(seeds.flatten(), position.flatten(), sampler.ACCEPT_STREAM)
+        numbers = numbers.view_as(position)
+
+        index = torch.arange(width, device=own.device)
+        below = parents[:, None] == index[:, None]  # [D, parent, child]
+        first = torch.where(below & (index > 0), index, width).amin(2)
+        depths = batch.inputs.positions[: rows * width].view_as(own) - first_position
+        right = (numbers < self.rates[:depth]).gather(1, depths.clamp_max(depth - 1))
+        right &= first < width
+        drafted = tokens.gather(1, first.clamp_max(width - 1))
+
         # An accepted first child replaces the base's choice. Any other choice becomes -2 - token
         # and matches no draft.
-        index = torch.arange(width, device=own.device)
-        below = tree.parents[:, None] == index[:, None]  # [D, parent, child]
-        first = torch.where(below & (index > 0), index, width).amin(2)
-        tokens = batch.token_ids[: rows * width].view_as(own)
-        depths = (position[:, :1] - 1).neg() + batch.inputs.positions[: rows * width].view_as(own)
-        right = (numbers < self.rates[:depth]).gather(1, depths.clamp_max(depth - 1)) & (
-            first < width
-        )
-        drafted = tokens.gather(1, first.clamp_max(width - 1))
-        own = torch.where(
-            right & (own != NO_TOKEN), drafted, torch.where(own != NO_TOKEN, -2 - own, own)
-        )
-        accepted, token_ids, path, ranks = accept_tree(tokens, tree.parents, own, depth)
-        del found  # only its time counts
-        return Verdict(
-            accepted, torch.where(token_ids < NO_TOKEN, -2 - token_ids, token_ids), path, ranks
-        )
+        valid = own != NO_TOKEN
+        own = torch.where(right & valid, drafted, torch.where(valid, -2 - own, own))
+        accepted, token_ids, path, ranks = accept_tree(tokens, parents, own, depth)
+        token_ids = torch.where(token_ids < NO_TOKEN, -2 - token_ids, token_ids)
+        return Verdict(accepted, token_ids, path, ranks)
 
     def _verify_drafts(self, logits: Tensor, batch: Batch) -> Verdict:
+        """Accept each draft at the rate of its depth, if all drafts before it are accepted."""
         rows, depths = batch.drafts.shape
-        own = _own_tokens_of_drafts(logits, batch)
-        # These results are not used: only their time counts.
+        own = own_tokens(logits, batch, slice(len(logits))).view(rows, 1 + depths)
+        # This verdict is not used: only its time counts.
         if batch.draft_probs is None:
             accept_matching(batch.drafts, own)
         else:
             _verify_drawn(logits, batch)
         positions = batch.inputs.positions[: rows * (1 + depths)].view(rows, 1 + depths)[:, 1:]
         seeds = batch.sampling.seeds[:rows, None].expand(-1, depths)
-        numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM).view(
-            rows, depths
-        )
-        accepted = (numbers < self.rates[:depths]).long().cumprod(-1).sum(-1)
+        numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM)
+        accepted = (numbers.view(rows, depths) < self.rates[:depths]).long().cumprod(-1).sum(-1)
+
         place = torch.arange(1 + depths, device=own.device)
         last = accepted[:, None]
         drafted = (place < last) & (own != NO_TOKEN)
