@@ -52,7 +52,7 @@ class Recorder:
     def __init__(self, inner: Drafter, known: int) -> None:
         self._inner = inner
         self._known = known
-        self.earlier = inner.earlier
+        self.span = inner.span
         self.drafts: dict[int, list[int]] = {}
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:

@@ -83,8 +83,7 @@ class Engine:
         """The prefix cache, which finds the same prefixes on all ranks, although only the last
         pipeline stage has heads."""
         config = self.config
-        following = drafter.earlier[0] + 1 if config.num_speculative_tokens else 0
-        following = self.ranks.all_reduce_max(following)
+        following = self.ranks.all_reduce_max(drafter.span.after)
         successors = following > 0 and self.layout.head_slot_bytes > 0
         return PrefixCache(
             blocks,

@@ -106,7 +106,7 @@ class LLM:
         sizes = StateSizes(
             *widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype]
         )
-        layout = StateLayout(state_specs(self.model), sizes, drafter.earlier[0])
+        layout = StateLayout(state_specs(self.model), sizes, drafter.span.before)
         self.memory_plan = plan_memory(
             model_config,
             layout,
@@ -114,7 +114,7 @@ class LLM:
             weight.device,
             options.gpu_memory_utilization,
             options.num_blocks,
-            drafter.earlier,
+            drafter.span,
             options.prefix_cache_bytes,
             self.ranks,
             draft_embedding_bytes(self.model),

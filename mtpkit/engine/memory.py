@@ -11,6 +11,7 @@ from mtpkit.engine.device.graphs import largest_step
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.plan import NO_HEADS, HeadSpan
 from mtpkit.errors import UserError
 from mtpkit.model.kinds import kinds_in
 from mtpkit.model.state import StateLayout
@@ -132,7 +133,7 @@ def plan_memory(
     device: torch.device,
     utilization: float,
     num_blocks: int | None = None,
-    earlier: tuple[int, int] = (0, 0),
+    span: HeadSpan = NO_HEADS,
     prefix_bytes: int | None = None,
     ranks: Ranks | None = None,
     draft_embedding: int = 0,
@@ -143,7 +144,7 @@ def plan_memory(
     Args:
         num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as
             many as fit.
-        earlier: see `Drafter.earlier`.
+        span: see `Drafter.span`.
         prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None:
             `_CHECKPOINTS` for each request, within the limit of `_CHECKPOINTS_SHARE`.
         draft_embedding: see `draft_embedding_bytes`.
@@ -154,8 +155,8 @@ def plan_memory(
     """
     ranks = ranks or Ranks()
     vocabulary = ranks.vocabulary(model.vocab_size)
-    # see `DistinctDrafter`
-    again = config.max_num_seqs * (earlier[0] and earlier[0] + config.decode_width)
+    # Distinct heads run over a window that is longer than the step, see `DistinctDrafter`.
+    again = config.max_num_seqs * (span.before + config.decode_width) if span.before else 0
     tokens = config.max_num_batched_tokens
     logit_rows = config.max_num_seqs * (1 + config.decode_width)
     rows = config.max_num_seqs
@@ -165,7 +166,7 @@ def plan_memory(
     activations = _activation_bytes(
         model, layout.sizes.dtype, tokens + again, logits, ranks.tensor_size
     )
-    activations += rows * _draft_bytes(vocabulary.width, layout, config, earlier)
+    activations += rows * _draft_bytes(vocabulary.width, layout, config, span)
     transfers = ranks.stage.copies * tokens * model.hidden_size * layout.sizes.dtype.itemsize
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total, in_use = _device_bytes(device)
@@ -177,7 +178,7 @@ def plan_memory(
     sizes = layout.sizes
     hidden_size = model.hidden_size if ranks.stage.last else 0
     state = DeviceState.allocate(
-        1, config, vocabulary, meta, layout.counters, earlier, sizes.dtype, hidden_size
+        1, config, vocabulary, meta, layout.counters, span, sizes.dtype, hidden_size
     )
     plan = MemoryPlan(
         total=total,
@@ -282,15 +283,15 @@ def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | No
     return min(fitting, one * plan.max_num_seqs) if num_blocks is None else num_blocks
 
 
-def _draft_bytes(
-    width: int, layout: StateLayout, config: EngineConfig, earlier: tuple[int, int]
-) -> int:
+def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, span: HeadSpan) -> int:
     """Bytes that drafting takes per row besides activations. First, copies of the states that
     depths 2 .. K change (see `StepInput.continued`): one for a chain of a repeated head; for a tree
     one, and one more for each draft that gets children. Second, distributions of drafts in three
     places: as each is made, stacked, and under verification."""
     depths = config.num_speculative_tokens
-    copies = 1 + config.tree.entries if config.tree else 0 if earlier[0] else 1
+    copies = 0 if span.before else 1
+    if config.tree:
+        copies = 1 + config.tree.entries
     forked = layout.head_slot_bytes * copies if depths > 1 else 0
     return forked + 3 * config.draft_distributions * width * torch.float32.itemsize
 

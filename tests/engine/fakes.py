@@ -15,7 +15,7 @@ from mtpkit.engine.drafting.growth import Shape
 from mtpkit.engine.requests.tree import Tree
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.scheduling.scheduler import Scheduler
-from mtpkit.engine.steps.plan import Drafts, Plan, StepOutput
+from mtpkit.engine.steps.plan import Drafts, HeadSpan, Plan, StepOutput
 from mtpkit.engine.steps.sampler import TOKEN_STREAM
 from mtpkit.kernels import sampling
 from mtpkit.model.state import Part, ReplaySpec, SnapshotSpec, StateLayout, StateSizes
@@ -305,7 +305,7 @@ class RuleDrafter:
     """The best draft is what `rule(tokens so far)` says, the others of a tree are the tokens before
     that one."""
 
-    earlier = (0, 0)
+    span = HeadSpan(after=1)
 
     def __init__(
         self, rule: Callable[[list[int]], int], depths: int, vocab_size: int, tree: Tree | None
@@ -410,14 +410,14 @@ class HeadDrafter(RuleDrafter):
         self.runner = runner
         self.block_size = config.block_size
         self.entries = [None] * len(runner.pages)
-        self.earlier = before, runner.hidden_size
+        self.span = HeadSpan(before, before + 1, runner.hidden_size)
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         if verdict.path is not None:
             self.runner.keep_path(batch, verdict)
         drafts = super().draft(hidden, batch, verdict)
         inputs = batch.inputs
-        before = self.earlier[0]
+        before = self.span.before
         for row, slot in enumerate(inputs.state_slots.tolist()):
             if slot < 0:
                 continue
@@ -445,7 +445,7 @@ class HeadDrafter(RuleDrafter):
 
     def _check_earlier(self, batch, row: int, tokens: list[int]) -> None:
         """What the step has of the positions before it, whose `tokens` are given."""
-        index = -torch.arange(1, min(self.earlier[0], len(tokens)) + 1)
+        index = -torch.arange(1, min(self.span.before, len(tokens)) + 1)
         rows = torch.full_like(index, row)
         values = [0]
         for token_id in tokens:

@@ -15,7 +15,7 @@ from mtpkit.engine.drafting.growth import Shape
 from mtpkit.engine.drafting.trees import RepeatedTreeDrafter
 from mtpkit.engine.requests.tree import parse_tree
 from mtpkit.engine.steps import sampler
-from mtpkit.engine.steps.plan import Drafts, StepOutput
+from mtpkit.engine.steps.plan import Drafts, HeadSpan, StepOutput
 from mtpkit.kernels import acceptance, sampling
 from mtpkit.kernels.acceptance import drawn_tree
 from mtpkit.model.state import StateLayout
@@ -48,7 +48,7 @@ class TableRunner(StandIn):
 class TableDrafter:
     """Drafts from a table, the best tokens or draws."""
 
-    earlier = (0, 0)
+    span = HeadSpan(after=1)
 
     def __init__(self, table, depths, draw) -> None:
         self.table = table
@@ -228,7 +228,7 @@ def test_broken_rejection_is_found(monkeypatch, sabotage):
 class TableTreeDrafter(RepeatedTreeDrafter):
     """Draws trees from a table."""
 
-    earlier = (0, 0)
+    span = HeadSpan(after=1)
 
     def __init__(self, table, tree) -> None:
         self.table, self.shape, self.sample, self.draft_token_ids = (

@@ -7,6 +7,7 @@ import torch
 
 from mtpkit.engine import memory
 from mtpkit.engine.memory import plan_memory
+from mtpkit.engine.steps.plan import HeadSpan
 from mtpkit.errors import UserError
 from mtpkit.model.state import Replay
 from tests.engine.tiny import VOCAB_SIZE, generate, greedy, held_bytes, make_llm, tiny_model
@@ -157,15 +158,15 @@ def test_states_that_depths_change_are_planned_for(rollback):
     assert sum(copied) == 8 * engine.layout.head_slot_bytes > 0
     model = llm.model.mtpkit_config
     of = {
-        earlier: plan_memory(
-            model, engine.layout, engine.config, torch.device("cpu"), 0.9, 200, earlier
+        span.before: plan_memory(
+            model, engine.layout, engine.config, torch.device("cpu"), 0.9, 200, span
         ).activations
-        for earlier in ((0, 0), (2, 48))
+        for span in (HeadSpan(after=1), HeadSpan(2, 3, 48))
     }
     kept = plan_memory(
         model, replace(engine.layout, specs={}), engine.config, torch.device("cpu"), 0.9, 200
     )
-    assert of[0, 0] - kept.activations == sum(copied)
+    assert of[0] - kept.activations == sum(copied)
     one = replace(
         engine.config,
         num_speculative_tokens=1,
@@ -186,12 +187,15 @@ def test_positions_that_a_drafter_runs_over_again_are_planned_for():
     config = llm.engine.config
     again, without, longer = (
         plan_memory(
-            llm.model.mtpkit_config, llm.engine.layout, one, torch.device("cpu"), 0.9, 200, earlier
+            llm.model.mtpkit_config, llm.engine.layout, one, torch.device("cpu"), 0.9, 200, span
         )
-        for one, earlier in (
-            (config, (2, 48)),
-            (config, (0, 0)),
-            (replace(config, max_num_batched_tokens=config.max_num_batched_tokens + 48), (0, 0)),
+        for one, span in (
+            (config, HeadSpan(2, 3, 48)),
+            (config, HeadSpan(after=1)),
+            (
+                replace(config, max_num_batched_tokens=config.max_num_batched_tokens + 48),
+                HeadSpan(),
+            ),
         )
     )
     assert again.activations == longer.activations > without.activations

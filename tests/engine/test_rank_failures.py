@@ -170,7 +170,7 @@ class Ending:
         self.inner = llm.engine.executor.drafter
         self.what = what
         self.steps = 0
-        self.earlier = self.inner.earlier
+        self.span = self.inner.span
 
     def draft(self, hidden, batch, verdict):
         self.steps += 1

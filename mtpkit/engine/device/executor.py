@@ -116,7 +116,7 @@ class Executor:
             ranks.vocabulary(vocab_size),
             device,
             counters=layout.counters,
-            earlier=drafter.earlier,
+            span=drafter.span,
             dtype=layout.sizes.dtype,
             hidden_size=runner.hidden_size if cached and self.stage.last else 0,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.steps.batch import token_rows
-from mtpkit.engine.steps.plan import Batch, Drafts, Verdict, embeddable
+from mtpkit.engine.steps.plan import Batch, Drafts, HeadSpan, Verdict, embeddable
 from mtpkit.kernels.step_rows import kv_slots
 from mtpkit.model import mtp_forward
 from mtpkit.model.inputs import StepInput
@@ -40,9 +40,10 @@ class DistinctDrafter(MtpDrafter):
     """
 
     @property
-    def earlier(self) -> tuple[int, int]:
-        """See `Drafter.earlier`."""
-        return self.num_speculative_tokens - 1, self.model.mtpkit_config.hidden_size
+    def span(self) -> HeadSpan:
+        """See `Drafter.span`."""
+        depths = self.num_speculative_tokens
+        return HeadSpan(depths - 1, depths, self.model.mtpkit_config.hidden_size)
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)

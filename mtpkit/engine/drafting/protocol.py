@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.steps import sampler
-from mtpkit.engine.steps.plan import Batch, Drafts, Verdict
+from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, HeadSpan, Verdict
 from mtpkit.kernels.linear import linear
 from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
 from mtpkit.model.hybrid import HybridModel
@@ -21,10 +21,8 @@ class Drafter(Protocol):
     results of the previous one, and may be captured in a CUDA graph."""
 
     @property
-    def earlier(self) -> tuple[int, int]:
-        """E and h: the number of committed positions before a step that the drafter reads, and the
-        size of their hidden states. The recurrent states of the heads stay E positions behind the
-        committed ones."""
+    def span(self) -> HeadSpan:
+        """The positions that the heads' cache entries depend on."""
         ...
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
@@ -36,7 +34,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes no drafts, for plain decoding."""
 
-    earlier = (0, 0)
+    span = NO_HEADS
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """[S, 0] drafts."""
@@ -47,9 +45,9 @@ class MtpDrafter:
     """Base class of drafters with heads: chooses a draft from the hidden state of a depth."""
 
     @property
-    def earlier(self) -> tuple[int, int]:
-        """See `Drafter.earlier`."""
-        return 0, 0
+    def span(self) -> HeadSpan:
+        """See `Drafter.span`."""
+        return HeadSpan(after=1)
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.params import MOST_END_TOKENS
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.tree import DynamicTree
-from mtpkit.engine.steps.plan import Batch, Drafts, Earlier, Verdict
+from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, Earlier, HeadSpan, Verdict
 from mtpkit.engine.steps.processors import GREEDY, PROCESSORS, Columns, Use
 from mtpkit.engine.steps.sampler import Sampling
 from mtpkit.engine.steps.vocabulary import Vocabulary
@@ -113,7 +113,7 @@ class DeviceState:
         vocabulary: Vocabulary,
         device: torch.device,
         counters: Sequence[Counter] = (),
-        earlier: tuple[int, int] = (0, 0),
+        span: HeadSpan = NO_HEADS,
         dtype: torch.dtype = torch.float32,
         hidden_size: int = 0,
     ) -> "DeviceState":
@@ -121,15 +121,17 @@ class DeviceState:
 
         Args:
             counters: counters that the states of the layers have for each request.
-            earlier: E and the hidden size, see `Drafter.earlier`.
+            span: see `Drafter.span`.
             dtype: dtype of hidden states.
             hidden_size: the base's hidden size, needed with a prefix cache; 0: this rank lacks the
                 base's hidden states.
         """
         cached = config.enable_prefix_caching
-        positions, hidden_size = (
-            (earlier[0] + 1, hidden_size) if cached and hidden_size else earlier
-        )
+        positions = span.before
+        if cached and hidden_size:
+            positions = positions + 1
+        else:
+            hidden_size = span.hidden_size
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)

@@ -202,6 +202,24 @@ class StepShape:
 
 
 @dataclass(frozen=True)
+class HeadSpan:
+    """The positions around a position j whose tokens and hidden states the heads' cache entries for
+    j are computed from, see `DistinctDrafter`."""
+
+    before: int = 0
+    """E: committed positions before a step that the drafter runs over again. The recurrent states
+    of the heads stay E positions behind the committed ones."""
+    after: int = 0
+    """Tokens after j that the entries depend on: 1 for a repeated head, K for distinct heads; 0:
+    there are no heads."""
+    hidden_size: int = 0
+    """Size of the hidden states that are kept of the E positions."""
+
+
+NO_HEADS = HeadSpan()
+
+
+@dataclass(frozen=True)
 class Earlier:
     """The last E committed positions before a step, the newest last. Values before position 0 are
     undefined."""
