@@ -168,7 +168,9 @@ class StageExecutor(Executor):
         first = self._open.popleft()
         plan = first.launched.plan
         columns = self._columns_of(StepShape.of(plan))
-        message = self.stage.receive_results(plan.num_sampling_rows, nbytes_of(columns), self.builder.device)
+        message = self.stage.receive_results(
+            plan.num_sampling_rows, nbytes_of(columns), self.builder.device
+        )
         first.launched.fetch(first.store(message))
 
     def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:
