@@ -9,10 +9,9 @@ and the row's settings. The data is the corpus itself (`text`), or the same numb
 the base wrote after prompts from the corpus, at temperature 1 (`own`) or 0 (`greedy`). The columns
 are acceptance lengths of greedy drafts:
 
-- trained: teacher-forced on held-out text, with the attention used in training;
+- trained: predicted from held-out text, with the attention used in training;
 - in serving: the same, with the attention of serving;
-- served: teacher-forced on the base's own answers to held-out prompts, with the attention of
-  serving;
+- served: predicted from the base's own answers to held-out prompts, with the attention of serving;
 - engine: counted by the engine on the same prompts, which is the same number.
 
 The last line printed is one JSON object. Rows that were trained by an earlier call are not trained

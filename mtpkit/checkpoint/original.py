@@ -1,8 +1,9 @@
 """Data that a Megatron directory keeps from its Hugging Face original, besides weights and config.
 
 `carried.safetensors` holds the tensors outside the text model, under their names on disk.
-`mtpkit_original.json` records how the other tensors were stored where there is a choice, and the
-values that Megatron's layout rounds. Each file exists only if there is something to keep.
+`mtpkit_original.json` records how the other tensors were stored where there is a choice. It also
+holds the original of each tensor that changes by rounding on its way to Megatron's layout and back,
+such as a norm that is stored there minus 1. Each file exists only if there is something to keep.
 """
 
 import json

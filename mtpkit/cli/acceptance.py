@@ -62,17 +62,17 @@ def acceptance(
     """Print how often a base accepts its heads' drafts on held-out data, one row per source.
 
     Heads read the text's own tokens, and steps are those of a decoder along the text: the first one
-    begins at an answer's first token, the next ones after the drafts that are accepted. AL is the
-    acceptance length, 1 + accepted drafts per step, with its 95% interval over prompts (bootstrap).
-    Three lengths are given: of greedy decoding; expected at temperature 1 with the heads' best
-    tokens as drafts, as in the engine by default; and expected at temperature 1 with drafts sampled
-    from the heads (draft_sampling). On text that the base wrote itself in the same manner (`mtpkit
-    data regenerate`) these are the engine's own numbers; greedy counts are equal. Departures are
-    the tokens that are not the base's greedy choice: a step ends there, and greedy AL is too low
-    where they are many. The loss is the KL divergence from the base; depth k has the weight
-    0.6^(k-1). Where the output is no terminal, or with --json, the last line printed is one JSON
-    object. Under torchrun the processes share the work: torchrun --standalone --no-python
-    --nproc-per-node N mtpkit acceptance ...
+    begins at an answer's first token, the next ones after the drafts that are accepted. The
+    acceptance length is 1 + accepted drafts per step, with its 95% interval over prompts
+    (bootstrap). Three are given: that of greedy decoding; the expected one at temperature 1 with
+    the heads' best tokens as drafts, as in the engine by default; and the expected one at
+    temperature 1 with drafts sampled from the heads (draft_sampling). On text that the base wrote
+    itself in the same manner (`mtpkit data regenerate`) these are the engine's own numbers; greedy
+    counts are equal. Departures are the tokens that are not the base's greedy choice: a step ends
+    there, and the greedy acceptance length is too low where they are many. The loss is the KL
+    divergence from the base; depth k has the weight 0.6^(k-1). Where the output is no terminal, or
+    with --json, the last line printed is one JSON object. Under torchrun the processes share the
+    work: torchrun --standalone --no-python --nproc-per-node N mtpkit acceptance ...
     """
     from mtpkit.bench.tables import print_object
     from mtpkit.files import check_writable, write_file

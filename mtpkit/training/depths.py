@@ -340,9 +340,9 @@ def measure_depths(
 ) -> tuple[DepthSums, Tensor]:
     """Measure acceptance under all `DECODINGS`, without gradients.
 
-    The heads read the text's tokens (teacher forcing). Greedy acceptance equals that of decoding on
-    text that the base wrote greedily; acceptance under sampling equals that of decoding on text
-    that the base sampled at temperature 1.
+    The heads read the text's tokens, not their own drafts. Greedy acceptance equals that of
+    decoding on text that the base wrote greedily; acceptance under sampling equals that of decoding
+    on text that the base sampled at temperature 1.
 
     Under greedy decoding the draft is accepted if it is the base's best token, and the step
     continues along the text if that is the text's token t too. Under sampling, a step continues

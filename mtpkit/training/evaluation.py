@@ -51,14 +51,15 @@ class Evaluation:
     def __str__(self) -> str:
         overall = self.overall
         rates = ", ".join(f"{rate:.1%}" for rate in overall.conditional_acceptance())
-        text = f"held-out AL {overall.acceptance_length():.3f}"
+        text = f"held-out acceptance length {overall.acceptance_length():.3f}"
         if interval := show_interval(self.intervals[ALL][0]):
             text += f" (95%: {interval})"
         text += f", conditional acceptance {rates}, departures {overall.departures():.1%}"
-        text += f", AL sampling {overall.acceptance_length('sampling'):.3f}"
+        sampled = overall.acceptance_length("sampling")
+        text += f", acceptance length at temperature 1 {sampled:.3f}"
         if len(self.sources) > 1:
             each = (f"{name} {sums.acceptance_length():.3f}" for name, sums in self.sources.items())
-            text += f"; AL by source: {', '.join(each)}"
+            text += f"; by source: {', '.join(each)}"
         return text
 
     def to_dict(self) -> dict[str, object]:

@@ -42,8 +42,8 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
     Collective; all ranks must be given the same batches.
 
     Returns:
-        The share of the target's squared norm that the regression explains on these batches, at
-        most 1.
+        1 - (squared norm of the error) / (squared norm of the target) on these batches: 1 where the
+        projection gives the copied layers exactly the inputs that they have in the base.
 
     Raises:
         MtpkitError: the base's states are not finite, or there is nothing to fit; raised on all

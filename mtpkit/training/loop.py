@@ -149,8 +149,8 @@ class Trainer:
             self.log.message(line)
         if self.explained is not None:
             self.log.message(
-                f"the fitted input projection explains {self.explained:.0%} of the inputs of the"
-                " copied layers"
+                "the fitted input projection gives the copied layers the inputs that they have in"
+                f" the base, except for {1 - self.explained:.0%} of their squared norm"
             )
         if self.no_peak:
             self.log.message(self.no_peak)

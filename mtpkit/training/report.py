@@ -111,21 +111,23 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "conditional acceptance": lambda found: " ".join(
         f"{rate:.1%}" for rate in found.conditional_acceptance
     ),
-    "AL": lambda found: _length(found.acceptance_length, found.acceptance_length_interval),
-    "AL, sampling": lambda found: _length(
+    "acceptance length": lambda found: _length(
+        found.acceptance_length, found.acceptance_length_interval
+    ),
+    "acceptance length at temperature 1": lambda found: _length(
         found.sampling_acceptance_length, found.sampling_acceptance_length_interval
     ),
-    "AL, drawn drafts": lambda found: _length(
+    "acceptance length at temperature 1, sampled drafts": lambda found: _length(
         found.draft_sampling_acceptance_length, found.draft_sampling_acceptance_length_interval
     ),
 }
 """Columns of a table of evaluations, each with a function that formats its cells."""
 LEGEND = (
     "Steps: those of greedy decoding along the text. Departures: tokens that are not the base's"
-    " greedy choice; a step ends there, and the next one begins. AL: acceptance length, tokens per"
-    " step, under greedy decoding, and its 95% interval over prompts. Sampling: expected at"
-    " temperature 1, drafts being the heads' best tokens (the engine's default); drawn drafts:"
-    " sampled from the heads (draft_sampling)."
+    " greedy choice; a step ends there, and the next one begins. Acceptance length: tokens per step"
+    " of greedy decoding, with its 95% interval over prompts. At temperature 1: the expected"
+    " acceptance length when the base samples and drafts are the heads' best tokens (the engine's"
+    " default), or when drafts are sampled from the heads too (draft_sampling)."
 )
 
 

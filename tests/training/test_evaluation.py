@@ -74,9 +74,9 @@ def test_what_is_reported(model, dataset):
         assert 1 <= values[f"{prefix}acceptance_length"] < 4
         low, high = values[f"{prefix}acceptance_length_interval"]
         assert low <= values[f"{prefix}acceptance_length"] <= high <= low + 1
-    assert f"held-out AL {overall.acceptance_length():.3f} (95%: " in str(found) and "cats" in str(
+    assert f"held-out acceptance length {overall.acceptance_length():.3f} (95%: " in str(
         found
-    )
+    ) and "cats" in str(found)
     assert f"departures {overall.departures():.1%}" in str(found)
     counts = found.counts()
     for prefix in ("", "sampling_", "draft_sampling_"):
