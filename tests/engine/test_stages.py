@@ -165,16 +165,15 @@ def measured(model, case: Case, truth) -> dict:
         patch.setattr(StageExecutor, "launch", counted)
         tokens, llm = decode(model, case, truth)
     executor = llm.engine.executor
-    assert not executor._open and not getattr(executor.stage, "_sends", ()), (
-        "a message that is dropped is lost"
-    )
+    if executor.stage.stages > 1:
+        assert not executor._open and not executor.stage._sends, "a message that is dropped is lost"
     stats = llm.stats()
     return dict(
         tokens=tokens,
         preemptions=stats.preemptions,
         accepted=sum(stats.acceptance.accepted_per_depth),
         returned=stats.returned_bytes,
-        opened=max(opened),
+        opened=max(opened, default=0),
         weights=sum(parameter.nbytes for parameter in llm.model.parameters()),
         held=held_bytes(llm.engine),
         planned=llm.memory_plan.slot_bytes * llm.memory_plan.max_num_seqs
