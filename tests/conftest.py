@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=["fast", "all"],
         default="all",
-        help="fast: the first and the last case of each test function, and few processes",
+        help="fast: of each test function the first and the last case, and few processes",
     )
 
 
@@ -69,12 +69,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
 
+    chosen = items
+    if not any("::" in argument for argument in config.args):  # by hand, the whole of a function
+        chosen = tiers.thinned(chosen)
     if config.getoption("--tier") == "fast":
-        chosen = set(tiers.fast(items))
-        left_out = [item for item in items if item not in chosen]
-        config.hook.pytest_deselected(items=left_out)
+        chosen = tiers.fast(chosen)
+    left_out = set(items) - set(chosen)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         config.stash[LEFT_OUT] = f"{len(left_out)} of {len(items)} cases left out"
-        items[:] = [item for item in items if item in chosen]
+        items[:] = chosen
 
 
 LEFT_OUT = pytest.StashKey[str]()
@@ -94,7 +98,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if LEFT_OUT in config.stash:
-        terminalreporter.write_line(f"fast tier: {config.stash[LEFT_OUT]}; --tier all runs them")
+        tier = config.getoption("--tier")
+        terminalreporter.write_line(f"tier {tier}: {config.stash[LEFT_OUT]}, see tests/tiers.py")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -46,13 +46,18 @@ def covering(*axes: Iterable, meet: int = 2) -> list[tuple]:
     def together(place: tuple[int, ...]) -> set[tuple]:
         return {(some, tuple(place[axis] for axis in some)) for some in chosen}
 
-    met = {place: together(place) for place in places}
-    missing = set().union(*met.values())
+    found = few_with_all({place: together(place) for place in places})
+    return [tuple(axis[index] for axis, index in zip(axes, place, strict=True)) for place in found]
+
+
+def few_with_all[T](parts: dict[T, set]) -> list[T]:
+    """Keys whose sets have together what all sets have: one by one, the first that adds most."""
+    missing: set = set().union(*parts.values())
     found = []
     while missing:
-        best = max(places, key=lambda place: len(met[place] & missing))
-        missing -= met[best]
-        found.append(tuple(axis[index] for axis, index in zip(axes, best, strict=True)))
+        best = max(parts, key=lambda key: len(parts[key] & missing))
+        missing -= parts[best]
+        found.append(best)
     return found
 
 

@@ -1,12 +1,13 @@
-"""The cases of the fast tier."""
+"""The cases of the two tiers."""
 
 import importlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from tests import ranks
-from tests.tiers import HANDFUL, fast, function_name
+from tests.tiers import HANDFUL, fast, function_name, thinned
 
 
 class Inside:
@@ -57,6 +58,40 @@ def test_the_first_and_the_last_case_of_each_function():
 def test_cases_for_a_gpu_do_not_count():
     cases = [item(f"a.py::test[{case}]", gpu=case in (0, 3)) for case in range(4)]
     assert chosen(*cases) == ["a.py::test[1]", "a.py::test[2]"]
+
+
+def test_parameters_of_kernels_meet_in_pairs():
+    """Of a product those few cases; what is no product, what has one parameter, what needs a GPU
+    and what is no kernel's remains."""
+
+    def case(name: str, gpu: bool = False, **params: object) -> SimpleNamespace:
+        made = item(f"{name}[{params}]", gpu=gpu)
+        made.callspec = SimpleNamespace(params=params)
+        return made
+
+    name = "tests/kernels/test_a.py::test"
+    product = [case(name, a=a, b=b, c=c) for a in range(4) for b in "xyz" for c in (None, [3], [4])]
+    few = thinned(product)
+    assert (few[0], few[-1]) == (product[0], product[-1]) and len(few) < len(product) / 2
+    for one, other in itertools.combinations("abc", 2):
+        met = [
+            {(repr(made.callspec.params[one]), repr(made.callspec.params[other])) for made in cases}
+            for cases in (few, product)
+        ]
+        assert met[0] == met[1]
+    others = [
+        item("tests/kernels/test_a.py::test_alone"),
+        *(case(f"{name}_some", a=a, b=a) for a in range(3)),
+        *(case(f"{name}_one", a=a) for a in range(3)),
+        *(case(f"{name}_gpu", gpu=True, a=a, b=b, c=c) for a in "ab" for b in "ab" for c in "ab"),
+        *(
+            case("tests/model/test_a.py::test", a=a, b=b, c=c)
+            for a in "ab"
+            for b in "ab"
+            for c in "ab"
+        ),
+    ]
+    assert thinned([*product, *others]) == [*few, *others]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""The fast tier: which cases of the tests `make test` runs."""
+"""Which cases of the tests the two tiers run."""
 
+import itertools
 import multiprocessing
 import subprocess
 import types
@@ -8,6 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch.multiprocessing
+
+from tests.shared import few_with_all
 
 STARTERS = (subprocess, multiprocessing, torch.multiprocessing)
 """A test whose code names one of these modules, or leads to code that does, starts processes."""
@@ -45,6 +48,30 @@ def fast(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         if name in HANDFUL or not starts_processes(cases[0]):
             chosen += cases if len(cases) <= 2 else [cases[0], cases[-1]]
     return chosen
+
+
+def thinned(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Few cases of each function of the kernels' tests: every two values of different parameters
+    that were together in a case, the twin among them, are together in one that remains.
+
+    A full product of four parameters takes five times as long, and kernels break at a value or at
+    two of them. Cases that need a GPU remain: there a product costs little.
+    """
+    functions: dict[str, dict[str, set]] = defaultdict(dict)
+    for item in items:
+        parametrized = hasattr(item, "callspec") and not item.get_closest_marker("gpu")
+        if parametrized and item.nodeid.startswith("tests/kernels/"):
+            values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+            pairs = set(itertools.combinations(values, 2))
+            functions[function_name(item)][item.nodeid] = pairs or set(values)
+
+    left_out = set()
+    for cases in functions.values():
+        # of a product the first and the last case share no value: both remain, as in `fast`
+        first, *others = cases.items()
+        last = others[-1:]
+        left_out |= cases.keys() - set(few_with_all(dict([first, *last, *others[:-1]])))
+    return [item for item in items if item.nodeid not in left_out]
 
 
 def starts_processes(item: pytest.Item) -> bool:

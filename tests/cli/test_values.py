@@ -17,6 +17,7 @@ import typer
 from mtpkit.checkpoint.convert import import_checkpoint
 from mtpkit.cli.command import Command
 from mtpkit.cli.main import COMMANDS
+from tests.shared import few_with_all
 
 LOOP = "loop/x"
 LONG = "x" * 5000
@@ -76,6 +77,22 @@ def parameters() -> list[Parameter]:
                 )
             )
     return found
+
+
+def few(parameters: list[Parameter]) -> list[Parameter]:
+    """Parameters of which each name and kind is there, and each command: options of one name are
+    declared once and refuse the same values wherever they are taken."""
+    return few_with_all(
+        {one: {(one.name, one.kind, place_of(one)), one.command} for one in parameters}
+    )
+
+
+def place_of(parameter: Parameter) -> str:
+    """The suffix of the file that is written there, "directory", or "" where nothing is."""
+    place = PLACES.get(str(parameter))
+    if place is None:
+        return ""
+    return Path(place).suffix or "directory"
 
 
 ALL = parameters()
@@ -198,7 +215,7 @@ def test_all_commands_look_at_their_values() -> None:
     assert not [line for line, command in commands().items() if not isinstance(command, Command)]
 
 
-@pytest.mark.parametrize("parameter", NUMBERS, ids=str)
+@pytest.mark.parametrize("parameter", few(NUMBERS), ids=str)
 def test_numbers(parameter, attempt):
     negative = TURNED_OFF.get(parameter.name, 0) - 1
     values = (
@@ -213,14 +230,16 @@ def test_numbers(parameter, attempt):
         assert code == 2 and says(line, parameter), line
 
 
-@pytest.mark.parametrize("parameter", [*PATHS, *TEXTS], ids=str)
+@pytest.mark.parametrize("parameter", few([*PATHS, *TEXTS]), ids=str)
 def test_empty_texts(parameter, attempt):
     code, line = attempt(parameter, "")
     assert code == 2 and says(line, parameter), line
 
 
 @pytest.mark.parametrize(
-    "parameter", [*PATHS, *(one for one in TEXTS if one.flag in ("--model", "--data"))], ids=str
+    "parameter",
+    few([*PATHS, *(one for one in TEXTS if one.flag in ("--model", "--data"))]),
+    ids=str,
 )
 def test_paths_in_circles_and_too_long_ones(parameter, attempt):
     for value in ("loop", LOOP, LONG):
@@ -228,7 +247,7 @@ def test_paths_in_circles_and_too_long_ones(parameter, attempt):
         assert code == 2 and says(line, parameter, value), line
 
 
-@pytest.mark.parametrize("parameter", PATHS, ids=str)
+@pytest.mark.parametrize("parameter", few(PATHS), ids=str)
 def test_a_directory_where_a_file_belongs_and_the_other_way_round(parameter, attempt):
     place = PLACES.get(str(parameter))
     reads_directory = (

@@ -24,7 +24,6 @@ TABLES = {
         absent.GENERATE_ARGUMENTS,
     ),
 }
-CALLS = [(what, name) for what, (_, table) in TABLES.items() for name in table]
 
 
 def message_of(call, **named) -> str:
@@ -35,17 +34,19 @@ def message_of(call, **named) -> str:
     return text
 
 
-@pytest.mark.parametrize(("what", "name"), CALLS, ids=[".".join(call) for call in CALLS])
-def test_each_is_answered_unless_its_value_asks_for_nothing(what, name):
+@pytest.mark.parametrize("what", TABLES)
+def test_each_is_answered_unless_its_value_asks_for_nothing(what):
     call, table = TABLES[what]
-    said = f"{what} has no argument {name} ({table[name].advice}); see help({what})"
-    assert message_of(call, **{name: object()}) == said
-    for value in (None, [], *table[name].neutral):
-        try:
-            call(**{name: value})
-        # there is no model in the places that are called here
-        except (UserError, AttributeError) as error:
-            assert "no argument" not in str(error)
+    for name, answer in table.items():
+        said = message_of(call, **{name: object()})
+        assert said.startswith(f"{what} has no argument {name} (")
+        assert said.endswith(f"); see help({what})")
+        for value in (None, [], *answer.neutral):
+            try:
+                call(**{name: value})
+            # there is no model in the places that are called here
+            except (UserError, AttributeError) as error:
+                assert "no argument" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +90,7 @@ def test_all_are_named_and_misspelt_ones_are_guessed():
     ]
     names += ["kv_cache_dtype", "hf_overrides", "enable_lora"]
     text = message_of(TABLES["LLM"][0], **dict.fromkeys(names, "x"))
-    assert (
-        not [name for name in names if name not in text]
-        and absent.LLM_ARGUMENTS["quantization"].advice in text
-    )
+    assert not [name for name in names if name not in text]
     assert text.endswith("more; see help(LLM)")
 
 
@@ -132,12 +130,12 @@ def test_neutral_arguments_change_nothing():
 
 def test_methods_of_vllm_say_what_to_do():
     llm = object.__new__(LLM)
-    for name, advice in absent.LLM_METHODS.items():
-        assert (
-            message_of(lambda name=name: getattr(llm, name))
-            == f"'LLM' object has no attribute {name!r}: {advice}"
-        )
+    for name in absent.LLM_METHODS:
+        said = message_of(lambda name=name: getattr(llm, name))
+        assert said.startswith(f"'LLM' object has no attribute {name!r}: ")
         assert not hasattr(llm, name)
+    said = message_of(lambda: llm.sleep)
+    assert said == "'LLM' object has no attribute 'sleep': delete the LLM and make a new one"
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'zzz'"):
         llm.zzz  # noqa: B018
 
