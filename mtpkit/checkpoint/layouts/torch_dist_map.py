@@ -1,5 +1,11 @@
 """Tensors in the files of a `torch_dist` checkpoint, mapped into memory, each as `torch.save` wrote
-it."""
+it.
+
+A file holds one archive after another, which `torch.load` can only copy into memory: its
+`mmap=True` takes the path of a file that is a single archive. Here only the pickle of an archive is
+read, as the arguments of one tensor, and its values stay where they are; whatever is not exactly
+such an archive is left to torch.
+"""
 
 import io
 import math
