@@ -165,7 +165,12 @@ def from_file[T](cls: type[T], value: object, where: object) -> T:
 
 
 def from_json[T](
-    cls: type[T], path: Path | str, remedy: str, what: str = "", version: int | None = None
+    cls: type[T],
+    path: Path | str,
+    remedy: str,
+    what: str = "",
+    version: int | None = None,
+    oldest: int | None = None,
 ) -> T:
     """Make the object of a checked class that a JSON file describes.
 
@@ -174,14 +179,18 @@ def from_json[T](
         what: start of messages, such as `data: `.
         version: the `format` that the file must have; other formats are refused before their values
             are checked.
+        oldest: the oldest `format` that is read as well; None: only `version`.
 
     Raises:
         UserError: the file cannot be read, has another format, or any error of `from_file`.
     """
     try:
         values = read_json(path)
-        if version is not None and type(found := values.get("format")) is int and found != version:
-            raise UserError(f"{path} has format {shown(found)}, this mtpkit reads {version}")
+        found = values.get("format")
+        if version is not None and type(found) is int:
+            known = range(version if oldest is None else oldest, version + 1)
+            if found not in known:
+                raise UserError(f"{path} has format {shown(found)}, this mtpkit reads {version}")
         return from_file(cls, values, path)
     except UserError as error:
         raise UserError(f"{what}{error}; {remedy}") from error

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from mtpkit.config.checked import WrongValues, attempt, checked, field_clauses, keys_of
+from mtpkit.config.checked import WrongValues, attempt, checked, field_clauses, fields_of, keys_of
 from mtpkit.config.sections import (
     SECTIONS,
     AttentionConfig,
@@ -21,6 +21,7 @@ from mtpkit.config.sections import (
     Part,
     Pattern,
     Section,
+    sections_of,
     up_to,
 )
 from mtpkit.errors import listed, shown
@@ -33,10 +34,6 @@ _UNKNOWN_DEPTHS_MOST = 7
 """Default K, and the largest K of `auto`, for a repeated head if it is unknown for how many depths
 it was trained."""
 
-_ADDED_LATER: dict[str, object] = {"layernorm_zero_centered_gamma": False}
-"""Fields of `ModelConfig` that files have only if they differ from these defaults, since older
-files lack them."""
-
 HiddenState = Literal["after_final_norm", "before_final_norm"]
 HEAD_RULES = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
 """Fields of `MtpConfig` in which implementations of one model differ; the right values are those of
@@ -46,8 +43,6 @@ the training."""
 @checked("model config", prefix="mtp_")
 class MtpConfig(Part):
     """Layers of an MTP depth, number of depths, and inputs of each depth."""
-
-    added_later = HEAD_RULES
 
     pattern: HeadPattern = ""
     """Layers of one MTP depth; empty when the model has no heads."""
@@ -248,20 +243,23 @@ class ModelConfig:
 
     def values(self) -> JsonObject:
         """The fields of all parts by their keys in files, in the order of files."""
-        sections = [self.section(kind) for kind in SECTIONS.values()]
-        written = [
-            section for section in sections if section.in_every_file or section in self.sections
-        ]
-        nested: dict[str, Sequence[Part]] = {"mtp": [self.mtp], "sections": written}
+        nested: dict[str, Sequence[Part]] = {"mtp": [self.mtp], "sections": self._written()}
         found: JsonObject = {}
         for name in keys_of(type(self)):
             for part in nested.get(name, ()):
                 found |= part.stored()
-            if name not in nested and (
-                name not in _ADDED_LATER or getattr(self, name) != _ADDED_LATER[name]
-            ):
+            if name not in nested:
                 found[name] = getattr(self, name)
         return found
+
+    def _written(self) -> list[Section]:
+        """The sections of the model's layers, and others that differ from their defaults."""
+        own = sections_of(self.letters)
+        return [
+            self.section(kind)
+            for kind in SECTIONS.values()
+            if kind in own or self.section(kind) in self.sections
+        ]
 
     def value(self, key: str) -> Any:
         """One value by its key in files, even if `values` leaves the key out."""
@@ -271,13 +269,21 @@ class ModelConfig:
                     return getattr(part, name)
         return getattr(self, key)
 
-    def departures(self) -> JsonObject:
-        """Settings of the model and its layers, by their keys in files, that older files lack and
-        that differ from the defaults that such files imply."""
-        values = self.values()
-        sections = [kind for letter, kind in SECTIONS.items() if letter in self.letters]
-        later = [keys_of(section)[name] for section in sections for name in section.added_later]
-        return {key: values[key] for key in (*_ADDED_LATER, *later) if key in values}
+    def departures(self, letters: str) -> JsonObject:
+        """Settings of the model, and of its layers with these letters, that differ from their
+        defaults, by their keys in files."""
+        found: JsonObject = {}
+        for letter, kind in SECTIONS.items():
+            if letter in letters and letter in self.letters:
+                default = kind.default().stored()
+                stored = self.section(kind).stored()
+                found |= {key: value for key, value in stored.items() if value != default[key]}
+        for name, field in fields_of(type(self)).items():
+            value = getattr(self, name)
+            own = name not in ("mtp", "sections") and not field.is_required()
+            if own and value != field.get_default():
+                found[name] = value
+        return found
 
     def to_dict(self) -> JsonObject:
         """The values in the form that JSON has; `from_dict` reads them back."""

@@ -36,8 +36,11 @@ from mtpkit.kernels.linear import FP8, quantize_rows
 from mtpkit.model import SequenceInput, base_forward
 from mtpkit.model.hybrid import HybridModel
 
-FORMAT = 2
-"""Version of the layout; other versions are refused."""
+FORMAT = 3
+"""Version of the manifest."""
+OLDEST_FORMAT = 2
+"""Oldest version that is read. Its digest of the base's config covers other keys, so that it cannot
+be compared."""
 MANIFEST = "cache.json"
 SHARD_BYTES = 2**30
 """Approximate size of a shard, which holds at least one sequence."""
@@ -191,6 +194,8 @@ class Manifest:
             ),
             "hidden_size": (f"hidden size {self.hidden_size}", str(other.hidden_size)),
         }
+        if self.format != other.format:
+            del labels["base_config"]
         found = [
             f"{was}, not {now}"
             for key, (was, now) in labels.items()
@@ -247,7 +252,8 @@ def read_manifest(directory: Path) -> Manifest | None:
                 " another directory"
             )
         return None
-    return from_json(Manifest, path, f"remove {directory}, and it is written again", version=FORMAT)
+    remedy = f"remove {directory}, and it is written again"
+    return from_json(Manifest, path, remedy, version=FORMAT, oldest=OLDEST_FORMAT)
 
 
 class HiddenReader:

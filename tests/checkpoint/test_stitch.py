@@ -131,6 +131,14 @@ def test_a_checkpoint_of_one_file_without_heads(place, tmp_path, link):
     assert done.files == (HEADS_FILE,) and done.hashed == (0 if link else done.kept)
 
 
+def test_rules_of_the_heads_replace_those_of_the_old_heads(place, tmp_path):
+    """Also rules that are the default: heads must be fed as they were trained."""
+    stitch(place / "other", place / "one-megatron", tmp_path / "out")
+    assert load_config(place / "other").mtp.reads_of_base == "before_final_norm"
+    found = load_config(tmp_path / "out").mtp
+    assert found == load_config(place / "one").mtp and found.reads_of_base == "after_final_norm"
+
+
 def test_a_checkpoint_of_one_file_with_heads(place, tmp_path):
     done = stitch(place / "one", place / "run", tmp_path / "out")
     before = read_all(place / "other")

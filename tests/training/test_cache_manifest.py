@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import save_file
 
 from mtpkit.errors import UserError
-from mtpkit.training.cache import HiddenReader, Manifest, Split, read_manifest
+from mtpkit.training.cache import FORMAT, HiddenReader, Manifest, Split, read_manifest
 from tests.mutations import cases
 
 MANIFEST = Manifest(
-    format=2,
+    format=FORMAT,
     base="0" * 32,
     base_config="1" * 32,
     base_name="base",
@@ -43,6 +43,23 @@ def test_manifests(tmp_path):
             continue
         # Of the right types, and it says in what it differs.
         assert all(len(text) < 400 for text in found.differences(MANIFEST)), what
+
+
+def test_a_manifest_of_format_2_says_nothing_of_the_config(tmp_path):
+    """Its digest covered other keys of the config; everything else is compared."""
+    old = replace(MANIFEST, format=2, base_config="5" * 32)
+    (tmp_path / "cache.json").write_text(old.to_json())
+    found = read_manifest(tmp_path)
+    assert found == old and found.differences(MANIFEST) == []
+    assert found.differences(replace(MANIFEST, dtype="bfloat16")) == ["dtype float32, not bfloat16"]
+    assert len(replace(old, format=FORMAT).differences(MANIFEST)) == 1
+
+
+@pytest.mark.parametrize("version", [1, FORMAT + 1])
+def test_manifests_of_unknown_formats_are_refused(tmp_path, version):
+    (tmp_path / "cache.json").write_text(replace(MANIFEST, format=version).to_json())
+    with pytest.raises(UserError, match=f"has format {version}, this mtpkit reads {FORMAT}"):
+        read_manifest(tmp_path)
 
 
 def test_other_counts_of_the_same_sequences_are_a_difference():

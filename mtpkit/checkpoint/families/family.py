@@ -178,14 +178,16 @@ class Family:
         """Yield one clause for each setting of a model for which this family has no config key or
         no weight names."""
         letters = config.letters
-        yield from (f"layers of kind {kind}" for kind in _kinds(letters) if kind not in self.layers)
+        kinds = kinds_in(letters)
+        yield from (f"layers of kind {kind.name}" for kind in kinds if kind.name not in self.layers)
         known: set[str] = set()
         for line in self._lines(letters):
             known.update(line.fields())
             yield from line.misfits(config)
-        yield from (
-            f"{key} {value}" for key, value in config.departures().items() if key not in known
-        )
+        # no line would write these: a server would take its own value for them
+        own = "".join(kind.letter for kind in kinds if kind.name in self.layers)
+        departures = config.departures(own)
+        yield from (f"{key} {value}" for key, value in departures.items() if key not in known)
 
     def _lines(self, letters: str) -> list[Line]:
         """The lines that apply to a model with these layer letters."""

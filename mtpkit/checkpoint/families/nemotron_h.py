@@ -3,7 +3,7 @@ names."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from mtpkit.checkpoint.families.family import Family
@@ -85,6 +85,14 @@ class _Pattern(Line):
 
 
 @dataclass(frozen=True)
+class _NoPositions(Fixed):
+    """Attention without position embeddings, in which settings of rotary embeddings do nothing."""
+
+    def fields(self) -> Collection[str]:
+        return (self.field, "rotary_base", "rotary_percent")
+
+
+@dataclass(frozen=True)
 class _StepSize(Line):
     """The range that clamps Mamba2's step size dt after its softplus.
 
@@ -95,6 +103,9 @@ class _StepSize(Line):
     """
 
     kind: str = "mamba2"
+
+    def fields(self) -> Collection[str]:
+        return ("mamba_dt_limit",)
 
     def read(self, file: Values) -> Settings:
         limit = _dt_limit(file.get("time_step_limit"))
@@ -188,7 +199,7 @@ LINES = (
     Fixed("tie_word_embeddings", False, "tie_word_embeddings", False),
     Fixed("sliding_window"),
     Quantization(),
-    Fixed("", None, "position_embedding_type", "none"),
+    _NoPositions("", None, "position_embedding_type", "none"),
     Fixed("", None, "qk_layernorm", False),
     Key("vocab_size", "vocab_size"),
     Key("hidden_size", "hidden_size"),

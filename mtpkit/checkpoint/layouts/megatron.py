@@ -21,8 +21,9 @@ from torch import Tensor
 
 from mtpkit.checkpoint.tensors import Shape, TensorSource
 from mtpkit.checkpoint.values import Values
-from mtpkit.config import SECTIONS, ModelConfig, config_of_file
+from mtpkit.config import ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
+from mtpkit.config.sections import sections_of
 from mtpkit.errors import UserError, listed, raise_problems, shown
 from mtpkit.model.kinds import KINDS, kinds_in
 from mtpkit.model.kinds.base import LayerKind
@@ -314,12 +315,7 @@ def config_from_megatron(values: object, where: object = "Megatron config") -> M
 def _names(letters: str) -> dict[str, tuple[str, ...]]:
     """Key of `ModelConfig` -> Megatron's names for it, including keys of the layer kinds that a
     file contains."""
-    there = [
-        section
-        for letter, section in SECTIONS.items()
-        if section.in_every_file or letter in letters
-    ]
-    same = [key for section in there for key in keys_of(section).values()]
+    same = [key for section in sections_of(letters) for key in keys_of(section).values()]
     others = {
         names[0]: names for kind in KINDS.values() for names in kind.other_keys if names[0] in same
     }

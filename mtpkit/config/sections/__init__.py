@@ -11,6 +11,7 @@ from mtpkit.config.sections.base import (
     Section,
     known_letters,
     register_section,
+    sections_of,
     up_to,
 )
 from mtpkit.config.sections.gated_delta_net import GatedDeltaNetConfig
@@ -37,6 +38,7 @@ __all__ = [
     "Section",
     "known_letters",
     "register_section",
+    "sections_of",
     "up_to",
 ]
 

@@ -15,18 +15,8 @@ class AttentionConfig(Section):
 
     letter = "*"
     title = "attention"
-    in_every_file = True
     positive = ("num_attention_heads", "num_query_groups", "kv_channels")
     multiples = (("num_attention_heads", "num_query_groups"),)
-    added_later = (
-        "attention_output_gate",
-        "add_qkv_bias",
-        "yarn_factor",
-        "yarn_original_context",
-        "yarn_beta_fast",
-        "yarn_beta_slow",
-        "yarn_attention_factor",
-    )
 
     num_attention_heads: Count = 1
     num_query_groups: Count = 1

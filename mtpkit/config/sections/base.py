@@ -19,10 +19,6 @@ class Part:
     """Base of checked classes whose keys stand in files beside those of `ModelConfig`; all fields
     have defaults."""
 
-    added_later: ClassVar[tuple[str, ...]] = ()
-    """Fields that files have only if they differ from their defaults, since older files lack
-    them."""
-
     @classmethod
     @functools.cache
     def default(cls) -> Self:
@@ -31,13 +27,7 @@ class Part:
 
     def stored(self) -> JsonObject:
         """The values that files have, by their keys there."""
-        old = type(self).default()
-        values = {name: getattr(self, name) for name in keys_of(type(self))}
-        return {
-            keys_of(type(self))[name]: value
-            for name, value in values.items()
-            if name not in self.added_later or value != getattr(old, name)
-        }
+        return {key: getattr(self, name) for name, key in keys_of(type(self)).items()}
 
     @classmethod
     def from_file(cls, values: JsonObject) -> JsonObject:
@@ -53,9 +43,8 @@ class Section(Part):
     """The layer kind's letter in patterns."""
     title: ClassVar[str]
     """Name of the kind in messages."""
-    in_every_file: ClassVar[bool] = False
-    """Whether files of models without such layers have the section's keys too, as when there were
-    only four kinds."""
+    also: ClassVar[tuple[str, ...]] = ()
+    """Letters of layer kinds whose settings layers of this kind have, too."""
     apart: ClassVar[tuple[str, ...]] = ()
     """Letters of layer kinds that cannot be in one model with this kind."""
     positive: ClassVar[tuple[str, ...]] = ()
@@ -94,6 +83,14 @@ def register_section(section: type[Section]) -> None:
         f"{section.letter} stands for {SECTIONS[section.letter].title}"
     )
     SECTIONS[section.letter] = section
+
+
+def sections_of(letters: str) -> list[type[Section]]:
+    """The sections that layers with these letters have settings in, in the order of files."""
+    wanted = {
+        one for letter in letters if letter in SECTIONS for one in (letter, *SECTIONS[letter].also)
+    }
+    return [section for letter, section in SECTIONS.items() if letter in wanted]
 
 
 def known_letters() -> str:

@@ -27,7 +27,6 @@ class Mamba2Config(Section):
 
     letter = "M"
     title = "Mamba2"
-    in_every_file = True
     positive = ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size")
     multiples = (("num_heads", "num_groups"),)
 

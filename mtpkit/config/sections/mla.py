@@ -22,6 +22,7 @@ class MlaConfig(Section):
     """
 
     letter = "+"
+    also = ("*",)
     title = "multi-head latent attention"
     apart = ("*",)
     positive = (

@@ -12,7 +12,6 @@ class MlpConfig(Section):
 
     letter = "-"
     title = "MLP"
-    in_every_file = True
     positive = ("ffn_hidden_size",)
 
     ffn_hidden_size: Width = 0

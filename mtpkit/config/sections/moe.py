@@ -34,8 +34,8 @@ class MoeConfig(Section):
     """Routed experts, with or without a shared one; their activation is `MlpConfig.activation`."""
 
     letter = "E"
+    also = ("-",)
     title = "mixture of experts"
-    in_every_file = True
     positive = (
         "num_experts",
         "ffn_hidden_size",
@@ -45,14 +45,6 @@ class MoeConfig(Section):
     )
     multiples = (("num_experts", "router_num_groups"),)
     at_most = (("router_topk", "num_experts"), ("router_group_topk", "router_num_groups"))
-    added_later = (
-        "router_score_function",
-        "router_enable_expert_bias",
-        "router_pre_softmax",
-        "router_normalize",
-        "router_group_best",
-        "shared_expert_gate",
-    )
 
     num_experts: int = Field(
         default=0, validation_alias="num_moe_experts", ge=0, le=MOST_IN_A_LAYER
