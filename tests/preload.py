@@ -4,8 +4,6 @@ forked from."""
 import gc
 
 import datasets  # noqa: F401
-import matplotlib.backends.backend_svg
-import matplotlib.figure  # noqa: F401
 import omegaconf  # noqa: F401
 import pandas  # noqa: F401  # by pyarrow, with the first array
 import torch._dynamo

@@ -18,7 +18,10 @@ DISTRIBUTIONS = {
     "pydantic_core": "pydantic",  # which pins it
 }
 """Packages that are called otherwise than what is imported."""
-NOT_IMPORTED = {"tensorboard": "torch.utils.tensorboard writes with it"}
+NOT_IMPORTED = {
+    "jinja2": "transformers renders chat templates with it",
+    "tensorboard": "torch.utils.tensorboard writes with it",
+}
 """Runtime dependencies that no module imports by name, and what they are for."""
 LOADED_ON_DEMAND = {"mtpkit/model/layers/te.py"}
 """Modules that `mtpkit.model.backends` imports when they are chosen."""

@@ -1,8 +1,9 @@
 """`mtpkit acceptance`: how often the base accepts the drafts of its heads on held-out data."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +13,19 @@ from mtpkit.cli.data import ColumnNames, Options, Sources
 from mtpkit.training.config.settings import HeadAttention, ParallelConfig
 
 app = new_app()
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "steps": lambda found: f"{found['steps']:,}",
+    "departures": lambda found: f"{found['departures']:.1%}",
+    "loss": lambda found: f"{found['loss']:.4f}",
+    "conditional acceptance": lambda found: " ".join(
+        f"{rate:.1%}" for rate in found["conditional_acceptance"]
+    ),
+    "AL": lambda found: _length(found, "acceptance_length"),
+    "AL, sampling": lambda found: _length(found, "sampling_acceptance_length"),
+    "AL, drawn drafts": lambda found: _length(found, "draft_sampling_acceptance_length"),
+}
+"""Columns of the table, each with a function that formats its cell from the numbers of a source."""
 
 
 @app.command(cls=Command)
@@ -114,11 +128,18 @@ def _trained_length(model: Path) -> int:
     return 1024
 
 
-def _show(found: dict) -> None:
+def _length(found: Mapping[str, Any], name: str) -> str:
+    """An acceptance length, with its interval in a second line."""
+    from mtpkit.training.bootstrap import show_interval
+
+    interval = show_interval(found[f"{name}_interval"])
+    return f"{found[name]:.3f}\n{interval}".rstrip()
+
+
+def _show(found: dict[str, Any]) -> None:
     from rich.table import Column
 
     from mtpkit.bench.tables import WideTable, print_tables
-    from mtpkit.training.report import COLUMNS, table_rows
 
     about = (
         f"K = {found['num_depths']}, {found['attention']}, sequences of {found['sequence_length']}"
@@ -126,6 +147,9 @@ def _show(found: dict) -> None:
     )
     columns = [Column(name, justify="right") for name in COLUMNS]
     table = WideTable(Column("source"), *columns, keys=1, title=f"{found['model']}, {about}")
-    for row in table_rows(found):
-        table.add_row(*row)
+    sources = dict(found["sources"])
+    if len(sources) > 1:
+        sources["all"] = found
+    for name, numbers in sources.items():
+        table.add_row(name, *(show(numbers) for show in COLUMNS.values()))
     print_tables([table])

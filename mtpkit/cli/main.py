@@ -15,7 +15,6 @@ from mtpkit.cli.errors import run
 COMMANDS = {
     "train": "Train MTP heads on a frozen base.",
     "acceptance": "Measure how often the base accepts its heads' drafts on data.",
-    "report": "Make the report of a training run again.",
     "data": "Prepare training data, let the base write it, look at it.",
     "convert": "Convert and compare Hugging Face and Megatron checkpoints.",
     "generate": "Continue prompts, with or without drafts from the MTP heads.",
@@ -27,8 +26,8 @@ COMMANDS = {
 a `typer.Typer`."""
 
 OLD_COMMANDS = {"evaluate": ["speedup"], "eval": []}
-"""Former command names, each with the words that replace it: `mtpkit eval report` now means `mtpkit
-report`."""
+"""Former command names, each with the words that replace it: `mtpkit eval acceptance` now means
+`mtpkit acceptance`."""
 
 
 class LazyGroup(Group):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.data.loader import PackedLoader
-from mtpkit.errors import MtpkitError, UserError
+from mtpkit.errors import MtpkitError
 from mtpkit.model.flops import step_flops
 from mtpkit.platform import ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead
@@ -31,18 +31,10 @@ from mtpkit.training.heads import (
     freeze_base,
 )
 from mtpkit.training.log import Warnings
-from mtpkit.training.metrics import (
-    METRICS,
-    MetricsLog,
-    Throughput,
-    find_peak,
-    read_metrics,
-    utilization,
-)
+from mtpkit.training.metrics import MetricsLog, Throughput, find_peak, utilization
 from mtpkit.training.optimizer import HeadOptimizer, learning_rate
 from mtpkit.training.parallel import has_results
 from mtpkit.training.plan import Plan
-from mtpkit.training.report import REPORT, write_report
 from mtpkit.training.signals import StopSignal
 from mtpkit.training.step import train_step
 
@@ -186,8 +178,6 @@ class Trainer:
             length = self._evaluate() if self._due(config.eval_interval) else None
             if self._due(config.save_interval) or self.directory.improves(length):
                 self._save(length)
-            if length is not None:
-                self._report()
         if self.directory.iteration != self.step:
             self._save()
         if self.step < config.steps:
@@ -196,8 +186,6 @@ class Trainer:
                 " go on"
             )
         check_unchanged(self.model, self.base)
-        if self.step < config.steps or self.eval_data is None:
-            self._report()
         return self.directory.path
 
     def _due(self, interval: int) -> bool:
@@ -256,16 +244,6 @@ class Trainer:
         if self.device.type != "cuda":
             return ""
         return f"; peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
-
-    def _report(self) -> None:
-        """Write the report; metrics that cannot be drawn give a message and do not end the run."""
-        if not self.log.enabled:
-            return
-        try:
-            if read_metrics(self.directory.path / METRICS):  # none before the first log_interval
-                write_report(self.directory.path)
-        except UserError as error:
-            self.log.message(f"there is no {REPORT}: {error}")
 
     def _save(self, acceptance_length: float | None = None) -> None:
         self.log.sync()

@@ -1,9 +1,8 @@
 """The directory of a run: its settings, its checkpoints, and how a stopped run is resumed.
 
     OUTPUT/config.yaml                       the resolved settings
-    OUTPUT/metrics.jsonl  tensorboard/       see `metrics`
+    OUTPUT/metrics.jsonl  tensorboard/       the curves, see `metrics`
     OUTPUT/train.log                         everything that the run says, see `log`
-    OUTPUT/report.html                       the curves, see `report`
     OUTPUT/iter_0000200/  ...                base, heads and optimizer; see `mtpkit.checkpoint.run`
     OUTPUT/best -> iter_0000100              the checkpoint with the best held-out acceptance length
     OUTPUT/best.json                         {"iteration": 100, "acceptance_length": 2.31}

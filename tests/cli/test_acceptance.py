@@ -1,4 +1,4 @@
-"""`mtpkit acceptance` by source, and `mtpkit report` of a run."""
+"""`mtpkit acceptance` by source."""
 
 import json
 from collections import defaultdict
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import load_model
-from mtpkit.cli import report, run
+from mtpkit.cli import run
 from mtpkit.cli.acceptance import app
 from tests.ranks import run_ranks
 
@@ -101,22 +101,8 @@ def test_a_split_that_does_not_fit_is_one_line(model_dir, call, capsys, tmp_path
 
 def test_errors_are_one_line(model_dir, call, capsys, tmp_path):
     assert call(app, "--model", model_dir, "--data", tmp_path / "none.txt") == 2
-    assert call(report.app, tmp_path) == 2
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 2
-        and "none.txt does not exist" in error
-        and "has no metrics.jsonl" in error
-    )
-
-
-def test_the_report_is_made_again(call, capsys, tmp_path):
-    line = {"kind": "train", "step": 1, "loss": 2.0, "lr": 1e-3, "tokens_per_s": 10.0}
-    line |= {"conditional_acceptance": [0.5], "acceptance_length": 1.5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert call(report.app, tmp_path) == 0
-    assert f"wrote {tmp_path / 'report.html'}" in capsys.readouterr().out
-    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert error.count("\n") == 1 and "none.txt does not exist" in error
 
 
 @pytest.mark.parametrize("name", ["output_layer.weight", "mtp.layers.0.eh_proj.weight"])

@@ -146,7 +146,7 @@ def find(command: list[str]) -> Any:
     return found.commands[command[1]] if command[1:] else found
 
 
-@pytest.mark.parametrize("line", ["evaluate", "eval acceptance", "eval report", "eval", "--help"])
+@pytest.mark.parametrize("line", ["evaluate", "eval acceptance", "eval", "--help"])
 def test_former_commands_work_and_are_not_listed(line: str) -> None:
     former, *rest = line.split()
     expected = CliRunner().invoke(mtpkit, [*OLD_COMMANDS.get(former, ()), *rest, "--help"])

@@ -11,19 +11,10 @@ from mtpkit.checkpoint import save_model
 from mtpkit.data.build import build_dataset
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.model import SequenceInput, base_forward, compute_logits
-from mtpkit.training import report
 from tests.shared import made_once
 from tests.training.toy import toy_model
 
 SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left + right\n"]
-
-
-@pytest.fixture(autouse=True)
-def curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs write whole reports without their curves, which take a second; `test_report` draws
-    them."""
-    if request.path.stem != "test_report":
-        monkeypatch.setattr(report, "_draw", lambda title, *_: f"<svg>{title}</svg>")
 
 
 @pytest.fixture(scope="session")

@@ -281,11 +281,10 @@ def test_no_best_checkpoint_is_kept_where_none_is_wanted(settings, monkeypatch):
     assert iterations(output) == [6] and not list(output.glob("best*"))
 
 
-def test_evaluations_are_by_source_and_the_report_has_them(settings, text_files):
+def test_evaluations_are_by_source(settings, text_files):
     output = run(settings, f"data.eval=[first={text_files[0]},second={text_files[1]}]", "steps=2")
     line = metrics(output, "eval")[2]
     assert list(line["sources"]) == ["first", "second"] and line["sampling_acceptance_length"] >= 1
-    assert "second" in (output / "report.html").read_text()
     assert (
         json.loads((output / "best.json").read_text())["acceptance_length"]
         == line["acceptance_length"]
@@ -715,14 +714,21 @@ def test_a_checkpoint_whose_state_is_not_a_runs_is_refused(settings, change, say
     assert "iter_0000002" in str(error.value) and listing(output) == before
 
 
-def test_metrics_that_cannot_be_drawn_do_not_end_a_run(settings, capsys):
-    output = run(settings, "steps=2", "data.eval=[]")
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    (output / "metrics.jsonl").write_text(
-        json.dumps(json.loads(lines[0]) | {"lr": {}}) + "\n" + lines[1] + "\n"
-    )
-    run(settings, "data.eval=[]", "steps=3")
-    assert iterations(output)[-1] == 3 and "there is no report.html: " in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "best",
+    [
+        *("{", "5", "{}", '{"iteration": "x", "acceptance_length": "y"}', "\ud800"),
+        *(
+            '{"iteration": 2, "acceptance_length": NaN}',
+            '{"iteration": true, "acceptance_length": 2.0}',
+        ),
+    ],
+)
+def test_a_best_that_no_run_wrote_is_one_line(tmp_path, best):
+    (tmp_path / "best.json").write_text(best, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(UserError, match=r"best\.json") as error:
+        read_best(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def train_rank(rank, overrides):
@@ -824,10 +830,11 @@ def test_a_run_that_stops_before_its_first_line_of_metrics_ends_well(settings, m
     monkeypatch.setattr(loop.StopSignal, "on_any_rank", lambda self, device: True)
     settings = [*settings, "data.eval=[]", "steps=20", "log_interval=10"]
     output = run(settings)
-    assert iterations(output) == [0] and not (output / "report.html").exists()
+    assert iterations(output) == [0] and not metrics(output, "train")
     monkeypatch.undo()
     run(settings)
-    assert iterations(output) == [0, 20] and (output / "report.html").exists()
+    assert iterations(output) == [0, 20]
+    assert list(metrics(output, "train")) == [10, 20]
 
 
 def test_a_signal_to_one_of_two_ranks_stops_both(settings, tmp_path):

@@ -238,7 +238,7 @@ class ParallelConfig:
 
 @checked("log settings")
 class LogConfig:
-    """Destinations of metrics besides `metrics.jsonl`, `report.html` and TensorBoard."""
+    """Destinations of metrics besides `metrics.jsonl` and TensorBoard."""
 
     wandb: str = ""
     """Weights & Biases project that also gets the metrics; needs the package wandb. Empty: none."""

@@ -63,9 +63,6 @@ class Kind:
     """There is a valid file of this kind."""
     names: tuple[str, ...] = ()
     """Texts, beside the file's name and its directory's, of which an error must have one."""
-    draws: bool = False
-    """The curves of reports are drawn from what is in the file; other kinds' reports have none, as
-    they take 0.1 s."""
     relocated: bool = False
     """The file holds the absolute path of the directory that it lies in."""
 

@@ -12,7 +12,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "cli/options.py": (),  # JSON that is an option's value
     "cli/torchrun.py": (),  # reports of the processes that torchrun started
     "training/log.py": (),  # what it wrote itself
-    "bench/convert.py": (),  # its own files
     "bench/machine.py": (),  # what the processor is called
     "bench/shapes.py": ("prompts as text", "prompts as jsonl", "prompts of token ids"),
     "checkpoint/layouts/huggingface.py": ("index", "safetensors"),
@@ -58,8 +57,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "training/cache_write.py": (),  # opens its lock
     "training/config/reading.py": ("settings", "overrides", "settings of a run"),
     "training/metrics.py": ("metrics.jsonl",),
-    "training/run.py": ("tracker of a run", "settings of a run", "best.json"),
-    "training/report.py": ("best.json",),
+    "training/run.py": ("tracker of a run", "settings of a run"),
 }
 """Each module that reads files, below `mtpkit`, and the kinds that it reads."""
 

@@ -131,11 +131,7 @@ def run_case(case: Case, world: Path, work: Path, command: Command) -> Outcome:
     before = snapshot(work)
     said = work.with_name(f"{work.name}.stderr")
     began = time.monotonic()
-    with (
-        _inside(work),
-        _captured(said),
-        contextlib.nullcontext() if case.kind.draws else _without_curves(),
-    ):
+    with _inside(work), _captured(said):
         code = _exit_code(command, case.arguments)
     seconds = time.monotonic() - began
     after = snapshot(work)
@@ -176,19 +172,6 @@ def _exit_code(command: Command, arguments: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-@contextlib.contextmanager
-def _without_curves() -> Iterator[None]:
-    """Have reports written without their curves."""
-    from mtpkit.training import report
-
-    draw = report._draw
-    report._draw = lambda title, *_: f"<svg>{title}</svg>"
-    try:
-        yield
-    finally:
-        report._draw = draw
 
 
 @contextlib.contextmanager
@@ -331,7 +314,6 @@ def load_commands() -> None:
         "ignore", message=".*multi-threaded, use of fork.*", category=DeprecationWarning
     )
     import datasets  # noqa: F401
-    import matplotlib.figure  # noqa: F401
     import torch.utils.tensorboard
     import transformers  # noqa: F401
 
@@ -350,22 +332,3 @@ def load_commands() -> None:
     import mtpkit.engine
     import mtpkit.training.evaluation
     import mtpkit.training.loop  # noqa: F401
-    from mtpkit.training import report
-
-    # reads fonts, as else each fork would
-    report._draw("loss", [("training", [1.0], [1.0])], (None, None))
-    report._draw = drawn_once(report._draw)
-
-
-def drawn_once(draw: Callable[..., str]) -> Callable[..., str]:
-    """Draw the panels of a report that differ, since most reports of a kind's cases have the same:
-    each takes 0.1 s."""
-    found: dict[str, str] = {}
-
-    def remembered(*panel: object) -> str:
-        key = repr(panel)
-        if key not in found:
-            found[key] = draw(*panel)
-        return found[key]
-
-    return remembered
