@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from mtpkit.errors import MtpkitError, StorageError, UserError, shown
 
 JsonObject = dict[str, Any]
@@ -235,6 +233,8 @@ def staged_directory(path: Path) -> Iterator[Path]:
             unchanged.
         UserError: `path` is a link that leads nowhere.
     """
+    import psutil  # takes a tenth of a command's `--help`, which writes nothing
+
     refuse_broken_links(path)
     path = path.resolve()
     prefix = f".{path.name}.writing-{platform.node()}-"

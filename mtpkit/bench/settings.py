@@ -6,16 +6,19 @@ Torch is not imported here, so that `--help` answers at once.
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from mtpkit.config import LARGEST_COUNT, Balance, LossKind, MtpConfig
+from mtpkit.config import LARGEST_COUNT, Balance, LossKind
 from mtpkit.config.checked import checked, field_of, keys_of
 from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.engine.requests.options import Count, Drafts, Rollback
 from mtpkit.engine.requests.tree import parse_tree
 from mtpkit.training.config.settings import HeadAttention, HeadsConfig, ParallelConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from mtpkit.config import MtpConfig
 
 MOST_RANDOM_TOKENS = 2**28
 """Most tokens of all random prompts together: as Python lists they take some 10 GB."""
@@ -172,7 +175,7 @@ class DecodeConfig:
         """See `asked_ks`."""
         return asked_ks(self.ks, self.speculative_token_tree)
 
-    def largest(self, k: int | Literal["auto"], heads: MtpConfig) -> int:
+    def largest(self, k: int | Literal["auto"], heads: "MtpConfig") -> int:
         """The largest K of a step."""
         if k != "auto":
             return k

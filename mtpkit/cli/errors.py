@@ -34,6 +34,10 @@ _NO_PATHS = (errno.ELOOP, errno.ENAMETOOLONG)
 """System errors for a path that cannot exist: a loop of symbolic links, or a name that is too
 long."""
 
+# Looking for plugins of pydantic reads the metadata of every installed package, which takes a third
+# of a command's `--help`.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
 # Importing megatron-core warns about every optional package and device that it misses. The warnings
 # are silenced here, not in `run`, because commands import megatron-core before they run.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

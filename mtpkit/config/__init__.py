@@ -1,23 +1,17 @@
-"""The description of a model: its sizes, its layers and its heads."""
+"""The description of a model: its sizes, its layers and its heads.
 
-from typing import Literal
+Importing the package imports only `words`; the classes are made on first use, since making them
+takes a quarter of a command's `--help`.
+"""
 
-from mtpkit.config.model import HEAD_RULES, HiddenState, ModelConfig, MtpConfig, config_of_file
-from mtpkit.config.sections import SECTIONS, Section, known_letters, register_section
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-LARGEST_COUNT = 2**31 - 1
-"""The largest value of a setting that counts something."""
+from mtpkit.config.words import LARGEST_COUNT, MOST_DRAFTS, Balance, HiddenState, LossKind
 
-MOST_DRAFTS = 1000
-"""The most drafts per step, whatever the heads of the model."""
-
-LossKind = Literal["kl", "tv", "ce"]
-"""Loss of the heads: KL divergence or total variation distance to the base, or cross-entropy
-against the tokens."""
-
-Balance = Literal["memory", "time"]
-"""Balance pipeline stages by memory (weights, gradients and moments) or by the time of a training
-step (FLOPs)."""
+if TYPE_CHECKING:
+    from mtpkit.config.model import HEAD_RULES, ModelConfig, MtpConfig, config_of_file
+    from mtpkit.config.sections import SECTIONS, Section, known_letters, register_section
 
 __all__ = [
     "HEAD_RULES",
@@ -34,3 +28,13 @@ __all__ = [
     "known_letters",
     "register_section",
 ]
+
+_MODULES = dict.fromkeys(
+    ("HEAD_RULES", "ModelConfig", "MtpConfig", "config_of_file"), "model"
+) | dict.fromkeys(("SECTIONS", "Section", "known_letters", "register_section"), "sections")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

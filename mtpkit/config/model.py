@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -24,6 +24,7 @@ from mtpkit.config.sections import (
     sections_of,
     up_to,
 )
+from mtpkit.config.words import HiddenState
 from mtpkit.errors import listed, shown
 from mtpkit.files import JsonObject
 
@@ -34,7 +35,6 @@ _UNKNOWN_DEPTHS_MOST = 7
 """Default K, and the largest K of `auto`, for a repeated head if it is unknown for how many depths
 it was trained."""
 
-HiddenState = Literal["after_final_norm", "before_final_norm"]
 HEAD_RULES = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
 """Fields of `MtpConfig` in which implementations of one model differ; the right values are those of
 the training."""

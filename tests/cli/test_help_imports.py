@@ -1,0 +1,32 @@
+"""`--help` answers at once: it imports neither torch nor numpy, nor what only models need."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [
+        ("", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
+        ("generate", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
+        ("train", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
+        ("speedup", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
+        ("bench decode", ["numpy", "torch", "transformers"]),
+    ],
+)
+def test_help_imports_nothing_heavy(command, heavy):
+    code = (
+        "import sys\n"
+        "from mtpkit.cli.main import main\n"
+        f"sys.argv[1:] = {[*command.split(), '--help']!r}\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print('IMPORTED', *sorted(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = done.stdout.splitlines()[-1].split()
+    assert imported[0] == "IMPORTED" and "mtpkit.cli.command" in imported
+    assert [name for name in heavy if name in imported] == []
