@@ -68,15 +68,18 @@ class Engine:
         if config.enable_prefix_caching:
             blocks = CachedBlocks(num_blocks)
             prefix = self._prefix_cache(blocks, drafter)
-        graphs = self.executor.graphs
         slots = IdPool(config.max_num_seqs)
+        graphs = self.executor.graphs
         sizes = (graphs.chunk_sizes, graphs.sizes_beside) if graphs else ()
         self.pacing = pacing_for(config, device, *sizes)
         self.scheduler = Scheduler(config, blocks, slots, layout.block_bytes, self.pacing, prefix)
+
         self._arrived = 0.0
         """When the newest results arrived."""
         self._seconds = 0.0
+        """Wall time of the steps."""
         self._under_way: deque[list[Launched]] = deque()
+        """Launched steps whose results are not committed, the oldest first."""
         self.speculation: Speculation = FixedSpeculation(config.drafts)
 
     def _prefix_cache(self, blocks: CachedBlocks, drafter: Drafter) -> PrefixCache:
@@ -160,7 +163,7 @@ class Engine:
                 self._under_way.clear()
         self._seconds += time.perf_counter() - began
 
-        # results of two steps may have been committed
+        # Results of two steps may have been committed, but outputs are cumulative.
         once = {request.request_id: request for request in changed}
         wanted = (request for request in once.values() if request.finished or not finished_only)
         return [RequestOutput.of(request) for request in wanted]
@@ -189,11 +192,15 @@ class Engine:
         budget together take turns, in steps of equal size."""
         batches = min(rows, self.config.num_batches)
         rows_of_batch = -(-rows // batches)
-        turns = -(-rows_of_batch // (self.config.max_num_batched_tokens // width_of(drafts)))
-        own = round(
-            1e9 * turns * self.executor.time_step(-(-rows_of_batch // turns), drafts, repeats)
-        )
-        return max(batches * self.ranks.all_reduce_max(own), self.ranks.sum_over_stages(own)) / 1e9
+        rows_that_fit = self.config.max_num_batched_tokens // width_of(drafts)
+        turns = -(-rows_of_batch // rows_that_fit)
+        seconds = turns * self.executor.time_step(-(-rows_of_batch // turns), drafts, repeats)
+
+        # Ranks exchange integers.
+        own = round(1e9 * seconds)
+        slowest = self.ranks.all_reduce_max(own)
+        through_all = self.ranks.sum_over_stages(own)
+        return max(batches * slowest, through_all) / 1e9
 
     @property
     def draft_shapes(self) -> list[DraftShape]:
@@ -214,12 +221,17 @@ class Engine:
         changed = []
         while self._under_way and (batch is None or self._num_under_way(batch) > 1):
             step = self._under_way.popleft()
+            plans = [launched.plan for launched in step]
             results = self.executor.collect(step)
+
+            # A step that was launched while another ran began when that one ended.
             began = max(self._arrived, step[0].began)
             self._arrived = time.perf_counter()
             if self.pacing:
-                self.pacing.observe([launched.plan for launched in step], self._arrived - began)
-            for plan, result in zip((launched.plan for launched in step), results, strict=True):
+                self.pacing.observe(plans, self._arrived - began)
+
+            for plan, result in zip(plans, results, strict=True):
+                # Before the commit, which may end requests of these rows with an error.
                 if plan.num_decode_rows:
                     self._observe(plan, result)
                 changed += self.scheduler.commit(plan, result)
@@ -251,6 +263,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drop a request; the id of a finished or unknown request is ignored."""
         self.scheduler.abort(request_id)
+        # Perhaps no further step comes in which exchanges with other ranks would be completed.
         if not self.scheduler.has_unfinished:
             with self.ranks.working():
                 self._drain()

@@ -60,10 +60,11 @@ class LLM:
         model_config = loading.config_of(source)
         adaptive = options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
-        # With "auto", each K would need its own graphs of mixed steps. Everything is checked before
-        # weights are read.
+        # With "auto", each K would need its own graphs of mixed steps.
         mixed = 0 if adaptive else options.max_mixed_tokens
         options = replace(options, num_speculative_tokens=depths, max_mixed_tokens=mixed)
+
+        # Everything is checked before weights are read, which can take minutes.
         loading.check_trained(options.model, model_config.mtp, depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
@@ -71,6 +72,7 @@ class LLM:
         loading.check_children(
             tree, model_config.vocab_size if draft_ids is None else len(draft_ids)
         )
+
         self.model, self.tokenizer, eos_token_ids = loading.open_model(
             source,
             options.dtype,
@@ -82,6 +84,7 @@ class LLM:
             Decoding.of(model_config, "auto" if adaptive else depths, options.max_num_seqs, stages),
         )
         loading.round_embedding(self.model, options.draft_embedding_dtype, depths, stages)
+
         stacked = stack_experts(self.model)
         weight = next(self.model.parameters())
         self.ranks.connect(weight, not options.disable_custom_all_reduce)
@@ -92,19 +95,25 @@ class LLM:
             options, model_config, depths, tree, self.ranks, async_scheduling, graphs
         )
         loading.report_limits(config, model_config.max_position_embeddings)
+
         if draft_ids is not None:
             draft_ids = draft_ids.to(weight.device)
-        here = depths if self.ranks.stage.last else 0  # the last stage drafts for all
+        # The last stage drafts for all.
+        own_depths = depths if self.ranks.stage.last else 0
         drafter = make_drafter(
-            self.model, here, config.block_size, config.draft_sampling, draft_ids, tree
+            self.model, own_depths, config.block_size, config.draft_sampling, draft_ids, tree
         )
         acceptance = options.synthetic_acceptance
         loading.report_unused(
             depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance
         )
-        widths = (config.block_size, config.decode_width)
+
         sizes = StateSizes(
-            *widths, config.state_rollback, weight.dtype, loading.DTYPES[options.state_dtype]
+            config.block_size,
+            config.decode_width,
+            config.state_rollback,
+            weight.dtype,
+            loading.DTYPES[options.state_dtype],
         )
         layout = StateLayout(state_specs(self.model), sizes, drafter.span.before)
         self.memory_plan = plan_memory(
@@ -122,9 +131,10 @@ class LLM:
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)
         loading.report_uncached(options, self.memory_plan)
-        verifier = (
-            None if acceptance is None else SyntheticAcceptance(acceptance, depths, weight.device)
-        )
+
+        verifier = None
+        if acceptance is not None:
+            verifier = SyntheticAcceptance(acceptance, depths, weight.device)
         self.engine = Engine(
             config,
             layout,
@@ -142,7 +152,8 @@ class LLM:
             verifier,
             self.ranks,
         )
-        self._turn, self._making = _Turn(), threading.Lock()
+        self._turn = _Turn()
+        self._making = threading.Lock()
         self._device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
         _freeze_objects()
         self._warm_up(options.warm_up, adaptive)
@@ -154,10 +165,9 @@ class LLM:
         if capture:
             self.engine.warm_up(self.engine.draft_shapes if adaptive else [config.drafts])
         if adaptive and config.num_speculative_tokens:
-            most = config.max_num_seqs
-            self.engine.adapt(
-                sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
-            )
+            largest = config.max_num_seqs
+            powers = range(largest.bit_length() + 1)
+            self.engine.adapt(sorted({min(2**power, largest) for power in powers}))
 
     @answers_absent("LLM.generate", GENERATE_ARGUMENTS)
     def generate(
@@ -189,8 +199,10 @@ class LLM:
         finished = {}
         from tqdm import tqdm
 
-        hidden = None if use_tqdm is None else not use_tqdm  # tqdm finds out itself if it is None
-        if use_tqdm is None and self.ranks.rank:
+        hidden: bool | None = None  # tqdm itself finds out whether stderr is a terminal
+        if use_tqdm is not None:
+            hidden = not use_tqdm
+        elif self.ranks.rank:
             hidden = True
         with tqdm(total=len(requests), desc="prompts", disable=hidden) as progress:
             for output in self._run(requests, finished_only=True):

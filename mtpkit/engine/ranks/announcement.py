@@ -33,11 +33,15 @@ class Announcement:
     """Most prompt tokens of the step, or -1. Batches that were skipped have nothing to run,
     whatever the limit is."""
     plans: int
+    """Forward passes of the step."""
     decode_rows: int
+    """Decode rows of all plans."""
     chunks: int
+    """Chunks of prompts in all plans."""
     chunk_tokens: int
+    """Tokens of these chunks."""
     preemptions: int
-    """In all steps so far."""
+    """Number of preemptions in all steps so far."""
     digest: int
     """CRC-32 of the request, seed, start, length, slot and last block of each row."""
 

@@ -37,6 +37,7 @@ class Detokenizer:
     def append(self, token_id: int) -> bool:
         """Add one token; returns whether it completed a stop string."""
         self._unread.append(token_id)
+        # Decoding takes longer than scheduling. Without stop strings it waits until somebody reads.
         return bool(self._stop_strings) and self._read_on()
 
     def flush(self) -> bool:
@@ -54,17 +55,22 @@ class Detokenizer:
             self._read_on()
         text = "".join(self._parts)
         self._parts = [text]
-        hidden = 0 if finished or not self._longest_stop else self._longest_stop - 1
-        return text[: len(text) - hidden] if len(text) > hidden else ""
+        # All characters of a stop string but its last one may be there already.
+        hidden = 0 if finished else max(0, self._longest_stop - 1)
+        return text[: max(0, len(text) - hidden)]
 
     def _read_on(self) -> bool:
         """Decode the tokens that are unread; returns whether they completed a stop string."""
+        # The text of the first tokens may depend on the prompt's last ones: spaces between words,
+        # bytes of a character.
         if self._prompt and self._unread:
             self._raw.skip(self._prompt)
             self._prompt = ()
         new = self._raw.read(self._unread)
         self._unread = []
-        return self._extend(self._clean_up.read(new) if self._clean_up else new)
+        if self._clean_up:
+            new = self._clean_up.read(new)
+        return self._extend(new)
 
     def _extend(self, new: str) -> bool:
         """Append `new` and cut the text at the first stop string; returns whether one was found."""
@@ -79,5 +85,6 @@ class Detokenizer:
             text = "".join(self._parts)
             self._parts = [text[: len(text) - len(searched) + min(found)]]
             self._stopped = True
+        # One character less than the longest stop string: a whole one would have been found.
         self._tail = searched[max(0, len(searched) - self._longest_stop + 1) :]
         return self._stopped

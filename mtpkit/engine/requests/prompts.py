@@ -36,12 +36,10 @@ def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is one prompt, and not a list of prompts."""
     if isinstance(prompts, str | dict):
         return True
-    return (
-        isinstance(prompts, Sequence)
-        and is_list(prompts)
-        and bool(prompts)
-        and is_whole(prompts[0])
-    )
+    if not isinstance(prompts, Sequence) or not is_list(prompts) or not prompts:
+        return False
+    # The first entry decides. A list such as [1, "a"] is taken for token ids, and refused as such.
+    return is_whole(prompts[0])
 
 
 def _name(prompt: Prompt) -> str | None:
@@ -119,6 +117,7 @@ def encode(
                 f"{name} is {shown(prompt)}, which has neither 'prompt' nor 'prompt_token_ids'"
             )
         return encode(prompt[known[0]], tokenizer, name)
+
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UserError(
@@ -127,6 +126,7 @@ def encode(
             )
         _check_unicode(prompt, name)
         return prompt, without_second_bos(tokenizer.encode(prompt), prompt, tokenizer)
+
     wrong = f"{name} is a {type(prompt).__name__}: give a text, or token ids as a list of integers"
     if not isinstance(prompt, Sequence) or not is_list(prompt):
         raise UserError(wrong)

@@ -21,6 +21,7 @@ class BadDraft(NamedTuple):
     depth: int
     """From 1."""
     position: int
+    """Position of the draft in the request."""
     num_output: int
     """Output tokens when the draft was made."""
 
@@ -48,16 +49,20 @@ class Request:
     """
 
     request_id: str
+    """Id that no other waiting or running request has."""
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
+    """Key of the request's random numbers: that of `params`, or one drawn for the request."""
     arrival: int
     """Place in the order of arrival; the youngest request has the largest number."""
     stats: RequestStats
     processors: frozenset[str]
     """Names of the logits processors that the request uses."""
     prompt: str | None = None
+    """Text of the prompt; None if token ids were given."""
     detokenizer: Detokenizer | None = None
+    """Turns the output into text; None without a tokenizer."""
     place: str | None = None
     """Name of the request in messages, such as its place in a list or in a file."""
     max_tokens: int = 16
@@ -70,7 +75,9 @@ class Request:
     the generation prompt."""
 
     token_ids: list[int] = field(init=False)
+    """The prompt, then the output."""
     num_computed: int = 0
+    """Number of tokens whose cache entries are committed or, for chunks, planned."""
     prefill_end: int = 0
     """Number of tokens that prefill computes: the prompt, or all but the newest token if the
     request already had output at admission."""
@@ -92,9 +99,11 @@ class Request:
     cuts: list[int] = field(default_factory=list)
     """Positions, ascending, at which chunks must end so that a checkpoint can be left there."""
     slot: int | None = None
-    bad_draft: "BadDraft | None" = None
+    """Slot of the request's state on the device; None: the request does not run."""
+    bad_draft: BadDraft | None = None
     """A draft of the newest committed step that the heads could not choose."""
     finish_reason: FinishReason | None = None
+    """Why the request has ended; None: it has not."""
     error: str | None = None
     """Message of the error that ended the request."""
 
@@ -186,11 +195,9 @@ class Request:
     @property
     def name(self) -> str:
         """Name of the request in messages."""
-        return (
-            f"request {self.request_id}"
-            if self.place is None
-            else f"{self.place} (request {self.request_id})"
-        )
+        if self.place is None:
+            return f"request {self.request_id}"
+        return f"{self.place} (request {self.request_id})"
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -260,7 +267,9 @@ class RequestOutput:
     def of(cls, request: Request) -> "RequestOutput":
         """The output of a request so far. It shares the request's statistics, which grow until the
         request ends."""
-        text = request.detokenizer.visible_text(request.finished) if request.detokenizer else ""
+        text = ""
+        if request.detokenizer:
+            text = request.detokenizer.visible_text(request.finished)
         completion = CompletionOutput(
             request.output_token_ids, text, request.finish_reason, error=request.error
         )
@@ -299,6 +308,8 @@ def require_whole(outputs: Iterable[RequestOutput]) -> None:
     Raises:
         RequestError: an output did; the message has the first error and the number of further ones.
     """
-    if errors := [output.error for output in outputs if output.error is not None]:
-        more = f"; likewise {len(errors) - 1} more requests" if len(errors) > 1 else ""
-        raise RequestError(f"{errors[0]}{more}")
+    errors = [output.error for output in outputs if output.error is not None]
+    if not errors:
+        return
+    more = f"; likewise {len(errors) - 1} more requests" if len(errors) > 1 else ""
+    raise RequestError(f"{errors[0]}{more}")

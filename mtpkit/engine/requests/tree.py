@@ -64,7 +64,7 @@ class TokenTree:
         length = 0
         while families := self.children(token):
             token = families[0]
-            length = length + 1
+            length += 1
         return length
 
     @property
@@ -82,6 +82,7 @@ class DynamicTree:
     depth: int
     """K, the most drafts on a path."""
     topk: int
+    """Drafts that get children at each depth, and children that each of them gets."""
     tokens: int
     """Tokens of a decode row, token 0 among them."""
 
@@ -136,9 +137,12 @@ def parse_tree(given: object) -> TokenTree:
         raise ValueError(
             "must be a list of numbers of children, or of paths, with at least one entry"
         )
-    paths = _paths_of(given) if all(_is_whole(one, 1) for one in given) else _checked_paths(given)
+    are_counts = all(_is_whole(one, 1) for one in given)
+    paths = _paths_of(given) if are_counts else _checked_paths(given)
     if len(paths) > MOST_TREE_TOKENS - 1:
         raise ValueError(f"has more than {MOST_TREE_TOKENS - 1} drafts")
+
+    # By depth, then by path, so that siblings are together, as `TokenTree.parents` needs it.
     ordered = sorted(paths, key=lambda path: (len(path), path))
     places = {(): 0} | {path: place for place, path in enumerate(ordered, 1)}
     return TokenTree((-1, *(places[path[:-1]] for path in ordered)))
@@ -152,6 +156,7 @@ def _paths_of(children: Sequence[int]) -> set[tuple[int, ...]]:
     paths: set[tuple[int, ...]] = set()
     level: list[tuple[int, ...]] = [()]
     for count in children:
+        # Refused before the level is made: a user's [999, 999, 999] would fill the memory.
         if len(level) * count > MOST_TREE_TOKENS:
             raise ValueError(f"has more than {MOST_TREE_TOKENS - 1} drafts")
         level = [(*path, rank) for path in level for rank in range(count)]
@@ -172,7 +177,9 @@ def _checked_paths(given: Sequence[object]) -> set[tuple[int, ...]]:
             )
         paths.add(tuple(one))
     for path in sorted(paths):
-        needed = [path[:-1]] if path[-1] == 0 else [path[:-1], (*path[:-1], path[-1] - 1)]
+        needed = [path[:-1]]
+        if path[-1] > 0:
+            needed.append((*path[:-1], path[-1] - 1))
         if missing := [one for one in needed if one and one not in paths]:
             raise ValueError(f"has the path {list(path)} but not {list(missing[0])}")
     return paths

@@ -67,23 +67,21 @@ class _Acceptance:
         says."""
         for depth in range(min(max(known, default=0), len(self._reached))):
             counted = [a for a, most in zip(accepted, known, strict=True) if most > depth]
-            if counted:
-                self._reached[depth] = self._reached[depth] * _DECAY + sum(
-                    a >= depth for a in counted
-                )
-                self._accepted[depth] = self._accepted[depth] * _DECAY + sum(
-                    a > depth for a in counted
-                )
+            if not counted:
+                continue
+            reached = sum(a >= depth for a in counted)
+            accepted_here = sum(a > depth for a in counted)
+            self._reached[depth] = self._reached[depth] * _DECAY + reached
+            self._accepted[depth] = self._accepted[depth] * _DECAY + accepted_here
 
     def age(self) -> None:
         """Age the counts after a step without such drafts: the rates stay, but weigh less against
         later ones."""
         for depth, reached in enumerate(self._reached):
+            # Not below the weight of the prior, or the next few drafts would decide alone.
             kept = max(_DECAY, _PRIOR_WEIGHT / reached)
-            self._reached[depth], self._accepted[depth] = (
-                reached * kept,
-                self._accepted[depth] * kept,
-            )
+            self._reached[depth] = reached * kept
+            self._accepted[depth] *= kept
 
 
 class AdaptiveSpeculation:
@@ -123,9 +121,8 @@ class AdaptiveSpeculation:
 
     def expected_length(self, drafts: DraftShape) -> float:
         """Expected tokens per row of a step with these drafts."""
-        return (self._chain if isinstance(drafts, int) else self._tree).expected_length(
-            depth_of(drafts)
-        )
+        acceptance = self._chain if isinstance(drafts, int) else self._tree
+        return acceptance.expected_length(depth_of(drafts))
 
     def choose(self, num_rows: int) -> DraftShape:
         """Return K, or the tree, for a step; `num_rows` counts the decode rows of all batches."""
@@ -134,8 +131,9 @@ class AdaptiveSpeculation:
         for drafts in self._shapes:
             if self._speed(size, drafts) > _GAIN * self._speed(size, best):
                 best = drafts
+
         self._steps += 1
-        others = self._untold(best)
+        others = self._unobserved(best)
         probe, step = divmod(self._steps // self._batches, _PROBE_INTERVAL)
         if others and probe and step < _PROBE_STEPS:
             return others[(probe - 1) % len(others)]
@@ -144,7 +142,7 @@ class AdaptiveSpeculation:
     def _speed(self, size: int, drafts: DraftShape) -> float:
         return self.expected_length(drafts) / self.step_times[size, drafts]
 
-    def _untold(self, best: DraftShape) -> list[DraftShape]:
+    def _unobserved(self, best: DraftShape) -> list[DraftShape]:
         """List the drafts whose acceptance does not show in steps of the best drafts, for probes to
         try in turn: one more depth, where a gain shows first; all depths, which may pay off only
         together; a tree."""

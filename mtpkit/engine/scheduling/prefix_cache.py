@@ -35,6 +35,7 @@ class Hit:
     """A checkpoint from which a request can continue."""
 
     checkpoint: int
+    """Place in the checkpoint store."""
     length: int
     """P, the number of tokens that need not be computed."""
     shared: tuple[int, ...]
@@ -57,11 +58,13 @@ class _Entry:
     """A checkpoint that is written, or will be written before any later plan runs."""
 
     checkpoint: int
+    """Place in the checkpoint store."""
     block: bytes
     """Hash of the tokens in the full blocks before P."""
     rest: tuple[int, ...]
     """The tokens after these blocks, up to P."""
     length: int
+    """P, the number of tokens before the checkpoint."""
     tails: tuple[_TailKey, ...]
     """Keys of the tail's blocks."""
     owner: Request
@@ -139,13 +142,19 @@ class PrefixCache:
         are evicted last.
         """
         last = self._newest
-        if last is None or last.request is not request or last.prefill_end != request.prefill_end:
-            last = None
-        if last is None or not self.blocks.unchanged:
+        known = (
+            last is not None
+            and last.request is request
+            and last.prefill_end == request.prefill_end
+            and self.blocks.unchanged
+        )
+        if last is not None and known:
+            hit = last.hit
+        else:
             hit = self._look_up(request)
             self._refreshed = -1
-        else:
-            hit = last.hit
+
+        # Only when a block has become idle since, others come after these in the eviction order.
         if hit and self._refreshed != self.blocks.num_idled:
             for block in reversed(hit.shared + hit.tail):
                 self.blocks.touch(block)
@@ -157,17 +166,19 @@ class PrefixCache:
         tokens = request.token_ids
         size = self.block_size
         present = self._present(request)
-        # without a resumed row, a chunk must make the drafts
-        most = request.prefill_end - self.successors
+        # Without a resumed row, a chunk of at least one token must make the drafts.
+        longest = request.prefill_end - self.successors
         hashes = request.chain[: request.prefill_end // size + 1]
         hit = None
         certain = True
         for index, entry in self._entries_of(hashes):
-            if entry.length > most or entry.rest != tuple(tokens[index * size : entry.length]):
+            if entry.length > longest or entry.rest != tuple(tokens[index * size : entry.length]):
                 continue
             if self.successors and not entry.precedes(tokens):
+                # Once the owner's next token is known, it may be the one that is needed.
                 certain = certain and entry.followed
                 continue
+
             tail = [self.blocks.find(key) for key in entry.tails]
             full = self._full(entry.length)
             if full > len(present) or None in tail:
@@ -176,16 +187,16 @@ class PrefixCache:
             hit = Hit(
                 entry.checkpoint,
                 entry.length,
-                tuple(present[:full]),
-                tuple(t for t in tail if t is not None),
+                shared=tuple(present[:full]),
+                tail=tuple(block for block in tail if block is not None),
             )
             self.blocks.watch([*self._keys(request, len(present)), *entry.tails])
             break
         else:
             self.blocks.watch(self._keys(request, len(present)))
-        self._newest = (
-            _Lookup(request, request.prefill_end, hit, frozenset(hashes)) if certain else None
-        )
+        self._newest = None
+        if certain:
+            self._newest = _Lookup(request, request.prefill_end, hit, frozenset(hashes))
         return hit
 
     def _entries_of(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, _Entry]]:
@@ -240,6 +251,7 @@ class PrefixCache:
             (e for e in same if not self.successors or e.precedes(request.token_ids)), None
         )
         if known is not None:
+            # A checkpoint without its tail is of no use, and cannot get its tail back.
             if all(self.blocks.find(key) is not None for key in known.tails):
                 self._entries.move_to_end(known.checkpoint)
                 return None
@@ -247,6 +259,7 @@ class PrefixCache:
         if not self.slots.num_free:
             self._drop(next(iter(self._entries.values())))
             self.num_evicted += 1
+
         (checkpoint,) = self.slots.allocate(1)
         self._number += 1
         tail = range(self._full(length), -(-length // size))
