@@ -85,7 +85,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             " loss.hidden_mix=0"
         )
     attention = resolve_attention(heads.attention, model)
-    settled = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
+    resolved = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
     backend = resolve_backend(config.backend)
     dtype = resolve_dtype(config.dtype, default_device())
     exact = dtype == "float32" and config.matmul_precision == "highest"
@@ -94,7 +94,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
             "Transformer Engine multiplies fp32 in TF32, whatever matmul_precision is: set"
             " backend=local, or NVIDIA_TF32_OVERRIDE=0 in the environment"
         )
-    return dataclasses.replace(config, heads=settled, backend=backend, dtype=dtype), model
+    return dataclasses.replace(config, heads=resolved, backend=backend, dtype=dtype), model
 
 
 def resolve_init(asked: HeadInit, base: ModelConfig, pattern: str) -> HeadInit:

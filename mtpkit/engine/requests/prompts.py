@@ -119,6 +119,7 @@ def encode(
         return encode(prompt[known[0]], tokenizer, name)
 
     if isinstance(prompt, str):
+        # No other prompt of the list can be served either: this is no `PromptError`.
         if tokenizer is None:
             raise UserError(
                 f"{name} is a text, which needs a tokenizer: put one beside the model, or give"

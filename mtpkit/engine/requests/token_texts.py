@@ -67,13 +67,14 @@ class TokenTexts:
     def special_token(self, text: str) -> int | None:
         """The special token with this text; None if the text is none."""
         token_id = self._token_id(text)
-        return token_id if token_id is not None and self.is_skipped(token_id) else None
+        if token_id is None or not self.is_skipped(token_id):
+            return None
+        return token_id
 
     def special_inside(self, text: str) -> str | None:
         """The longest special token that is a part of this text; None if there is none."""
-        return max(
-            (special for special in self._special_texts if special in text), key=len, default=None
-        )
+        inside = (special for special in self._special_texts if special in text)
+        return max(inside, key=len, default=None)
 
     @functools.cached_property
     def _special_texts(self) -> set[str]:
@@ -85,8 +86,11 @@ class TokenTexts:
         if not self._named:
             return None
         token_id = self._tokenizer.convert_tokens_to_ids(token)
-        known = token_id is not None and self._tokenizer.convert_ids_to_tokens(token_id) == token
-        return token_id if known else None
+        if token_id is None:
+            return None
+        # Tokenizers answer with the id of the unknown token for what they do not know.
+        is_known = self._tokenizer.convert_ids_to_tokens(token_id) == token
+        return token_id if is_known else None
 
     def _find_clean_up(self) -> bool:
         """Turn the clean-up of `decode` off; returns whether it was on. Its flag alone does not
@@ -138,6 +142,7 @@ class RawText:
     def skip(self, prompt_token_ids: Sequence[int]) -> None:
         """Begin after a prompt. If it ends inside a character, the character is returned once it is
         finished."""
+        # The whole prompt may have 100,000 tokens. Only its last characters matter here.
         tail = prompt_token_ids[-_PROMPT_TAIL:]
         while len(tail) < len(prompt_token_ids) and not self._texts.decode(tail):
             tail = prompt_token_ids[-2 * len(tail) :]  # special tokens alone are no context
@@ -201,6 +206,7 @@ class RawText:
     def _read_group(self, token_ids: list[int]) -> list[str]:
         """Add tokens that are no byte tokens, at once if all of them end whole characters, else one
         by one."""
+        # Without stop strings, the whole output may come as one group: one call decodes it.
         text = self._text([*self._pending, *token_ids])
         if len(token_ids) == 1 or self._foreign or REPLACEMENT in text:
             return [self._read_token(token_id) for token_id in token_ids]
@@ -218,7 +224,9 @@ class RawText:
             and not self._texts.decode([token_id])
             and text == self._text(self._pending)
         ):
+            # A special token inside a character, which later tokens may still finish.
             return ""
+        # A run of byte tokens ends where other text begins.
         before = self._end_bytes() if text else ""
 
         unfinished = min(len(text) - len(text.rstrip(REPLACEMENT)), self._texts.most_unfinished)

@@ -20,13 +20,18 @@ from mtpkit.engine.steps.plan import Plan, Row, Save, StepResult
 
 
 class _RowResult(NamedTuple):
-    """Results of one row that samples, see `StepResult`."""
+    """Results of one row that samples."""
 
     accepted: int
+    """See `StepResult.accepted`."""
     token_ids: list[int]
+    """See `StepResult.token_ids`."""
     num_tokens: int
+    """See `StepResult.num_tokens`."""
     bad_draft: int
+    """See `StepResult.bad_draft`."""
     ranks: list[int] | None
+    """For trees, one per depth, see `Verdict.ranks`."""
 
     @property
     def valid(self) -> bool:
@@ -131,31 +136,17 @@ class Scheduler:
         Returns:
             None if blocks must first be freed.
         """
-        admission = self.admission
-        preemptions = admission.num_preemptions
-        drafts = decision.drafts
+        preemptions = self.admission.num_preemptions
         self._num_steps += 1
         self._publish_blocks(batch)
 
-        decode = self.turns.plan(batch, drafts, self.config.max_num_batched_tokens)
+        decode = self.turns.plan(batch, decision.drafts, self.config.max_num_batched_tokens)
         if decode is None:
             return None
+        preempted = self.admission.num_preemptions > preemptions
+        prompts = self._plan_prompts(batch, decision, decode, preempted)
 
-        begun = [request for request in admission.running_in(batch) if not request.decoding]
-        room = admission.room(batch)
-        limit = decision.prompt_tokens
-        if limit is None:
-            limit = self.prompt_budget.limit(decode, begun, room)
-        self.decision = Decision(drafts, limit)
-        prompts = PromptRows(self.prompt_budget.tokens(batch, decode, begun, room, limit))
-        for request in begun:
-            prompts.add_chunk(request)
-        # A request that was preempted in this step would only be admitted again.
-        if preemptions == admission.num_preemptions:
-            self._admit(batch, room, prompts)
-        prompts.sort()
-
-        plans = self._plans(batch, drafts, decode, prompts)
+        plans = self._plans(batch, decision.drafts, decode, prompts)
         for plan in plans:
             self._note_launch(plan)
         return [self._with_saves(plan) for plan in plans if plan.rows or plan.restores]
@@ -166,6 +157,30 @@ class Scheduler:
         if self.prefix:
             for request in self.admission.running_in(batch):
                 self.prefix.publish(request, request.num_computed)
+
+    def _plan_prompts(
+        self, batch: int, decision: Decision, decode: list[Row], preempted: bool
+    ) -> PromptRows:
+        """Choose the chunks of a step, and admit requests.
+
+        Args:
+            preempted: whether the decode rows took blocks from other requests.
+        """
+        begun = [one for one in self.admission.running_in(batch) if not one.decoding]
+        room = self.admission.room(batch)
+        limit = decision.prompt_tokens
+        if limit is None:
+            limit = self.prompt_budget.limit(decode, begun, room)
+        self.decision = Decision(decision.drafts, limit)
+
+        prompts = PromptRows(self.prompt_budget.tokens(batch, decode, begun, room, limit))
+        for request in begun:
+            prompts.add_chunk(request)
+        # A request that lost its blocks in this step would take them again at once.
+        if not preempted:
+            self._admit(batch, room, prompts)
+        prompts.sort()
+        return prompts
 
     def _admit(self, batch: int, room: Room, prompts: PromptRows) -> None:
         """Admit requests while slots, blocks and the budget of prompt tokens last."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.sampling.search import search, settle, weight_from
+from mtpkit.kernels.sampling.search import keep_ties, search, weight_from
 from mtpkit.kernels.sampling.weights import (
     bisect,
     first_above,
@@ -143,7 +143,7 @@ def _cut_groups(row, buffer, found, num_found, bound, floor, k, p, total, unifor
         t = value_of(bisect(x, w, 0.0, target, low, high, 1))
         equal = ((x == t) & inside).to(tl.int32)
         num_equal = tl.sum(equal, 0)
-        stay, kept = settle(t, m, scale, target, tl.sum(tl.where(x > t, w, 0.0), 0), num_equal)
+        stay, kept = keep_ties(t, m, scale, target, tl.sum(tl.where(x > t, w, 0.0), 0), num_equal)
         if stay < num_equal:
             last = tl.max(tl.where((equal > 0) & (tl.cumsum(equal, 0) == stay), index, 0), 0)
     token = tl.full([], -1, tl.int32)

@@ -172,7 +172,7 @@ def _nth_in_row(row, t, nth, TILE, STAGES):
 
 
 @triton.jit
-def settle(t, m, scale, target, heavier, equal):
+def keep_ties(t, m, scale, target, heavier, equal):
     """Return how many of the `equal` tokens at t are kept, and the kept weight; the tokens > t
     weigh `heavier`.
 
@@ -244,13 +244,13 @@ def search(row, buffer, bound, floor, target, most, BY_WEIGHT, ROOM, TILE, PIVOT
         heavier += tl.sum(tl.where(x > t, w, 0.0), 0)
         equal = (x == t) & inside
         num_equal = tl.sum(equal.to(tl.int32), 0)
-        stay, kept = settle(t, m, scale, target, heavier, num_equal)
+        stay, kept = keep_ties(t, m, scale, target, heavier, num_equal)
         if BY_WEIGHT and stay < num_equal:
             last = _nth_index(index, equal, stay, vocab_size)
     else:  # too many equal logits for the buffer
         t = value_of(low)
         num_equal = tl.sum(held, 0)
-        stay, kept = settle(t, m, scale, target, heavier, num_equal)
+        stay, kept = keep_ties(t, m, scale, target, heavier, num_equal)
         if BY_WEIGHT and stay < num_equal:
             last = _nth_in_row(row, t, stay, TILE, STAGES)
     if not BY_WEIGHT:
