@@ -57,8 +57,10 @@ class Ranks:
         """
         if not scheduler.has_unfinished:
             return []
-        num_decoding = scheduler.num_decoding
-        drafts = choose(num_decoding) if num_decoding else scheduler.config.drafts
+        # Without decode rows no drafts are verified, whatever is decided.
+        drafts = scheduler.config.drafts
+        if num_decoding := scheduler.num_decoding:
+            drafts = choose(num_decoding)
         return scheduler.plan(Decision(drafts))
 
     def all_reduce_min(self, value: int) -> int:
@@ -193,9 +195,9 @@ class SplitRanks(Ranks):
         """Send integers from rank 0 without waiting for the other ranks, which may still compute
         the previous step."""
         message = torch.tensor(list(values), dtype=torch.int64)
-        self._sends.append(
-            (dist.broadcast(message, group=self._control, group_src=0, async_op=True), message)
-        )
+        work = dist.broadcast(message, group=self._control, group_src=0, async_op=True)
+        # The message is kept with its transfer, which reads it.
+        self._sends.append((work, message))
         if len(self._sends) > _MAX_SENDS * self.stage.stages:
             self._sends.popleft()[0].wait()
 
