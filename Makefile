@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.mtpkit-setup
 
-.PHONY: help setup demo test test-all test-newest test-lowest test-gpu lint clean
+.PHONY: help setup demo test test-all test-newest test-lowest test-gpu lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,11 @@ lint: $(STAMP) ## ruff, imports between packages, and mypy
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/lint-imports --no-logo
 	@$(VENV)/bin/mypy
+
+docs: $(STAMP) ## build the pages and the API reference into outputs/docs
+	@$(VENV)/bin/uv venv --quiet --allow-existing --python $(VENV)/bin/python $(VENV)/docs
+	@$(VENV)/bin/uv pip install --quiet --python $(VENV)/docs/bin/python --group docs
+	@$(VENV)/docs/bin/mkdocs build --strict
 
 clean: ## remove caches and outputs, keep the virtual environment
 	rm -rf outputs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
