@@ -103,21 +103,18 @@ class MemoryPlan:
             f"{self.max_num_seqs} x {self.slot_bytes / 1e6:.1f} MB, rings"
             f" {self.ring_bytes / 1e6:.1f} MB of it"
         )
-        cache = (
-            f"prefix cache {gb(self.prefix_bytes)} ({self.num_checkpoints} checkpoints x "
-            f"{self.checkpoint_bytes / 1e6:.1f} MB), "
-            if self.checkpoint_bytes
-            else ""
-        )
-        device = (
-            f"device {gb(self.total)}: weights and other memory in use {gb(self.in_use)}, "
-            if self.total
-            else ""
-        )
-        drafts = (
-            f"of it a draft embedding of {self.draft_embedding / 1e6:.1f} MB on the last stage, "
-        )
-        device += drafts if self.draft_embedding else ""
+        cache = ""
+        if self.checkpoint_bytes:
+            cache = (
+                f"prefix cache {gb(self.prefix_bytes)} ({self.num_checkpoints} checkpoints x "
+                f"{self.checkpoint_bytes / 1e6:.1f} MB), "
+            )
+        device = ""
+        if self.total:
+            device = f"device {gb(self.total)}: weights and other memory in use {gb(self.in_use)}, "
+        if self.draft_embedding:
+            size = f"{self.draft_embedding / 1e6:.1f} MB"
+            device += f"of it a draft embedding of {size} on the last stage, "
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)},"
             f" state {gb(self.state_bytes)} ({slots}), {cache}keys and values {gb(self.kv_bytes)}"
@@ -161,6 +158,7 @@ def plan_memory(
     logit_rows = config.max_num_seqs * (1 + config.decode_width)
     rows = config.max_num_seqs
     if config.graphs:
+        # Null rows pad a captured step, so that it may be larger than any plan.
         tokens, logit_rows, rows = largest_step(config)
     logits = logit_rows * vocabulary.width
     activations = _activation_bytes(
@@ -174,6 +172,7 @@ def plan_memory(
         available = int(total * utilization) - in_use - activations - transfers - graphs
     else:
         available = _CPU_CACHE_BYTES if num_blocks is None else psutil.virtual_memory().available
+    # The state of one slot on device meta has the exact bytes, without a second list of tensors.
     meta = torch.device("meta")
     sizes = layout.sizes
     hidden_size = model.hidden_size if ranks.stage.last else 0
@@ -251,6 +250,7 @@ def _device_bytes(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
+    # What torch has reserved and does not use can still be allocated by this process.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return total, total - free
 
@@ -289,6 +289,7 @@ def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, span: He
     one, and one more for each draft that gets children. Second, distributions of drafts in three
     places: as each is made, stacked, and under verification."""
     depths = config.num_speculative_tokens
+    # Distinct heads run over known tokens, from committed states, and change no copy.
     copies = 0 if span.before else 1
     if config.tree:
         copies = 1 + config.tree.entries

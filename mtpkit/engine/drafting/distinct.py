@@ -54,15 +54,15 @@ class DistinctDrafter(MtpDrafter):
         chosen: list[tuple[Tensor, Tensor | None]] = []
         for depth in range(1, self.num_speculative_tokens + 1):
             drafting = flat if depth <= batch.shape.num_speculative_tokens else flat[:0]
-            last = depth == self.num_speculative_tokens
             tokens = window.token_ids(depth)[None]
-            state = mtp_forward(
-                self.model, depth, state, tokens, window.inputs, keep=drafting if last else None
-            )
+            # The last depth computes only what drafts are chosen from; all others are read whole by
+            # the next depth.
+            last = depth == self.num_speculative_tokens
+            keep = drafting if last else None
+            state = mtp_forward(self.model, depth, state, tokens, window.inputs, keep=keep)
             if len(drafting):
-                chosen.append(
-                    self.choose(state[:, 0] if last else state[flat, 0], depth, batch, newest)
-                )
+                kept = state[:, 0] if last else state[flat, 0]
+                chosen.append(self.choose(kept, depth, batch, newest))
                 window.future[:count, depth] = embeddable(chosen[-1][0])
         return self.drafts(chosen, batch)
 
@@ -91,10 +91,14 @@ class Window:
         self.owner = rows.owner
         self.positions = rows.positions
         slots = kv_slots(rows.inputs.block_tables, rows.of_token, self.positions, block_size)
-        slots = slots if rows.padding is None else torch.where(rows.padding, -1, slots)
-        self.inputs = replace(rows.inputs, positions=self.positions, kv_slots=slots)
         index = self.positions - begin[self.owner]
-        index = index if rows.padding is None else torch.where(rows.padding, 0, index)
+        if rows.padding is not None:
+            # Padding has any owner: it must neither store anything nor read beyond that row.
+            slots = torch.where(rows.padding, -1, slots)
+            index = torch.where(rows.padding, 0, index)
+        self.inputs = replace(rows.inputs, positions=self.positions, kv_slots=slots)
+
+        # Beyond the row's end its last token is read; `token_ids` takes `future` there instead.
         fed_after = index + torch.arange(1 + depths, device=begin.device)[:, None]
         fed_after = fed_after.minimum(batch.inputs.query_start.diff()[self.owner] - 1)
         self.known = batch.token_ids_at(self.owner.expand_as(fed_after), fed_after)
@@ -147,6 +151,7 @@ class _Rows(NamedTuple):
         count = len(inputs.state_slots)
         width = before + inputs.decode_width
         indices = torch.arange(count * width, device=batch.token_ids.device)
+        # A null row among the chunks has all padding tokens of the step, and none here.
         lens = inputs.query_start[decoding:].diff() * (inputs.state_slots[decoding:] >= 0)
         contexts = inputs.context_lens.clamp_min(0)
         starts = (contexts - before).clamp_min(0)
@@ -161,17 +166,17 @@ class _Rows(NamedTuple):
             decode_width=width,
         )
         decoded = cls(longer, rows, rows, begins[rows] + indices % width, None)
-        return (
-            decoded._with_chunks(batch, starts[decoding:], ends)
-            if inputs.num_chunk_rows
-            else decoded
-        )
+        if not inputs.num_chunk_rows:
+            return decoded
+        return decoded._with_chunks(batch, starts[decoding:], ends)
 
     def _with_chunks(self, batch: Batch, starts: Tensor, ends: Tensor) -> "_Rows":
         """Append chunks from `starts` to `ends` [C], and a null row, to these decode rows."""
         inputs = batch.inputs
         first = batch.inputs.num_decode_rows
         chunks = len(starts)
+        # As many tokens as the step's chunks have: only the device knows how many are needed, which
+        # are never more.
         tokens = len(batch.token_ids) - inputs.num_decode_tokens
         null = starts.new_full((1,), -1)
         lasts = torch.cat([(ends - starts).cumsum(0), starts.new_full((1,), tokens)])

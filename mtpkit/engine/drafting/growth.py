@@ -193,14 +193,12 @@ class DynamicGrowth(Growth):
         self._scores.append(flat)
         self._parents.append(parents.flatten(1))
         if len(self._tokens) < self._tree.depth:
-            order = torch.sort(flat, dim=1, descending=True, stable=True).indices[
-                :, : self._tree.topk
-            ]
+            # `topk` promises no order among equal scores, which must be the same in every run.
+            ranked = torch.sort(flat, dim=1, descending=True, stable=True).indices
+            order = ranked[:, : self._tree.topk]
             self._front = flat.gather(1, order), before + order
-            self._append(
-                tokens.flatten(1).gather(1, order),
-                order // width if before else torch.zeros_like(order),
-            )
+            above = order // width if before else torch.zeros_like(order)
+            self._append(tokens.flatten(1).gather(1, order), above)
 
     def drafts(self) -> tuple[Tensor, Tensor]:
         """See `Growth.drafts`: the best candidates, in the order in which they were made. Among
@@ -209,12 +207,10 @@ class DynamicGrowth(Growth):
             torch.cat(part, 1) for part in (self._scores, self._tokens, self._parents)
         )
         count = self._tree.tokens - 1
-        kept = (
-            torch.sort(scores, dim=1, descending=True, stable=True)
-            .indices[:, :count]
-            .sort(1)
-            .values
-        )
+        ranked = torch.sort(scores, dim=1, descending=True, stable=True).indices
+        kept = ranked[:, :count].sort(1).values
+
+        # Parents are indices among all candidates and become indices among the kept ones.
         places = torch.zeros_like(F.pad(tokens, (0, 1)))  # the last column stands for token 0
         numbers = torch.arange(1, 1 + count, device=tokens.device).expand_as(kept)
         places = places.scatter(1, kept, numbers)

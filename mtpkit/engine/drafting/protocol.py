@@ -86,17 +86,16 @@ class MtpDrafter:
     def logits(self, state: Tensor) -> Tensor:
         """[M, d] logits, given normed states [M, h], of `draft_token_ids` or of all tokens, as far
         as this rank holds them."""
-        return (
-            local_logits(self.model, state)
-            if self._draft_weight is None
-            else linear(state, self._draft_weight)
-        )
+        if self._draft_weight is None:
+            return local_logits(self.model, state)
+        return linear(state, self._draft_weight)
 
     def distributions(self, state: Tensor, batch: Batch, rows: Tensor) -> Tensor:
         """[M, v] float32, the distributions that drafts are drawn from, given normed states [M, h]
         of `rows` [M]."""
         vocabulary = batch.sampling.vocabulary
         logits = self.logits(state)
+        # Verification compares them with the base's distribution, which is over all tokens.
         if self.draft_token_ids is not None:
             drafted = logits
             logits = logits.new_full((len(state), vocabulary.width), -torch.inf)

@@ -29,6 +29,7 @@ class RepeatedDrafter(MtpDrafter):
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         flat, newest = batch.newest(verdict.accepted)
+        # With K = 0 no hidden state is needed, but the cache gets its entries.
         drafting = flat if batch.shape.num_speculative_tokens else flat[:0]
         shifted = shifted_token_ids(batch, verdict)[None]
         state = mtp_forward(self.model, 1, hidden, shifted, batch.inputs, keep=drafting)
@@ -37,6 +38,7 @@ class RepeatedDrafter(MtpDrafter):
             chosen.append(self.choose(state[:, 0], 1, batch, newest))
             depths = batch.shape.num_speculative_tokens
             accepted = verdict.accepted[: batch.shape.sampling_rows]
+            # Only deeper depths change the states that depth 1 left, so that only they need a copy.
             inputs = batch.inputs.continued(accepted) if depths > 1 else batch.inputs
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + (depth - 1))
@@ -69,6 +71,8 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     decoded = decoded.flatten()
     if not inputs.num_chunk_rows:
         return decoded
+    # The token after the last one of a chunk is not in the step: in the flat order, another row's
+    # first token follows there.
     rows = batch.rows[count:]
     last = (
         torch.arange(count + 1, len(batch.rows) + 1, device=rows.device)

@@ -79,6 +79,8 @@ class _Trees(MtpDrafter):
         vocabulary = batch.sampling.vocabulary
         drawn = list[Tensor]()
         for place in range(nodes.shape[1]):
+            # Keyed by the place in the tree, so that siblings and cousins at one position are drawn
+            # independently.
             numbers = sampler.uniforms(
                 batch.sampling, rows, positions, sampler.DRAFT_STREAM, nodes[:, place]
             )
@@ -110,12 +112,15 @@ class _Trees(MtpDrafter):
             + level.above
         )
         inputs = before.branched(rows.flatten())
+
+        # Siblings share a position but not an entry of the cache: entries lie one after another.
         each = torch.arange(count * width, device=starts.device)
         owner = each // width
         first = starts[owner].clamp_min(0)
         positions = starts[owner] + level.depth - 1
         entries = first + level.offset + each % width
         slots = kv_slots(inputs.block_tables, each, entries, self.block_size)
+        # Windows of distinct heads may begin before position 0; such rows touch no cache.
         exists = positions >= 0
         positions = positions.clamp_min(0)
         fed = replace(
@@ -189,6 +194,7 @@ class DistinctTreeDrafter(_Trees, DistinctDrafter):
         for depth in range(1, self.num_speculative_tokens + 1):
             known = state
             last = depth == self.num_speculative_tokens
+            # The last depth drafts from the levels that are fed below, not from the window.
             keep = flat[:0] if last and depth > 1 else None
             state = mtp_forward(
                 self.model, depth, state, window.token_ids(depth)[None], window.inputs, keep=keep
@@ -197,8 +203,10 @@ class DistinctTreeDrafter(_Trees, DistinctDrafter):
                 self.grow(growth, state[flat], batch, newest, probs)
             if depth == 1 or not count:
                 continue
+
             starts = newest - depth + 2
             inputs = self._known(window, count, starts)
+            # Level m reads what the depth before made of level m - 1; level 1 follows the window.
             sources = [known[(flat - depth + 2).clamp_min(0)], *handed_on]
             handed_on = []
             for source, level in zip(sources, growth.levels, strict=True):

@@ -82,6 +82,7 @@ class BatchBuilder:
         self.tree = tree
         self._static: tuple[Tensor, ...] | None = None
         self._families: tuple[Tensor, ...] = ()
+        # A static tree is the same in every step, so that its tensors are made once.
         if isinstance(tree, TokenTree):
             parents = to_device([tree.parents], torch.int64, device)
             self._static = parents, *ancestor_masks(parents, tree.depth)
@@ -94,9 +95,12 @@ class BatchBuilder:
                 to_device(padded, torch.int64, device),
                 to_device(places, torch.int64, device),
             )
+
         self.states = states
         self.state = state
         self.device = device
+        # The deepest head reads K known tokens after a chunk. Without heads one is needed, too: the
+        # next token of a preempted request.
         self._lookahead = max(1, state.tokens.shape[1] - 1)
         self._unknown = torch.full((1, self._lookahead), -1, device=device)
 
@@ -238,15 +242,17 @@ class BatchBuilder:
         counted = self.state.committed.counts
         ended = None if state.ends is None else live
         held = tuple(counted.values())
+        # One kernel: on a GPU, small ops in a row would cost more time than their work.
         found = decode_rows(
             slots, ended, state.num_computed, state.tokens, held, tables, width, self.block_size
         )
+        positions = found.positions
+        if depths is not None:
+            positions = (found.context_lens[:, None] + depths).flatten()
         return _Part(
             token_ids=found.token_ids,
             rows=found.rows,
-            positions=found.positions
-            if depths is None
-            else (found.context_lens[:, None] + depths).flatten(),
+            positions=positions,
             kv_slots=found.kv_slots,
             bounds=found.starts,
             context_lens=found.context_lens,
@@ -267,21 +273,28 @@ class BatchBuilder:
         ends, context_lens, _, token_ids = numbers
         counted = self.state.committed.counts
         rows, index = token_rows(ends, shape.chunk_tokens)
+        # A padding token gets a valid position, which indexes the block table, but no KV slot.
         null = context_lens[rows] < 0
         positions = torch.where(null, 0, context_lens[rows] + index)
         rows = rows + shape.decode_rows
+        slots = kv_slots(tables, rows, positions, self.block_size)
+
+        if shape.decode_rows:
+            bounds = first + ends
+            committed = None
+        else:
+            bounds = F.pad(ends, (1, 0))
+            committed = Committed.none(counted, shape.chunk_rows, self.device)
         return _Part(
             token_ids=token_ids,
             rows=rows,
             positions=positions,
-            kv_slots=torch.where(null, -1, kv_slots(tables, rows, positions, self.block_size)),
-            bounds=first + ends if shape.decode_rows else F.pad(ends, (1, 0)),
+            kv_slots=torch.where(null, -1, slots),
+            bounds=bounds,
             context_lens=context_lens,
             logit_indices=(first + ends[: count - shape.decode_rows] - 1).clamp_min(0),
             logit_rows=torch.arange(shape.decode_rows, count, device=self.device),
-            committed=None
-            if shape.decode_rows
-            else Committed.none(counted, shape.chunk_rows, self.device),
+            committed=committed,
         )
 
     def ints(self, values: list | np.ndarray) -> Tensor:

@@ -50,8 +50,10 @@ class Ends:
             ends = sorted(one.end_token_ids)[:MOST_END_TOKENS]
             limit = len(one.prompt_token_ids) + one.max_tokens - 1
             rows.append([limit, *ends, *[_NO_END] * (MOST_END_TOKENS - len(ends))])
+        # Limits and tokens share one copy to the device.
         values = to_device(rows, torch.int64, slots.device)
-        self.limits[slots], self.token_ids[slots] = values[:, 0], values[:, 1:]
+        self.limits[slots] = values[:, 0]
+        self.token_ids[slots] = values[:, 1:]
         self.reached.index_fill_(0, slots, False)
 
     def cut(self, batch: Batch, verdict: Verdict) -> Tensor:
@@ -136,38 +138,38 @@ class DeviceState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)
 
-        forms = {
-            name: form for one in PROCESSORS for name, form in one.columns(vocabulary.width).items()
-        }
+        columns = {}
+        for processor in PROCESSORS:
+            for name, form in processor.columns(vocabulary.width).items():
+                shape = (count, *form.shape)
+                columns[name] = torch.full(shape, form.fill, dtype=form.dtype, device=device)
+        draft_probs = None
+        if config.draft_distributions:
+            shape = (config.draft_distributions, vocabulary.width)
+            draft_probs = zeros(*shape, dtype=torch.float32)
+        parents = None
+        if isinstance(config.tree, DynamicTree):
+            # A chain is a valid tree, which slots have that no step has written yet.
+            chain = torch.arange(-1, config.tree.tokens - 1, device=device)
+            parents = chain.repeat(count, 1)
+        earlier = None
+        if positions:
+            hidden = zeros(positions, hidden_size, dtype=dtype)
+            earlier = Earlier(zeros(positions), hidden)
+        ends = None
+        if cached:
+            token_ids = zeros(MOST_END_TOKENS).fill_(_NO_END)
+            ends = Ends(token_ids, zeros(), zeros(dtype=torch.bool))
         return cls(
             tokens=zeros(config.decode_width),
             num_computed=zeros(),
             committed=Committed.none(counters, count, device),
             seeds=zeros(),
-            columns={
-                name: torch.full((count, *form.shape), form.fill, dtype=form.dtype, device=device)
-                for name, form in forms.items()
-            },
-            draft_probs=(
-                zeros(config.draft_distributions, vocabulary.width, dtype=torch.float32)
-                if config.draft_distributions
-                else None
-            ),
-            parents=(
-                torch.arange(-1, config.tree.tokens - 1, device=device).repeat(count, 1)
-                if isinstance(config.tree, DynamicTree)
-                else None
-            ),
-            earlier=(
-                Earlier(zeros(positions), zeros(positions, hidden_size, dtype=dtype))
-                if positions
-                else None
-            ),
-            ends=(
-                Ends(zeros(MOST_END_TOKENS).fill_(_NO_END), zeros(), zeros(dtype=torch.bool))
-                if cached
-                else None
-            ),
+            columns=columns,
+            draft_probs=draft_probs,
+            parents=parents,
+            earlier=earlier,
+            ends=ends,
             vocabulary=vocabulary,
         )
 
@@ -192,6 +194,8 @@ class DeviceState:
         """
         if self.earlier is None:
             return None
+        # With a prefix cache one position more is kept: a usual step leaves out the oldest, and one
+        # that begins at the last committed position leaves out that one, which it computes itself.
         spare = int(self.ends is not None)
         if self.earlier.token_ids.shape[1] == spare:
             return None
@@ -228,9 +232,11 @@ class DeviceState:
         ids = [[request.slot for request in requests], [request.seed for request in requests]]
         slots, seeds = to_device(ids, torch.int64, self.tokens.device)
         self.seeds[slots] = seeds
+
         self.tokens.index_fill_(0, slots, 0)
         if self.parents is not None:
             self.parents[slots] = torch.arange(-1, self.parents.shape[1] - 1, device=slots.device)
+
         size = self.vocabulary.size
         numbers = [
             {
@@ -244,8 +250,9 @@ class DeviceState:
         values = to_device([list(row.values()) for row in numbers], torch.float64, slots.device)
         for name, column in zip(numbers[0], values.T, strict=True):
             self.columns[name][slots] = column.to(self.columns[name].dtype)
-        for processor in PROCESSORS if self.vocabulary.width else ():
-            processor.admit(self.columns, slots, requests, self.vocabulary)
+        if self.vocabulary.width:
+            for processor in PROCESSORS:
+                processor.admit(self.columns, slots, requests, self.vocabulary)
         if self.ends is not None:
             self.ends.admit(slots, requests)
 
@@ -259,9 +266,11 @@ class DeviceState:
         """
         inputs = batch.inputs
         slots = batch.inputs.state_slots
-        last = batch.last_index(
-            verdict.accepted if self.ends is None else self.ends.cut(batch, verdict)
-        )
+        # A slot whose request ends stays at its end, while the host still commits what the verdict
+        # accepts: it finds the end itself.
+        kept = verdict.accepted if self.ends is None else self.ends.cut(batch, verdict)
+        last = batch.last_index(kept)
+        # One kernel writes all of these: small ops in a row would cost more time than their work.
         store_rows(
             slots,
             self.num_computed,
@@ -276,6 +285,8 @@ class DeviceState:
         )
         if self.earlier is not None:
             assert hidden is not None
+            # The newest positions may reach back before the step. `batch` has a copy of what was
+            # kept there, so that nothing is read here that was just written.
             positions = self.earlier.token_ids.shape[1]
             rows = torch.arange(len(slots), device=slots.device)[:, None].expand(-1, positions)
             places = last[:, None] + torch.arange(1 - positions, 1, device=slots.device)

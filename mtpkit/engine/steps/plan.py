@@ -302,10 +302,12 @@ class Batch:
         index = torch.arange(len(self.rows), device=self.rows.device)
         path = F.pad(verdict.path, (0, width - verdict.path.shape[1]))
         order = (index[: rows * width : width, None] + path).flatten()
-        chain = (inputs.context_lens[:rows, None] + index[:width]).flatten()
+        # Tokens lie at their depth in a tree, and one after another in a chain.
+        positions = (inputs.context_lens[:rows, None] + index[:width]).flatten()
         count = rows * width
-        order = order if count == len(index) else torch.cat([order, index[count:]])
-        positions = chain if count == len(index) else torch.cat([chain, inputs.positions[count:]])
+        if count < len(index):
+            order = torch.cat([order, index[count:]])
+            positions = torch.cat([positions, inputs.positions[count:]])
         chains = replace(inputs, positions=positions, tree=None)
         return replace(self, token_ids=self.token_ids[order], inputs=chains), order
 
@@ -314,16 +316,14 @@ class Batch:
 
         A negative index is before the step; -1 is the position before the row's first.
         """
-        return self._at(
-            rows, index, self.token_ids, None if self.earlier is None else self.earlier.token_ids
-        )
+        before = None if self.earlier is None else self.earlier.token_ids
+        return self._at(rows, index, self.token_ids, before)
 
     def hidden_at(self, rows: Tensor, index: Tensor, hidden: Tensor) -> Tensor:
         """[..., h] the base's hidden states at the same places as `token_ids_at`; `hidden` [T, 1,
         h] are the step's."""
-        return self._at(
-            rows, index, hidden[:, 0], None if self.earlier is None else self.earlier.hidden
-        )
+        before = None if self.earlier is None else self.earlier.hidden
+        return self._at(rows, index, hidden[:, 0], before)
 
     def _at(self, rows: Tensor, index: Tensor, values: Tensor, before: Tensor | None) -> Tensor:
         """Gather from the `values` of the step [T, ...] and the values `before` it [R, E, ...]."""
@@ -331,6 +331,7 @@ class Batch:
         if before is None:
             return values[flat]
         count, positions = before.shape[:2]
+        # One gather from both: where a token comes from is known on the device alone.
         flat = torch.where(index < 0, (rows + 1) * positions + index, count * positions + flat)
         return torch.cat([before.flatten(0, 1), values])[flat]
 

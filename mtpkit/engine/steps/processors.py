@@ -138,6 +138,7 @@ class Penalties(Processor):
             return
         prompt = columns["in_prompt"]
         output = columns["output_counts"]
+        # A method: `prompt[slots] = False` would copy a number to the device and wait for it.
         prompt.index_fill_(0, slots, False)
         output.index_fill_(0, slots, 0)
         place = partial(_entries, counted, device=slots.device, vocabulary=vocabulary)
@@ -149,6 +150,8 @@ class Penalties(Processor):
     def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
         """Count the chosen tokens, without rejected drafts and `NO_TOKEN`."""
         output = columns["output_counts"]
+        # Counts of tokens that are not new grow by 0: choosing the new ones with a mask would need
+        # their number on the host. Null rows, at slot -1, count in the last entry.
         index = torch.arange(token_ids.shape[1], device=slots.device)
         new = (index <= accepted[:, None]) & (token_ids >= 0)
         places = (slots % len(output))[:, None] * output.shape[1] + token_ids.clamp_min(0)

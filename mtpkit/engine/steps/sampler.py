@@ -81,6 +81,7 @@ def probabilities(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
 
 def _shaping(sampling: Sampling, rows: Tensor) -> Shaping:
     slots = sampling.slots[rows]
+    # A filter that no row uses is left out: each one searches the whole vocabulary.
     top_k, top_p, min_p = (
         sampling.columns[one.name][slots] if one.name in sampling.use else None
         for one in (TOP_K, TOP_P, MIN_P)

@@ -125,7 +125,8 @@ class SplitVocabulary(Vocabulary):
 
     def __init__(self, size: int, group: ProcessGroup) -> None:
         super().__init__(size)
-        self.group, self.rank = group, group.rank()
+        self.group = group
+        self.rank = group.rank()
         self.width = size // group.size()
         self.first = self.rank * self.width
 
@@ -146,6 +147,7 @@ class SplitVocabulary(Vocabulary):
     ) -> tuple[Tensor, Tensor]:
         """See `Vocabulary.top_tokens`: ranks exchange their best tokens and the mass of their
         parts."""
+        # A rank may hold fewer tokens of a subset than are wanted; all ranks exchange equally many.
         short = count - logits.shape[1]
         padded = F.pad(logits, (0, short), value=-torch.inf) if short > 0 else logits
         columns, log_probs = draft_head.top_tokens(padded, count)
@@ -169,6 +171,7 @@ class SplitVocabulary(Vocabulary):
     def sample(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """See `Vocabulary.sample`: ranks exchange the sums of their weights, and the rank into
         whose part the random number falls gives the token."""
+        # In float64: rounding should not make a draw depend on the number of ranks.
         cumulative = weights.double().cumsum(-1)
         own = cumulative[:, -1]
         up_to = all_gather(own, self.group).cumsum(0)
@@ -234,6 +237,7 @@ class SplitVocabulary(Vocabulary):
             scaled = self._keep_best(scaled, top_k)
         if top_p is not None:
             scaled = self._keep_mass(scaled, top_p)
+
         column = torch.arange(self.first, self.first + self.width, device=logits.device)
         weights = torch.where(greedy[:, None], (column == token[:, None]).float(), scaled.exp())
         return torch.where((token == NO_TOKEN)[:, None], torch.nan, weights)

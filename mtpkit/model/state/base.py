@@ -82,7 +82,10 @@ class Newest(Counter):
 
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
         """See `Counter.after`."""
-        return torch.where(new > 0, new - 1, self.start) if self.behind else new - 1
+        # Other states are always fed a token that is accepted: the newest token of the request.
+        if not self.behind:
+            return new - 1
+        return torch.where(new > 0, new - 1, self.start)
 
     def places(self, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return the `length` places of the committed part for `counts` [R], and the places where a
@@ -118,11 +121,13 @@ class Committed:
 
     def restarted(self, first: int) -> Self:
         """Return these rows, with those from `first` on as after a prefill chunk."""
-        parts = ((one, held[:first], held[first:]) for one, held in self.counts.items())
-        counts = {
-            one: torch.cat([kept, torch.full_like(rest, one.start)]) if len(rest) else kept
-            for one, kept, rest in parts
-        }
+        counts = {}
+        for one, held in self.counts.items():
+            rest = held[first:]
+            counts[one] = held[:first]
+            # Steps of decode rows alone, which are most steps, need no launch for this.
+            if len(rest):
+                counts[one] = torch.cat([held[:first], torch.full_like(rest, one.start)])
         return replace(self, counts=counts)
 
     def followed_by(self, rows: int) -> Self:
@@ -146,6 +151,8 @@ class Committed:
             width: tokens that each row was fed.
             new: [R] int64, number of accepted tokens of each row.
         """
+        # A state that is behind advances by the accepted tokens, too, but near position 0 by fewer:
+        # there is nothing yet that it could be behind.
         stand = {0: new}
         for behind in {counter.behind for counter in self.counts} - {0}:
             ends = [(lens - behind).clamp_min(0) for lens in (context_lens, context_lens + new)]
@@ -204,6 +211,7 @@ class State:
         Args:
             committed: the committed part of these rows.
         """
+        # With a counter, the committed part moves from step to step, and None would be wrong.
         if any(isinstance(value, Counter) for value in vars(self).values()):
             raise NotImplementedError(
                 f"{type(self).__name__} keeps a counter, so it needs a `settling` that says where"

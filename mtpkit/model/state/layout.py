@@ -74,11 +74,13 @@ class States:
                 are not read.
         """
         depth = torch.arange(1, path.shape[1], device=path.device)
+        # How many tokens are accepted is known on the device alone: the other sources are -1, from
+        # which nothing is moved.
         stands = depth <= accepted[:, None]
+        index = torch.where(stands, path[:, 1:], 0)
+        # The heads' entries of this step's drafts are made again from the accepted tokens.
         for group in (one for one in self._alike if not one.of_heads):
-            sources = torch.where(
-                stands, group.state.entries_of(step, torch.where(stands, path[:, 1:], 0)), -1
-            )
+            sources = torch.where(stands, group.state.entries_of(step, index), -1)
             targets = group.state.entries_of(step, depth.expand_as(sources))
             move_entries(sources, targets, *group.entries)
 
@@ -94,6 +96,7 @@ class States:
         for group in self._alike:
             settling = group.state.settling(committed) if group.state.unit == "slot" else None
             if settling is not None:
+                # Null rows get negative entries, from which nothing is moved.
                 first = slots[:, None] * group.state.of_tokens[0].shape[1]
                 sources, targets = (first + places for places in settling)
                 move_entries(sources, targets, *group.entries)
@@ -102,6 +105,7 @@ class States:
     def _alike(self) -> "list[_Alike]":
         """All states with an entry for each token of a step, grouped by the places of those
         entries."""
+        # All states of a group are moved by a few launches, however many layers there are.
         groups: dict[tuple, list[State]] = {}
         for name, states in self.layers.items():
             for state in (one for one in states if one.of_tokens):
@@ -123,6 +127,7 @@ class StateLayout:
 
     def sizes_of(self, layer: str) -> StateSizes:
         """Return the sizes of the states of one layer."""
+        # A step feeds a state that is behind that many tokens more, which its ring or window holds.
         behind = self.behind if layer.startswith(_HEADS) else 0
         return replace(self.sizes, decode_width=self.sizes.decode_width + behind, behind=behind)
 

@@ -20,11 +20,9 @@ class RecurrentSpec(StateSpec):
 
     def chosen(self, sizes: StateSizes) -> SnapshotSpec | ReplaySpec:
         """Return the spec for the configured rollback."""
-        return (
-            SnapshotSpec(self.shape)
-            if sizes.rollback == "snapshot"
-            else ReplaySpec(self.shape, self.inputs)
-        )
+        if sizes.rollback == "snapshot":
+            return SnapshotSpec(self.shape)
+        return ReplaySpec(self.shape, self.inputs)
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""

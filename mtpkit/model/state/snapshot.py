@@ -59,11 +59,9 @@ class SnapshotSpec(StateSpec):
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
         (newest,) = self.counters(sizes)
-        return {
-            "state": Part(
-                (max(sizes.decode_width, newest.start + 1), *self.shape), sizes.state_dtype
-            )
-        }
+        # `start` is the entry that a chunk leaves: beyond those of a step if the state is behind.
+        entries = max(sizes.decode_width, newest.start + 1)
+        return {"state": Part((entries, *self.shape), sizes.state_dtype)}
 
     def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
         """See `StateSpec.counters`."""
