@@ -90,6 +90,7 @@ class SelfAttention(MegatronSelfAttention):
             if (keep := inputs.keep) is not None:
                 gate, residual = (None if t is None else t[keep] for t in (gate, residual))
             out = self._step(q, k, v, normed, inputs)[:, None]
+            # A depth that only completes the cache keeps no token: the output has nothing to add.
             if not len(out) and residual is not None:
                 return residual, None
             gate = None if gate is None else gate[:, None]
@@ -152,11 +153,9 @@ class SelfAttention(MegatronSelfAttention):
         return inputs.positions_in(q.shape[1], q.shape[0], q.device)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return (
-            x
-            if self.frequencies is None
-            else rotate(x, positions, self.frequencies, self.rotary_factor)
-        )
+        if self.frequencies is None:
+            return x
+        return rotate(x, positions, self.frequencies, self.rotary_factor)
 
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
@@ -178,6 +177,8 @@ class SelfAttention(MegatronSelfAttention):
         """
         (cache,) = step.states[self.layer_name]
         assert isinstance(cache, PagedKV)
+        # Norms, rotation and the copy to the cache are one kernel: each alone is so small that its
+        # launch would take most of its time.
         q_norm, k_norm = (None if normed else norm for norm in (self.q_layernorm, self.k_layernorm))
         q = place_qkv(
             q,
@@ -198,11 +199,12 @@ class SelfAttention(MegatronSelfAttention):
         if step.keep is not None:
             kept = torch.searchsorted(step.query_start[1:], step.keep, right=True)
             newest = step.block_tables[kept], step.positions[step.keep]
-            return (
-                paged_attention(q[:, None], cache.key, cache.value, *newest)[:, 0]
-                if len(q)
-                else q.flatten(1, 2)
-            )
+            if not len(q):
+                return q.flatten(1, 2)
+            # Each kept token is a row of its own: its keys, also those of this step, are in the
+            # cache by now.
+            return paged_attention(q[:, None], cache.key, cache.value, *newest)[:, 0]
+
         rows = step.num_decode_rows
         start = step.num_decode_tokens
         outputs = []

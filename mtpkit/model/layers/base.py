@@ -95,6 +95,7 @@ def linear_of[R](
     made = function(*inputs)
     if _keeps.get() or not (torch.is_grad_enabled() and made.requires_grad):
         return linear(made)
+    # What the linear keeps of its input may be a view of it: the storage tells.
     storage = made.untyped_storage()._cdata
     kept = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
 

@@ -87,7 +87,8 @@ class GatedDeltaNet(RecurrentMixer):
         self.num_key_heads = sizes.num_key_heads // ranks
         self.num_value_heads = heads
         zeros = partial(torch.zeros, heads, dtype=torch.float32, device=torch.cuda.current_device())
-        self.dt_bias, self.A_log = split_parameter(zeros()), split_parameter(zeros())
+        self.dt_bias = split_parameter(zeros())
+        self.A_log = split_parameter(zeros())
         self.out_norm = HeadNorm(config, sizes.value_head_dim)
 
     def normed(self, y: Tensor, z: Tensor) -> Tensor:
@@ -203,6 +204,7 @@ class GatedDeltaNet(RecurrentMixer):
         if not later:
             inputs.leave(name, None)
             return self._read(current, current.q[:, :, None], inputs)[:, :, 0]
+        # Both are read by one scan.
         reads = torch.stack([current.k, current.q], 2)  # [b, s, 2, j, k]
         held = self._read(first, reads, inputs, wide=True)
         rep = self.num_value_heads // self.num_key_heads

@@ -43,6 +43,7 @@ class IntegerEmbedding(nn.Module):
         """Embed tokens [...] to [..., h]."""
         if self.tp_group.size() == 1:
             return self.rows.at(token_ids, self.dtype)
+        # Each token is in one rank's part: all other ranks add 0.
         local = token_ids - self.first
         held = (local >= 0) & (local < len(self.values))
         own = self.rows.at(torch.where(held, local, 0), self.dtype)

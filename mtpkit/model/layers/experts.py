@@ -118,6 +118,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ends: Tensor, sums: list[Tensor | None], *weights: Tensor
     ) -> Tensor:
+        # The parameters, not one tensor of them: where that is a copy, it would stay until then.
         ctx.save_for_backward(x, ends, *weights)
         ctx.sums = sums
         return F.grouped_mm(x, side_by_side(weights).transpose(1, 2), offs=ends)
@@ -126,9 +127,9 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
         out = grads[0].contiguous()
-        own = (
-            F.grouped_mm(out, side_by_side(weights), offs=ends) if ctx.needs_input_grad[0] else None
-        )
+        own = None
+        if ctx.needs_input_grad[0]:
+            own = F.grouped_mm(out, side_by_side(weights), offs=ends)
         if not any(ctx.needs_input_grad[3:]):
             return own, None, None, *([None] * len(weights))
         of_weights = F.grouped_mm(out.t(), x, offs=ends)  # [E, out, in]
@@ -136,6 +137,7 @@ class _Grouped(torch.autograd.Function):
         # https://github.com/pytorch/pytorch/issues/172439
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         of_weights.masked_fill_(empty[:, None, None], 0)
+
         sums = [total for total in ctx.sums if total is not None]
         if len(sums) == len(weights) and (together := _evenly_spaced(sums)) is not None:
             together.add_(of_weights)

@@ -168,22 +168,24 @@ class RowParallelLinear(MegatronRowParallelLinear):
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.bias is None, "built without"
-        if not is_plain(
-            self, input_, self.weight, residual, gate, None if norm is None else norm.weight
-        ):
-            input_ = input_ if norm is None else norm(input_, gate)
-            output, bias = (
-                super().forward(input_)
-                if self.weight_scale is None
-                else (_in_fp8(self, input_), None)
-            )
+        norm_weight = None if norm is None else norm.weight
+        if not is_plain(self, input_, self.weight, residual, gate, norm_weight):
+            if norm is not None:
+                input_ = norm(input_, gate)
+            if self.weight_scale is None:
+                output, bias = super().forward(input_)
+            else:
+                output = _in_fp8(self, input_)
+                bias = None
+            # Not in place: layers before this one may keep the residual for the backward.
             return (output if residual is None else residual + output), bias
+
         if self.tp_group.rank():
             residual = None  # only the first rank adds it, so that it counts once
         output = linear(
             input_.flatten(0, -2),
             self.weight,
-            norm_weight=None if norm is None else norm.weight,
+            norm_weight=norm_weight,
             eps=0.0 if norm is None else norm.eps,
             group_size=None if norm is None else norm.group_size,
             gate=None if gate is None else gate.flatten(0, -2),

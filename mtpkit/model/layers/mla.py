@@ -139,6 +139,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             if keep is not None:
                 hidden_states = hidden_states[keep]
                 residual = None if residual is None else residual[keep]
+                # A depth that only completes the cache keeps no token.
                 if not len(keep):
                     return (hidden_states if residual is None else residual), None
             out = self._step(hidden_states, entries, inputs)[:, None]
@@ -209,11 +210,11 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         """
         row = self.linear_kv_down_proj(x)
         latent, rotary = row.split([self.sizes.kv_lora_rank, self.sizes.qk_pos_emb_head_dim], -1)
-        normed = (
-            self.linear_kv_up_proj.normed(latent)
-            if self.config.mtpkit.attention.qk_layernorm
-            else latent
-        )
+        # The cache holds the normed latent, so that the norm runs once per token and not once per
+        # step that reads it.
+        normed = latent
+        if self.config.mtpkit.attention.qk_layernorm:
+            normed = self.linear_kv_up_proj.normed(latent)
         rotary = self._rotate(rotary[:, :, None], step.positions[None])[:, 0]
         latents, keys = self._cache(step).parts
         store_kv(rotary, normed, keys, latents, step.kv_slots)  # the latents are the values
@@ -247,10 +248,9 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         if keep is not None:
             kept = torch.searchsorted(step.query_start[1:], keep, right=True)
             places = step.block_tables[kept], positions
-            out = latent_attention(latent[:, None], rotary[:, None], cache, *places, self.scale)[
-                :, 0
-            ]
-            return _per_head(out, value_up)
+            out = latent_attention(latent[:, None], rotary[:, None], cache, *places, self.scale)
+            return _per_head(out[:, 0], value_up)
+
         rows = step.num_decode_rows
         start = step.num_decode_tokens
         outputs = []
@@ -268,6 +268,8 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             lengths = step.context_lens[rows:]
             starts = step.query_start[rows:]
             own = step.block_tables[rows:], lengths
+            # A chunk reads its context as latents, but its own tokens as keys and values: for many
+            # queries per key that takes fewer operations than wide latents.
             before, lse = latent_context_attention(
                 latent[start:], rotary[start:], cache, *own, starts, self.scale
             )

@@ -165,6 +165,7 @@ class MoELayer(MegatronMoELayer):
         together = self._together
         if self._stacks is not None and all(map(_are_parts_of, self._stacks, together)):
             return True
+        # Stacks that the parameters are no longer views of would only take memory.
         self._stacks = None
         apart = self.config.sequence_parallel or not self._same_tokens
         if apart or not all(_can_move(weight) for weights in together for weight in weights):
@@ -208,13 +209,10 @@ class MoELayer(MegatronMoELayer):
         )
         if not alike or sizes.shared_expert_intermediate_size != sizes.ffn_hidden_size:
             return "apart"
-        return (
-            "whole"
-            if gate is None
-            else "gated"
-            if gate.dtype == self.router.weight.dtype
-            else "apart"
-        )
+        if gate is None:
+            return "whole"
+        # The gate's row lies behind the router's in one matrix, which has one dtype.
+        return "gated" if gate.dtype == self.router.weight.dtype else "apart"
 
     @property
     def _together(self) -> list[list[Tensor]]:
@@ -227,11 +225,9 @@ class MoELayer(MegatronMoELayer):
             [expert.linear_fc1.weight for expert in experts],
             [expert.linear_fc2.weight for expert in experts],
         ]
-        return (
-            [*pairs, [self.router.weight, self.shared_experts.gate_weight]]
-            if joins == "gated"
-            else pairs
-        )
+        if joins == "gated":
+            pairs.append([self.router.weight, self.shared_experts.gate_weight])
+        return pairs
 
     def add_to(self, residual: Tensor | None, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """Add the stacked experts of norm(x), x [..., hidden], to residual [..., hidden], which may
@@ -258,6 +254,7 @@ class MoELayer(MegatronMoELayer):
         flat, chosen, weights = self.router.choose(flat, norm)
         spread = self.ep_group.size() > 1
         if spread:
+            # Experts of other ranks get the number after the last one, which `expert_mlp` skips.
             own = chosen - self.ep_group.rank() * self.num_local_experts
             count = self.num_local_experts
             chosen = torch.where((own >= 0) & (own < count), own, count)
@@ -272,6 +269,7 @@ class MoELayer(MegatronMoELayer):
                 # one gate per token
                 inner = sigmoid_gate(inner, gate.expand(-1, inner.shape[1], 1))
             total = linear(inner, shared.linear_fc2.weight, residual=total)
+
         if self.config.moe_latent_size:
             small = linear(flat, self.fc1_latent_proj.weight)
             mixed = expert_mlp(small, fc1, fc2, chosen, weights, activation, some_elsewhere=spread)

@@ -52,6 +52,7 @@ def fold_rings(
     Raises:
         NotImplementedError: a layer that keeps a ring cannot fold it.
     """
+    # Layers with equal rings share the counts, so that these are computed once.
     lens: dict[Ring, tuple[Tensor, Tensor]] = {}
     for mixer in model.modules():
         name = getattr(mixer, "layer_name", "")
@@ -208,6 +209,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
             y = self._step(conv_in[0], rates[0], inputs).flatten(-2)[:, None]
             z = z.transpose(0, 1)
             if (keep := inputs.keep) is not None:
+                # Only now: states and windows must advance by all tokens.
                 y = y[keep]
                 z = z[keep]
                 residual = None if residual is None else residual[keep]
@@ -241,10 +243,9 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
     def _as_prefill(self, conv_in: Tensor) -> bool:
         """Whether sequences run through prefill's kernels, which have no backward and multiply in
         low precision."""
-        exact = conv_in.dtype == torch.float32
-        return (
-            not exact and on_kernels(conv_in) and no_grad(conv_in, *self.parameters(recurse=False))
-        )
+        if conv_in.dtype == torch.float32:
+            return False
+        return on_kernels(conv_in) and no_grad(conv_in, *self.parameters(recurse=False))
 
     def _documents(self, conv_in: Tensor, rates: Tensor, inputs: SequenceInput) -> Tensor:
         """Run whole sequences, one document after the other: conv_in [b, s, c], rates [b, s, ...]
@@ -282,12 +283,12 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         split = step.num_decode_tokens
         if not step.num_chunk_rows:
             return self._decode(conv_in, rates, step, window, recurrent)
+        # First the chunks: a decode row of the heads' windows may continue a chunk of its request.
         y = self._prefill(conv_in[split:], rates[split:], step, window, recurrent)
-        return (
-            torch.cat([self._decode(conv_in[:split], rates[:split], step, window, recurrent), y])
-            if split
-            else y
-        )
+        if not split:
+            return y
+        decoded = self._decode(conv_in[:split], rates[:split], step, window, recurrent)
+        return torch.cat([decoded, y])
 
     def _decode(
         self,
@@ -350,9 +351,11 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         for lag in range(self.conv_kernel):
             # positions before i at depth 1; negative while later depths are read
             back = lag - (len(raw) - 1)
-            source = (
-                raw[len(raw) - 1 - lag] if back < 0 else F.pad(first, (0, 0, back, 0))[:, :length]
-            )
+            if back < 0:
+                source = raw[len(raw) - 1 - lag]
+            else:
+                source = F.pad(first, (0, 0, back, 0))[:, :length]
+            # Later depths at i are of i's document; an older position may be of the one before.
             if back > 0 and documents is not None:
                 before = F.pad(documents, (back, 0), value=-1)[:, :length]
                 source = source * (before == documents)[..., None]
