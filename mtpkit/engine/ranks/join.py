@@ -33,10 +33,10 @@ from mtpkit.version import __version__
 _OWN = ("model", "device", "tokenizer")
 """Options that may differ between ranks: where a rank finds its model and its tokenizer, and its
 device."""
-_PLACES = 256
-_BLOCK = 4096
-"""Files are compared by blocks of 4,096 bytes at 256 places: no tensor of 1 / 256 of a file lies
-between two places."""
+_END = 2**16
+"""Files are compared by their sizes and by this many bytes at both ends. The first ones hold the
+index of a file's tensors; the last ones hold weights of the heads where mtpkit converted or
+stitched the model, which differ between two trainings on one base."""
 _NOT_WEIGHTS = {".md", ".txt", ".py", ".png"}
 
 
@@ -266,7 +266,11 @@ def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _digest(directory: Path) -> str:
-    """Hash of all files that may hold a model: their names, sizes, and blocks spread over each."""
+    """Hash of all files that may hold a model: their names, sizes, and both ends.
+
+    Modification times do not count, since each host may have its own copy. Files of one size that
+    differ only in the middle are taken for equal, such as a copy that a disk has damaged.
+    """
     found = hashlib.blake2b(digest_size=8)
     for path in sorted(
         path for path in directory.rglob("*") if path.is_file() and path.suffix not in _NOT_WEIGHTS
@@ -274,7 +278,7 @@ def _digest(directory: Path) -> str:
         size = path.stat().st_size
         found.update(f"{path.relative_to(directory)} {size}".encode())
         with path.open("rb") as file:
-            for start in (*range(0, size, max(_BLOCK, size // _PLACES)), max(0, size - _BLOCK)):
-                file.seek(start)
-                found.update(file.read(_BLOCK))
+            found.update(file.read(_END))
+            file.seek(max(0, size - _END))
+            found.update(file.read(_END))
     return found.hexdigest()
