@@ -66,7 +66,7 @@ if wanted speed; then
         for model in qwen3-next-slice qwen3.5-slice deepseek-v3-slice; do
             mtpkit "decode_$model" "$last" "${decode[@]}" --model "$model" --repeats 2
         done
-        mtpkit prefill "$last" prefill
+        mtpkit prefill "$last" load --workload prefill --num-speculative-tokens 0
         mtpkit train "$last" train --sequence-length 4096 --loss kl
     ) &
     wait

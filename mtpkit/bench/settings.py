@@ -206,33 +206,10 @@ class DecodeConfig:
         return None if self.acceptance is None else depth_rates(self.acceptance, k)
 
 
-@checked("prefill benchmark")
-class PrefillConfig:
-    """Settings of `measure_prefill`."""
-
-    batch_size: Positive = 64
-    """Number of prompts."""
-    prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
-    """Tokens of a prompt."""
-    max_num_batched_tokens: Count = 8192
-    """Most tokens of a step. The default exceeds the engine's 2048, so that matrix products are
-    large."""
-    k: Drafts = Field(default=0, validation_alias="num_speculative_tokens")
-    """Drafts made after each prompt."""
-    repeats: Positive = 5
-    """Number of measurements; their median is reported."""
-    seed: FirstSeed = 0
-    """Seed of the random prompts."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield a clause if the random prompts have too many tokens."""
-        yield from too_many_tokens(self.prompt_len, self.batch_size, self.repeats)
-
-
 @checked("load benchmark")
 class LoadConfig:
-    """Settings of `measure_load`: requests of lognormal lengths, by default those of
-    docs/performance.md."""
+    """Settings of `measure_load`: the engine, and for the workload `mixed` requests of lognormal
+    lengths, by default those of docs/performance.md."""
 
     num_prompts: Positive = 512
     """Number of requests in a run."""
@@ -319,19 +296,20 @@ class LoadConfig:
 
 @checked("stall benchmark")
 class StallConfig:
-    """Settings of `measure_stall`, besides those of a `LoadConfig`."""
+    """Settings of the workload `stall`, besides those of a `LoadConfig`."""
 
     decoding_requests: Positive = 16
-    """Number of requests that decode while prompts arrive, with --stall."""
+    """Number of requests that decode while prompts arrive, with --workload stall."""
     arriving_prompts: Positive = 8
     """Number of prompts that arrive, each when the prompt before has its first token, with
-    --stall."""
+    --workload stall."""
     arriving_length: Length = 4096
-    """Tokens of each arriving prompt, with --stall."""
+    """Tokens of each arriving prompt, with --workload stall."""
     lone_lengths: Annotated[
         tuple[Length, ...], Field(min_length=1, title="a list of one or more whole numbers")
     ] = Field(default=(128, 4096), validation_alias="lone_length")
-    """Lengths in tokens of lone prompts, which arrive while nothing else runs, with --stall."""
+    """Lengths in tokens of lone prompts, which arrive while nothing else runs, with --workload
+    stall."""
 
     def problems(self) -> Iterator[str]:
         """Yield a clause for each setting that makes too many tokens of prompts."""
@@ -343,26 +321,25 @@ class StallConfig:
 
 @checked("turns benchmark")
 class TurnsConfig:
-    """Settings of `measure_turns`, besides those of a `LoadConfig`."""
+    """Settings of the workload `turns`, besides those of a `LoadConfig`."""
 
-    turns: FromZero = 0
-    """Turns per conversation: above 0, conversations are measured in place of the load, without and
-    with the prefix cache. Each turn's prompt is the whole conversation so far, followed by new
-    tokens."""
+    turns: Annotated[int, Field(ge=2)] = 8
+    """Turns per conversation, with --workload turns. Each turn's prompt is the whole conversation
+    so far, followed by new tokens."""
     shared: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Share of the prompts' tokens that come from earlier turns of the conversation, with --turns.
-    The length of outputs follows from it."""
+    """Share of the prompts' tokens that come from earlier turns of the conversation, with
+    --workload turns. The length of outputs follows from it."""
     turn_length: Length = 512
-    """New tokens of each turn, with --turns."""
+    """New tokens of each turn, with --workload turns."""
     conversations: Positive = 8
-    """Number of conversations at once, with --turns. Each begins its next turn when the turn before
-    has ended."""
+    """Number of conversations at once, with --workload turns. Each begins its next turn when the
+    turn before has ended."""
 
     @property
     def output_len(self) -> int:
         """Tokens of each output. With n turns of u new tokens and outputs of o tokens, the prompts
         have n u + (u + o) n (n - 1) / 2 tokens, of which n u are new."""
-        ratio = 2 * self.shared / ((1 - self.shared) * max(1, self.turns - 1)) - 1
+        ratio = 2 * self.shared / ((1 - self.shared) * (self.turns - 1)) - 1
         return round(self.turn_length * ratio)
 
     @property
@@ -372,17 +349,29 @@ class TurnsConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield a clause if no conversations satisfy the settings."""
-        if self.turns == 1:
-            yield "turns is 1, must be 0 or at least 2"
-        elif self.turns and self.output_len < 1:
+        if self.output_len < 1:
             yield (
                 f"{self.turns} turns share more than {self.shared} of their prompts whatever the"
                 " outputs: raise shared or lower turns"
             )
-        elif self.turns:
+        else:
             yield from too_many_tokens(
                 self.longest, self.conversations, 0, "turn_length or conversations"
             )
+
+
+@checked("prefill benchmark")
+class PrefillConfig:
+    """Settings of the workload `prefill`, besides those of a `LoadConfig`."""
+
+    batch_size: Positive = 64
+    """Number of prompts, with --workload prefill."""
+    prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
+    """Tokens of a prompt, with --workload prefill."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a clause if the random prompts of one run have too many tokens."""
+        yield from too_many_tokens(self.prompt_len, self.batch_size, 0)
 
 
 @checked("training benchmark")
@@ -486,7 +475,6 @@ class RooflineConfig:
 
 ON_CPU: Mapping[type, Mapping[str, Any]] = {
     DecodeConfig: {"batch_sizes": (1, 4), "prompt_len": 64, "max_tokens": 32, "repeats": 1},
-    PrefillConfig: {"batch_size": 4, "prompt_len": 128, "repeats": 1},
     LoadConfig: {
         "num_prompts": 16,
         "prompt_median": 40,
@@ -502,6 +490,7 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
         "lone_lengths": (32, 256),
     },
     TurnsConfig: {"turn_length": 16, "conversations": 2},
+    PrefillConfig: {"batch_size": 4, "prompt_len": 128},
     TrainBenchConfig: {
         "sequence_lengths": (128,),
         "losses": ("kl",),

@@ -1,10 +1,10 @@
-"""Time decoding, prefill, serving and training; the same run times a copy and a matrix product."""
+"""Time decoding, serving and training; the same run times a copy and a matrix product."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,6 +24,7 @@ from mtpkit.bench.sizes import LARGE_SHAPES, SHAPES
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.config.checked import keys_of
+from mtpkit.errors import listed
 
 if TYPE_CHECKING:
     import torch
@@ -169,56 +170,32 @@ def decode(
 
 @app.command(cls=Command)
 @options.takes_options
-def prefill(
-    context: typer.Context,
-    model: FittingModel = None,
-    *,
-    config: Annotated[PrefillConfig, options.Fields()],
-    dtype: options.Dtype = "auto",
-    output: Output = None,
-    as_json: options.PrintJson = False,
-) -> None:
-    """Time prompts up to their first token, with the share of the matrix rate measured in the same
-    run."""
-    from mtpkit.bench.prefill import measure_prefill
-    from mtpkit.bench.shapes import choose_drafts, get_config
-    from mtpkit.platform import default_device, require_one_process
-
-    require_one_process()
-    model, (config,), small = _fitting(context, model, default_device(), config)
-    choose_drafts(get_config(model), [config.k], ())
-    result = measure_prefill(_open(model, dtype), config, model)
-    _say(small)
-    _finish(result, output, as_json)
-
-
-@app.command(cls=Command)
-@options.takes_options
 def load(
     context: typer.Context,
     model: FittingModel = None,
     pattern: Pattern = None,
+    workload: Annotated[
+        Literal["mixed", "stall", "turns", "prefill"],
+        typer.Option(
+            help=(
+                "Rule by which requests arrive. mixed: requests of many lengths, queued at once or"
+                " arriving one by one. stall: prompts that arrive while other requests decode, and"
+                " lone prompts. turns: conversations, without and with the prefix cache. prefill:"
+                " prompts of one length, up to their first tokens."
+            )
+        ),
+    ] = "mixed",
     *,
     config: Annotated[LoadConfig, options.Fields()],
-    stall: Annotated[
-        bool,
-        typer.Option(
-            "--stall",
-            help=(
-                "In place of the load, measure how long running requests wait for arriving prompts,"
-                " and lone prompts "
-                "for their first token."
-            ),
-        ),
-    ] = False,
-    stalled: Annotated[StallConfig, options.Fields()],
-    conversing: Annotated[TurnsConfig, options.Fields()],
+    stall_rule: Annotated[StallConfig, options.Fields()],
+    turns_rule: Annotated[TurnsConfig, options.Fields()],
+    prefill_rule: Annotated[PrefillConfig, options.Fields()],
     save_requests: Annotated[
         Path | None,
         typer.Option(
             help=(
-                "File for the requests as JSON, for the scripts in benchmarks/peers; nothing is"
-                " measured then."
+                "File for the requests of the workload mixed as JSON, for the scripts in"
+                " benchmarks/peers; nothing is measured then."
             ),
         ),
     ] = None,
@@ -226,55 +203,44 @@ def load(
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Serve requests of many lengths, queued at once or arriving one by one: tokens/s and
-    latencies, next to a limit.
+    """Serve requests by one of four rules of arrival: tokens/s and latencies, next to a limit.
 
-    Each K gets its own engine. The first run after a start is reported separately from the later
-    runs. Acceptance is synthetic. Three checks must pass before anything is reported: outputs have
-    the requested length, the synthetic acceptance rate is the requested one, and the base's choices
-    are those of its plain forward pass.
+    Each K gets its own engine. Acceptance is synthetic. Mixed requests: the first run after a start
+    is reported separately from the later runs, and three checks must pass before anything is
+    reported: outputs have the requested length, the synthetic acceptance rate is the requested one,
+    and the base's choices are those of its plain forward pass. Prompts alone (prefill) are compared
+    with a plain forward pass, too, and conversations (turns) in fp32 with those without the cache.
     """
     from mtpkit.bench.load import measure_load
-    from mtpkit.bench.load_requests import save_requests as save
+    from mtpkit.bench.load.requests import save_requests as save
     from mtpkit.bench.shapes import choose_drafts, get_config
-    from mtpkit.bench.stall import measure_stall
-    from mtpkit.bench.turns import measure_turns
     from mtpkit.files import check_writable
     from mtpkit.platform import default_device, require_one_process
 
     require_one_process()
-    if stall and save_requests is not None:
-        raise typer.BadParameter(
-            "--stall has no requests to save", param_hint="--stall / --save-requests"
-        )
-    if conversing.turns and (stall or save_requests is not None):
-        raise typer.BadParameter(
-            "these options exclude each other: give one of them",
-            param_hint="--turns / --stall / --save-requests",
-        )
+    rules = {"stall": stall_rule, "turns": turns_rule, "prefill": prefill_rule}
+    for name, rule in rules.items():
+        unused = sorted(_given(context, rule)) if name != workload else []
+        if unused:
+            raise typer.BadParameter(
+                f"this is for --workload {name}, but the workload is {workload}",
+                param_hint=listed(unused, separator=" / "),
+            )
     if save_requests is not None:
+        if workload != "mixed":
+            raise typer.BadParameter(
+                f"the workload {workload} has no requests to save", param_hint="--save-requests"
+            )
         check_writable(save_requests, file=True)
         print(save(save_requests, config, get_config(model or NVIDIA_8B, pattern).vocab_size))
         return
-    if stall:
-        model, (config, stalled), small = _fitting(
-            context, model, default_device(), config, stalled
-        )
-    elif conversing.turns:
-        model, (config, conversing), small = _fitting(
-            context, model, default_device(), config, conversing
-        )
-    else:
-        model, (config,), small = _fitting(context, model, default_device(), config)
+
+    chosen = [rule for name, rule in rules.items() if name == workload]
+    model, (config, *fitted), small = _fitting(context, model, default_device(), config, *chosen)
     config = replace(config, ks=choose_drafts(get_config(model, pattern), config.ks, LOAD_DRAFTS))
     opened = _open(model, dtype, pattern)
-    result: Result[Any]
-    if stall:
-        result = measure_stall(opened, config, stalled, model, _keep(output))
-    elif conversing.turns:
-        result = measure_turns(opened, config, conversing, model, _keep(output))
-    else:
-        result = measure_load(opened, config, model, _keep(output))
+    rule = fitted[0] if fitted else None
+    result = measure_load(opened, config, rule, model, _keep(output))
     _say(small)
     result.show(as_json)
 
@@ -336,6 +302,15 @@ def roofline(
     _finish(steps, output, as_json)
 
 
+def _given(context: typer.Context, config: object) -> dict[str, str]:
+    """Options of the settings that the command line has, each with the name of its field."""
+    return {
+        f"--{key.replace('_', '-')}": name
+        for name, key in keys_of(type(config)).items()
+        if getattr(context.get_parameter_source(key), "name", "") != "DEFAULT"
+    }
+
+
 def _fitting(
     context: typer.Context, model: str | None, device: "torch.device", *configs: Any
 ) -> tuple[str, list[Any], str]:
@@ -354,11 +329,8 @@ def _fitting(
     said = [f"--model {chosen}"]
     for config in configs:
         keys = keys_of(type(config))
-        small = {
-            name: value
-            for name, value in ON_CPU[type(config)].items()
-            if getattr(context.get_parameter_source(keys[name]), "name", "") == "DEFAULT"
-        }
+        given = _given(context, config).values()
+        small = {name: value for name, value in ON_CPU[type(config)].items() if name not in given}
         fitted.append(replace(config, **small))
         for name, value in small.items():
             texts = map(str, value) if isinstance(value, tuple) else [str(value)]

@@ -19,7 +19,7 @@ COMMANDS = {
     "convert": "Convert and compare Hugging Face and Megatron checkpoints.",
     "generate": "Continue prompts, with or without drafts from the MTP heads.",
     "speedup": "Measure how much faster a model decodes with its heads.",
-    "bench": "Time decoding, prefill, a load of requests and training.",
+    "bench": "Time decoding, serving a load of requests, and training.",
     "demo": "Train heads on the tiny base, convert and measure them.",
 }
 """Each command's name, which is also its module's, and its line in the help. The module's `app` is

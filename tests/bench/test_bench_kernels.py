@@ -658,3 +658,9 @@ def test_a_wrong_command_line_is_refused(command, line, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, printed, error = command(line)
     assert code == 2 and not printed and re.search(message, error.splitlines()[-1])
+
+
+def test_several_processes_are_refused(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, printed, error = command("--device cpu")
+    assert code == 2 and not printed and "there are 2 processes, but this command runs" in error

@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtpkit.bench import load, load_run
-from mtpkit.bench.load import measure_load
-from mtpkit.bench.load_requests import (
+from mtpkit.bench.load import measure_load, workload
+from mtpkit.bench.load import run as run_module
+from mtpkit.bench.load.requests import (
     draw_prompts,
     draw_requests,
     limit_seconds,
     save_requests,
     token_sums,
 )
+from mtpkit.bench.load.serving import WallClock
 from mtpkit.bench.roofline import Roofline
-from mtpkit.bench.serving import WallClock
 from mtpkit.bench.settings import LoadConfig, RooflineConfig
 from mtpkit.bench.shapes import open_model
 from mtpkit.bench.sizes import NEMOTRON_H_8B
@@ -146,7 +146,7 @@ def test_the_limit_is_the_sum_of_its_parts():
 def test_every_rate_and_k_is_measured(model, device):
     config = replace(SMALL, request_rates=(math.inf, 200.0), ks=(0, 2))
     kept = []
-    result = measure_load(model, config, "tiny", kept.append)
+    result = measure_load(model, config, None, "tiny", kept.append)
     assert [(row.request_rate, row.k) for row in result.rows] == [
         ("inf", 0),
         ("inf", 2),
@@ -185,11 +185,11 @@ def test_every_rate_and_k_is_measured(model, device):
 
 def test_the_limit_at_a_rate_that_lasts_is_nearer(model, monkeypatch):
     """Share of the limit with the matrices of the prompts and of the steps at that rate."""
-    slow = load.measure_machine(torch.device("cpu"))
+    slow = workload.measure_machine(torch.device("cpu"))
     machines = iter(
         [slow, replace(slow, sustained_rate=slow.matrix_rate), replace(slow, sustained_rate=1e8)]
     )
-    monkeypatch.setattr(load, "measure_machine", lambda device, sustained: next(machines))
+    monkeypatch.setattr(workload, "measure_machine", lambda device, sustained: next(machines))
     config = replace(SMALL, ks=(0,), repeats=1, trace=False)
     rows = [measure_load(model, config).rows[0] for _ in range(3)]
     assert rows[0].sustained_share is None and rows[1].sustained_share == rows[1].limit_share
@@ -202,7 +202,7 @@ def test_the_limit_at_a_rate_that_lasts_is_nearer(model, monkeypatch):
 
 def test_each_run_is_counted_by_itself(model):
     config = replace(SMALL, ks=(2,))
-    engine = load_run.LoadEngine(model, config, 2, WallClock())
+    engine = run_module.LoadEngine(model, config, 2, WallClock())
     for _ in range(2):
         run = engine.run(math.inf)
         tokens = [len(stream.tokens) for stream in run.streams]
@@ -222,13 +222,13 @@ def test_the_first_run_is_apart(model):
 
 def test_runs_have_tokens_of_their_own_and_the_first_ones_are_saved(model, tmp_path, monkeypatch):
     served = []
-    serve = load_run.serve
+    serve = run_module.serve
 
     def record(engine, streams, clock):
         served.append([stream.prompt for stream in streams])
         return serve(engine, streams, clock)
 
-    monkeypatch.setattr(load_run, "serve", record)
+    monkeypatch.setattr(run_module, "serve", record)
     config = replace(SMALL, ks=(0,), request_rates=(1000.0,), trace=False)
     measure_load(model, config)
     first, second = served
@@ -250,8 +250,8 @@ def test_runs_have_tokens_of_their_own_and_the_first_ones_are_saved(model, tmp_p
 
 
 def test_preempted_requests_get_their_tokens_and_are_counted(model, monkeypatch):
-    make = load_run.LLM
-    monkeypatch.setattr(load_run, "LLM", lambda *args, **more: make(*args, **more, num_blocks=9))
+    make = workload.LLM
+    monkeypatch.setattr(workload, "LLM", lambda *args, **more: make(*args, **more, num_blocks=9))
     # The first three prompts fill a step and then grow to four blocks each, whatever a step takes.
     alike = dict(
         prompt_median=12, prompt_sigma=0.0, output_median=50, output_sigma=0.0, output_max=50
@@ -266,9 +266,9 @@ def test_k_as_the_engine_chooses(model):
 
 
 def test_outputs_of_another_length_are_refused(model, monkeypatch):
-    params = load_run.Stream.params.fget
+    params = run_module.Stream.params.fget
     shorter = property(lambda self: replace(params(self), max_tokens=self.max_tokens - 1))
-    monkeypatch.setattr(load_run.Stream, "params", shorter)
+    monkeypatch.setattr(run_module.Stream, "params", shorter)
     with pytest.raises(
         MtpkitError, match=r"9 of 9 outputs have another length .* one of them \d+ tokens where \d+"
     ):
@@ -277,9 +277,9 @@ def test_outputs_of_another_length_are_refused(model, monkeypatch):
 
 def test_acceptance_that_was_not_asked_for_is_refused(model, monkeypatch):
     monkeypatch.setattr(LoadConfig, "rates", lambda self, k: [0.3, 0.5][:k])
-    make = load_run.LLM
+    make = workload.LLM
     monkeypatch.setattr(
-        load_run,
+        workload,
         "LLM",
         lambda *args, **more: make(*args, **more | {"synthetic_acceptance": [1, 1]}),
     )
@@ -325,14 +325,14 @@ def test_steps_in_the_middle_of_a_run_are_traced_when_all_is_timed(model, monkey
         order.append("trace")
         return Trace([Kernel("gemm", 0, 0.3, 1), Kernel("scan", 0.4, 1, 2)])
 
-    run = load_run.LoadEngine.run
-    take = load_run.take
+    run = run_module.LoadEngine.run
+    take = run_module.take
     monkeypatch.setattr(
-        load_run.LoadEngine, "run", lambda self, rate: order.append("run") or run(self, rate)
+        run_module.LoadEngine, "run", lambda self, rate: order.append("run") or run(self, rate)
     )
-    monkeypatch.setattr(load_run, "take", lambda *args: order.append("step") or take(*args))
-    monkeypatch.setattr(load_run, "trace_kernels", trace)
-    monkeypatch.setattr(load_run, "_TRACED_STEPS", 3)
+    monkeypatch.setattr(run_module, "take", lambda *args: order.append("step") or take(*args))
+    monkeypatch.setattr(run_module, "trace_kernels", trace)
+    monkeypatch.setattr(run_module, "_TRACED_STEPS", 3)
     monkeypatch.setattr("mtpkit.bench.load.can_trace", lambda device: True)
     config = replace(SMALL, request_rates=(math.inf, 1000.0), ks=(1,), repeats=1)
     idle = [row.gpu_idle_share for row in measure_load(model, config).rows]
@@ -349,7 +349,7 @@ def test_steps_in_the_middle_of_a_run_are_traced_when_all_is_timed(model, monkey
     order.clear()
     row, _ = measure_load(model, replace(config, trace=False)).rows
     assert order == ["run", "run"] and row.gpu_idle_share is None
-    monkeypatch.setattr(load_run, "trace_kernels", lambda *_: Trace([]))
+    monkeypatch.setattr(run_module, "trace_kernels", lambda *_: Trace([]))
     row, _ = measure_load(model, config).rows
     assert row.gpu_idle_share is None  # not 0: nothing ran
 

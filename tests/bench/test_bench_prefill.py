@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from mtpkit.bench import prefill
-from mtpkit.bench.prefill import PrefillConfig, measure_prefill
+from mtpkit.bench.load import measure_load
+from mtpkit.bench.load.prefill import Prefill
+from mtpkit.bench.settings import LoadConfig, PrefillConfig
 from mtpkit.bench.shapes import open_model
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.layers import attention, mamba
+
+ONCE = LoadConfig(ks=(0,), repeats=1, seed=0)
 
 
 @pytest.fixture
@@ -16,9 +19,8 @@ def model(device):
 
 
 def test_the_figures_hang_together(model, device):
-    result = measure_prefill(
-        model, PrefillConfig(batch_size=3, prompt_len=20, max_num_batched_tokens=24, k=2), "tiny"
-    )
+    config = LoadConfig(ks=(2,), max_num_batched_tokens=24, repeats=5, seed=0)
+    result = measure_load(model, config, PrefillConfig(batch_size=3, prompt_len=20), "tiny")
     (row,) = result.rows
     assert row.tokens_per_s == pytest.approx(60 / row.seconds)
     assert result.machine is not None
@@ -31,11 +33,14 @@ def test_the_figures_hang_together(model, device):
 
 
 def test_a_wrong_first_token_is_refused(model, monkeypatch):
-    run = prefill._run
-    shifted = lambda llm, prompts: (1.0, [(token + 1) % 512 for token in run(llm, prompts)[1]])  # noqa: E731
-    monkeypatch.setattr(prefill, "_run", shifted)
+    run = Prefill._run
+
+    def shifted(*args):
+        return 1.0, [(token + 1) % 512 for token in run(*args)[1]]
+
+    monkeypatch.setattr(Prefill, "_run", shifted)
     with pytest.raises(MtpkitError, match=r"1 of 1 tokens .* standard deviations below the best"):
-        measure_prefill(model, PrefillConfig(batch_size=2, prompt_len=8, repeats=1))
+        measure_load(model, ONCE, PrefillConfig(batch_size=2, prompt_len=8))
 
 
 def no_attention(patch):
@@ -57,16 +62,23 @@ def no_state(patch):
 @pytest.mark.parametrize("sabotage", [no_attention, no_state])
 def test_a_broken_prefill_is_not_timed(sabotage, dtype, monkeypatch):
     model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
-    config = PrefillConfig(batch_size=8, prompt_len=64, repeats=1)
-    measure_prefill(model, config)
+    prompts = PrefillConfig(batch_size=8, prompt_len=64)
+    measure_load(model, ONCE, prompts)
     sabotage(monkeypatch)
     with pytest.raises(MtpkitError, match="are not those of a plain forward pass"):
-        measure_prefill(model, config)
+        measure_load(model, ONCE, prompts)
 
 
 def test_settings_that_cannot_be_measured_are_all_named():
     with pytest.raises(
         UserError,
-        match=r"batch_size is 0, must be at least 1; num_speculative_tokens is -2.*; repeats is 0",
+        match=r"batch_size is 0, must be at least 1; prompt_length is -1, must be at least 1",
     ):
-        PrefillConfig(batch_size=0, repeats=0, k=-2)
+        PrefillConfig(batch_size=0, prompt_len=-1)
+
+
+def test_runs_of_too_many_tokens_together_are_refused(model):
+    """Each by itself has few enough."""
+    prompts = PrefillConfig(batch_size=1, prompt_len=1 << 27)
+    with pytest.raises(UserError, match=r"tokens in all, must be at most .*: lower prompt_length"):
+        measure_load(model, LoadConfig(ks=(0,), repeats=2), prompts)

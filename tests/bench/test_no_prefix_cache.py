@@ -5,11 +5,9 @@ import torch
 
 from mtpkit.bench.decode import DecodeConfig, measure_decode
 from mtpkit.bench.load import measure_load
-from mtpkit.bench.prefill import PrefillConfig, measure_prefill
-from mtpkit.bench.settings import LoadConfig, SpeedupConfig, StallConfig
+from mtpkit.bench.settings import LoadConfig, PrefillConfig, SpeedupConfig, StallConfig
 from mtpkit.bench.shapes import open_model
 from mtpkit.bench.speedup import measure_speedup
-from mtpkit.bench.stall import measure_stall
 from mtpkit.engine import LLM, SamplingParams
 
 PROMPTS = [{"prompt_token_ids": list(range(20, 40))}]
@@ -23,13 +21,11 @@ RUNS = {
         model, DecodeConfig(batch_sizes=(1,), ks=(0,), prompt_len=8, max_tokens=40)
     ),
     "load": lambda model: measure_load(model, LOAD),
-    "prefill": lambda model: measure_prefill(
-        model, PrefillConfig(batch_size=1, prompt_len=8, repeats=1)
-    ),
+    "prefill": lambda model: measure_load(model, LOAD, PrefillConfig(batch_size=1, prompt_len=8)),
     "speedup": lambda model: measure_speedup(
         model, PROMPTS, SpeedupConfig(ks=(0,), sampling=GREEDY, repeats=1)
     ),
-    "stall": lambda model: measure_stall(model, LOAD, STALL),
+    "stall": lambda model: measure_load(model, LOAD, STALL),
 }
 
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from typer.testing import CliRunner
 
 import mtpkit
-from mtpkit.bench.load_requests import draw_prompts, draw_requests, save_requests
+from mtpkit.bench.load.requests import draw_prompts, draw_requests, save_requests
 from mtpkit.bench.settings import LoadConfig
 from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.checkpoint import load_config

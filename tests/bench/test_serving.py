@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mtpkit.bench.serving import Stream, percentiles_ms, serve
+from mtpkit.bench.load.serving import Stream, percentiles_ms, serve
 from mtpkit.engine import RequestError
 from mtpkit.errors import MtpkitError
 
@@ -93,6 +93,25 @@ def test_all_that_is_due_is_added_before_a_step():
     assert (
         [time for time, _ in engine.added] == [0.0] * 5 and engine.steps == 3 and not clock.sleeps
     )
+
+
+def test_a_request_may_arrive_with_the_end_of_another():
+    clock = FakeClock()
+    engine = FakeEngine(clock)
+    first = Stream(0.0, [1], 2)
+    other = Stream(0.0, [2], 1)
+    second = Stream(0.0, [3], 2)
+
+    def follow(ended, now):
+        if ended is not first:
+            return None
+        second.arrival = now
+        return second
+
+    # Two steps of 2 and 1 seconds, then two of 1 for the request that follows.
+    assert serve(engine, [first, other], clock, follow) == 5.0
+    assert engine.added == [(0.0, [1]), (0.0, [2]), (3.0, [3])]
+    assert second.times == [4.0, 5.0] and second.first_seconds == 1.0
 
 
 def test_tokens_that_come_at_once_are_one_gap_but_several_tokens():

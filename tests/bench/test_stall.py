@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtpkit.bench import stall
+from mtpkit.bench.load import measure_load, stall, workload
+from mtpkit.bench.load.serving import WallClock
 from mtpkit.bench.settings import LoadConfig, StallConfig
 from mtpkit.bench.shapes import open_model
-from mtpkit.bench.stall import measure_stall
 from mtpkit.errors import UserError
 
 CONFIG = LoadConfig(ks=(0, 2), max_num_batched_tokens=32, acceptance=(0.5,), trace=False)
@@ -62,15 +62,15 @@ def clock(monkeypatch, short):
         scheduler.plan = planned
         return llm
 
-    make = stall.LLM
-    monkeypatch.setattr(stall, "LLM", timed)
+    make = workload.LLM
+    monkeypatch.setattr(workload, "LLM", timed)
     return clock
 
 
 def test_gaps_with_and_without_prompts(clock):
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
     kept = []
-    result = measure_stall(model, CONFIG, STALL, "tiny", kept.append, clock)
+    result = measure_load(model, CONFIG, STALL, "tiny", kept.append, clock)
     assert [row.k for row in result.rows] == [0, 2] and [len(part.rows) for part in kept] == [1, 2]
     for row in result.rows:
         assert row.quiet_p50_ms == row.quiet_p99_ms == pytest.approx(1000)
@@ -95,7 +95,7 @@ def test_nothing_runs_when_a_lone_prompt_arrives(clock, monkeypatch):
 
     monkeypatch.setattr(stall, "synchronize", lambda device: events.append(("idle", clock.time)))
     monkeypatch.setattr(stall._Bench, "_add", added)
-    measure_stall(
+    measure_load(
         open_model("nemotron-h-tiny", torch.device("cpu")), CONFIG, STALL, "tiny", clock=clock
     )
     waits = events[::2]
@@ -112,13 +112,13 @@ def test_requests_that_end_too_early_are_told(short, monkeypatch):
         UserError,
         match=r"K = 0: requests decoded \d+ tokens before .* lower arriving_prompts \(2\)",
     ):
-        measure_stall(model, config, STALL)
+        measure_load(model, config, STALL)
 
 
 def test_the_engine_is_left_without_requests(short):
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
     config = replace(CONFIG, ks=(2,))
-    bench = stall._Bench(model, config, STALL, 2, stall.WallClock())
+    bench = stall._Bench(model, config, STALL, 2, WallClock())
     bench.warm_up()
     engine = bench.llm.engine
     dropped = [stream for stream in bench.streams.values() if stream.max_tokens == bench.room]

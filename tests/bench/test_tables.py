@@ -10,14 +10,14 @@ from rich.table import Column
 
 from benchmarks.kernels.measure import KernelRow
 from mtpkit.bench.decode import DecodeRow, KernelShare
-from mtpkit.bench.load import LoadRow
-from mtpkit.bench.prefill import PrefillRow
+from mtpkit.bench.load.mixed import LoadRow
+from mtpkit.bench.load.prefill import PrefillRow
+from mtpkit.bench.load.stall import StallRow
+from mtpkit.bench.load.turns import TurnsRow
 from mtpkit.bench.report import tabulate
 from mtpkit.bench.speedup import SpeedupRow
-from mtpkit.bench.stall import StallRow
 from mtpkit.bench.tables import EMPTY, WideTable, print_tables
 from mtpkit.bench.train import TrainRow
-from mtpkit.bench.turns import TurnsRow
 
 KINDS = [
     DecodeRow,

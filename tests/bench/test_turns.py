@@ -4,9 +4,9 @@ refuses."""
 import pytest
 import torch
 
+from mtpkit.bench.load import measure_load
 from mtpkit.bench.settings import LoadConfig, TurnsConfig
 from mtpkit.bench.shapes import open_model
-from mtpkit.bench.turns import measure_turns
 from mtpkit.engine.device.checkpoints import CheckpointStore
 from mtpkit.engine.steps.plan import Restore
 from mtpkit.errors import MtpkitError, UserError
@@ -21,7 +21,7 @@ def model():
 
 
 def test_shareable_tokens_are_hit_with_and_without_drafts(model):
-    result = measure_turns(model, CONFIG, TURNS)
+    result = measure_load(model, CONFIG, TURNS)
     assert [(row.k, row.cached) for row in result.rows] == [
         (0, False),
         (0, True),
@@ -54,7 +54,7 @@ def test_lengths_make_the_share():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"turns": 1}, "turns is 1, must be 0 or at least 2"),
+        ({"turns": 1}, "turns is 1, must be at least 2"),
         ({"turns": 8, "shared": 0.5}, "raise shared or lower turns"),
     ],
 )
@@ -75,6 +75,6 @@ def test_outputs_that_the_cache_changes_are_refused(model, monkeypatch):
     monkeypatch.setattr(CheckpointStore, "restore", stale)
     config = LoadConfig(ks=(0,), block_size=8, trace=False)
     with pytest.raises(MtpkitError, match="of the conversations differ with the prefix cache"):
-        measure_turns(
+        measure_load(
             model, config, TurnsConfig(turns=3, shared=0.8, turn_length=9, conversations=2)
         )

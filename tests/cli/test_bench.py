@@ -131,21 +131,19 @@ def test_decode_real_prompts_with_real_acceptance(model_dir, call, capsys, tmp_p
     )
 
 
-@pytest.mark.parametrize(
-    "option", ["--num-speculative-tokens many", "--prompt-length much", "--repeats auto"]
-)
+@pytest.mark.parametrize("option", ["--num-prompts many", "--prompt-length much", "--repeats auto"])
 def test_a_text_where_a_number_belongs_is_named_in_one_line(option, call, capsys):
-    assert call(app, "prefill", *option.split()) == 2
+    assert call(app, "load", *option.split()) == 2
     name, text = option.split()
     assert f"'{name}': must be a whole number, not '{text}'" in capsys.readouterr().err
 
 
 def test_prefill(call, capsys):
     options = (
-        "--model nemotron-h-tiny --batch-size 2 --prompt-length 12 --max-num-batched-tokens 16"
-        " --repeats 1 --k 1"
+        "--model nemotron-h-tiny --workload prefill --batch-size 2 --prompt-length 12"
+        " --max-num-batched-tokens 16 --repeats 1 --k 1"
     )
-    assert call(app, "prefill", *options.split()) == 0
+    assert call(app, "load", *options.split()) == 0
     (row,) = last_line(capsys)["rows"]
     assert (row["batch_size"], row["prompt_len"], row["max_num_batched_tokens"], row["k"]) == (
         2,
@@ -174,9 +172,10 @@ def test_load(call, capsys, tmp_path):
 
 
 def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("mtpkit.bench.stall._QUIET_STEPS", 4)
+    monkeypatch.setattr("mtpkit.bench.load.stall._QUIET_STEPS", 4)
     options = (
-        "--stall --decoding-requests 2 --arriving-prompts 1 --arriving-length 30 --lone-length 8 20"
+        "--workload stall --decoding-requests 2 --arriving-prompts 1 --arriving-length 30"
+        " --lone-length 8 20"
     )
     assert call(app, "load", *LOAD.split(), *options.split(), "--output", tmp_path) == 0
     (row,) = last_line(capsys)["rows"]
@@ -186,16 +185,31 @@ def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
 
 def test_load_of_conversations(call, capsys, tmp_path):
     options = (
-        f"{LOAD} --turns 3 --turn-length 9 --conversations 2 --prefix-cache-dtype bfloat16".split()
-    )
+        f"{LOAD} --workload turns --turns 3 --turn-length 9 --conversations 2"
+        " --prefix-cache-dtype bfloat16"
+    ).split()
     assert call(app, "load", *options, "--output", tmp_path) == 0
     off, on = last_line(capsys)["rows"]
     assert (off["cached"], on["cached"]) == (False, True) and on["hit_share"] > 0.9 > off[
         "hit_share"
     ] == 0
     assert json.loads((tmp_path / "load_turns.json").read_text())["settings"]["turn_length"] == 9
-    assert call(app, "load", *options, "--stall") == 2
-    assert "these options exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "unused", "workload"),
+    [
+        ("--turns 3", "--turns", "turns"),
+        ("--workload stall --turn-length 9 --turns 3", "--turn-length / --turns", "turns"),
+        ("--workload turns --batch-size 2", "--batch-size", "prefill"),
+        ("--workload prefill --lone-length 9", "--lone-length", "stall"),
+    ],
+)
+def test_an_option_of_another_workload_is_refused(options, unused, workload, call, capsys):
+    assert call(app, "load", *options.split()) == 2
+    assert f"Invalid value for {unused}: this is for --workload {workload}, but" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_load_with_the_prefix_cache_says_its_hits(call, capsys):
@@ -213,7 +227,9 @@ def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monk
     assert "512 requests, 305,049 prompt and 124,407 output tokens" in capsys.readouterr().out
     saved = json.loads((tmp_path / "requests.json").read_text())
     assert len(saved["requests"]) == 512 and saved["vocab_size"] == sizes.NEMOTRON_H_8B.vocab_size
-    assert call(app, "load", "--stall", "--save-requests", tmp_path / "requests.json") == 2
+    assert (
+        call(app, "load", "--workload", "stall", "--save-requests", tmp_path / "requests.json") == 2
+    )
     assert "has no requests to save" in capsys.readouterr().err
 
 
@@ -224,7 +240,7 @@ def test_requests_of_a_load_are_saved_without_a_gpu(call, capsys, tmp_path, monk
         ("--request-rate nan", "--request-rate': must be a finite number"),
         ("--acceptance inf", "--acceptance': must be a finite number"),
         ("--prompt-min 30", "--prompt-min is 30, must be at most --prompt-max, 20"),
-        ("--turns 1", "--turns is 1, must be 0 or at least 2"),
+        ("--turns 1", "--turns is 1, must be at least 2"),
         ("--lone-length 0", "--lone-length is [0], must be from 1 to"),
         ("--num-speculative-tokens 2000", "--k is [1, 2000], must be from 0"),
     ],
@@ -261,7 +277,7 @@ def test_train(call, capsys, tmp_path):
     "command",
     [
         "decode --model nemotron-h-8b",
-        "prefill --model nemotron-h-8b",
+        "load --workload prefill --model nemotron-h-8b",
         "load --model nemotron-h-8b",
         "train --model nemotron-h-8b",
         "decode --model nemotron-3-nano",
@@ -306,13 +322,15 @@ class Done:
         print("shown")
 
 
-@pytest.mark.parametrize("command", ["prefill", "load", "load --stall", "load --turns 3", "train"])
+@pytest.mark.parametrize(
+    "command",
+    ["load", *(f"load --workload {name}" for name in ("stall", "turns", "prefill")), "train"],
+)
 def test_every_benchmark_is_small_on_a_cpu(command, call, capsys, monkeypatch):
     """Each takes the small model and at least one small number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("prefill", "load", "stall", "turns", "train"):
-        function = "measure_training" if name == "train" else f"measure_{name}"
-        monkeypatch.setattr(f"mtpkit.bench.{name}.{function}", lambda *_, **__: Done())
+    for function in ("load.measure_load", "train.measure_training"):
+        monkeypatch.setattr(f"mtpkit.bench.{function}", lambda *_, **__: Done())
     assert call(app, *command.split()) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith(
@@ -329,7 +347,7 @@ def test_saved_requests_are_those_of_a_gpu(call, capsys, tmp_path, monkeypatch):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["decode", "prefill", "train", "roofline"])
+@pytest.mark.parametrize("command", ["decode", "load", "train", "roofline"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     command, call, capsys, tmp_path, monkeypatch
 ):
@@ -357,7 +375,7 @@ def test_large_shapes_are_those_of_billions_of_weights():
             "tokens in all, must be at most 268,435,456",
         ),
         (
-            "prefill --model nemotron-h-tiny --prompt-length 2000000000",
+            "load --workload prefill --model nemotron-h-tiny --prompt-length 2000000000",
             "tokens in all, must be at most 268,435,456",
         ),
         *(
@@ -383,7 +401,7 @@ def test_large_shapes_are_those_of_billions_of_weights():
             "decode --model nemotron-h-tiny --k 1 some",
             "--k is [1, 'some'], must be a list of one or more numbers or 'auto'",
         ),
-        ("prefill --model nemotron-h-tiny --batch-size 0", "--batch-size is 0, must be at least 1"),
+        ("load --workload prefill --batch-size 0", "--batch-size is 0, must be at least 1"),
         ("roofline --model nowhere", "model 'nowhere' is neither a shape"),
         ("train --model nowhere", "model 'nowhere' is neither a shape"),
         (
@@ -443,7 +461,7 @@ def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(
 ):
     model = save_model(mtp_num_depths=2, mtp_use_repeated_layer=False)
     monkeypatch.setattr(shapes, "load_model", lambda *_: pytest.fail("weights are read"))
-    for command in ("decode", "prefill", "roofline"):
+    for command in ("decode", "load", "roofline"):
         assert call(app, command, "--model", model, "--k", 3) == 2
         assert (
             "--k is 3, but the model has 2 distinct MTP heads: set it to 2 or less"

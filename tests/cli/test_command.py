@@ -95,7 +95,7 @@ def words() -> list[list[str]]:
     return [[], *([name] for name in COMMANDS), *inner]
 
 
-@pytest.mark.parametrize("command", ["decode", "prefill", "load", "train", "roofline"])
+@pytest.mark.parametrize("command", ["decode", "load", "train", "roofline"])
 def test_help_of_benchmarks_names_every_shape(command: str) -> None:
     """Some are cut at a hyphen."""
     shown = CliRunner().invoke(mtpkit, ["bench", command, "--help"], terminal_width=80).output

@@ -93,9 +93,9 @@ def test_evaluate_fails_without_a_report(model_dir, prompts, broken, call, capsy
             "decode --batch-size 2 --k 2 --acceptance 0.8 0.8 --prompt-length 8 --max-tokens 24"
             " --repeats 1"
         ),
-        "prefill --batch-size 2 --prompt-length 12 --max-num-batched-tokens 16 --repeats 1 --k 1",
+        "load --workload prefill --batch-size 2 --prompt-length 12 --repeats 1 --k 1",
         "load --num-prompts 2 --output-max 24 --prompt-max 20 --repeats 1 --k 1",
-        "load --stall --decoding-requests 2 --arriving-length 20 --lone-length 8 --k 0",
+        "load --workload stall --decoding-requests 2 --arriving-length 20 --lone-length 8 --k 0",
     ],
 )
 def test_benchmarks_fail(command, call, capsys, monkeypatch):

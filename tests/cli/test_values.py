@@ -116,10 +116,7 @@ PLACES = {
     "convert stitch destination": "out",
     "speedup --output": "out",
     "acceptance --output": "out.json",
-    **{
-        f"bench {name} --output": "out"
-        for name in ("decode", "prefill", "load", "train", "roofline")
-    },
+    **{f"bench {name} --output": "out" for name in ("decode", "load", "train", "roofline")},
     "bench load --save-requests": "out.json",
     "demo --output": "out",
 }

@@ -4,17 +4,15 @@ else runs."""
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated
 
-from mtpkit.bench.load import shown_rate
-from mtpkit.bench.machine import measure_machine
-from mtpkit.bench.report import Column, Result
-from mtpkit.bench.serving import Clock, Stream, WallClock, percentiles_ms, take
-from mtpkit.bench.settings import LOAD_DRAFTS, LoadConfig, StallConfig, engine_settings
-from mtpkit.bench.shapes import choose_drafts, random_prompts
-from mtpkit.bench.timing import release_memory, synchronize
-from mtpkit.engine import LLM
+from mtpkit.bench.load.serving import Clock, Stream, percentiles_ms, take
+from mtpkit.bench.load.workload import Drafts, Workload, most_drafts, start_engine
+from mtpkit.bench.report import Column
+from mtpkit.bench.settings import LoadConfig, StallConfig
+from mtpkit.bench.shapes import random_prompts
+from mtpkit.bench.timing import synchronize
 from mtpkit.errors import UserError
 from mtpkit.model.hybrid import HybridModel
 
@@ -37,7 +35,7 @@ class StallRow:
     """Latencies of requests that decode without and with prompts arriving one after another, and of
     lone prompts."""
 
-    k: Annotated[int | Literal["auto"], Column("K", key=True)]
+    k: Annotated[Drafts, Column("K", key=True)]
     quiet_p50_ms: Annotated[float | None, Column("ITL ms p50", ".2f")]
     """Inter-token latency of the decoding requests while nothing arrives."""
     quiet_p99_ms: Annotated[float | None, Column("p99", ".2f")]
@@ -53,51 +51,27 @@ class StallRow:
     """Median time to first token of prompts on their own, in the order of `lone_lengths`."""
 
 
-def measure_stall(
-    model: HybridModel,
-    config: LoadConfig,
-    stall: StallConfig,
-    name: str = "model",
-    keep: Callable[[Result[StallRow]], object] | None = None,
-    clock: Clock | None = None,
-) -> Result[StallRow]:
-    """Measure with every K, each time with a new engine, after an untimed run of the whole
-    measurement.
+class Stall(Workload[StallRow]):
+    """Prompts that arrive while requests decode, and lone prompts, with every K, after an untimed
+    run of the whole measurement."""
 
-    Args:
-        model: from `mtpkit.bench.shapes.open_model`.
-        config: settings of the engine, K, acceptance and seed; its load is not served.
-        name: the model's name in the report.
-        keep: see `Result.measure`.
-        clock: source of all times; by default the machine's clock.
+    name = "load_stall"
+    row = StallRow
 
-    Raises:
-        UserError: the model lacks the heads, or the requests do not fit.
-        RequestError: the logits of a request are NaN or infinite.
-    """
-    weight = next(model.parameters())
-    config = replace(config, ks=choose_drafts(model.mtpkit_config, config.ks, LOAD_DRAFTS))
-    machine = measure_machine(weight.device)
-    used = clock or WallClock()
+    def title(self, name: str) -> str:
+        """See `Workload.title`."""
+        rule = self.rule
+        return (
+            f"{rule.decoding_requests} requests decode while {rule.arriving_prompts} prompts of"
+            f" {rule.arriving_length:,} tokens arrive; lone prompts of"
+            f" {' / '.join(f'{n:,}' for n in rule.lone_lengths)} tokens: {name}"
+        )
 
-    def measure(k: int | Literal["auto"]) -> StallRow:
-        release_memory(weight.device)  # of the engine before
-        bench = _Bench(model, config, stall, k, used)
+    def measure(self, case: Drafts) -> StallRow:
+        """Time the running requests and the prompts of one K."""
+        bench = _Bench(self.model, self.config, self.rule, case, self.clock)
         bench.warm_up()
         return bench.measure()
-
-    title = (
-        f"{stall.decoding_requests} requests decode while {stall.arriving_prompts} prompts of"
-        f" {stall.arriving_length:,} tokens arrive; lone prompts of"
-        f" {' / '.join(f'{n:,}' for n in stall.lone_lengths)} tokens: {name},"
-        f" {str(weight.dtype).removeprefix('torch.')}, {machine.device}"
-    )
-    rates = [shown_rate(rate) for rate in config.request_rates]
-    about = {"model": name, **asdict(config), **asdict(stall), "request_rates": rates}
-    result = Result("load_stall", title, StallRow, [], machine, about)
-    result = result.measure(config.ks or (), measure, lambda k: f"K = {k}", keep)
-    release_memory(weight.device)
-    return result
 
 
 class _Bench:
@@ -108,7 +82,7 @@ class _Bench:
         model: HybridModel,
         config: LoadConfig,
         stall: StallConfig,
-        k: int | Literal["auto"],
+        k: Drafts,
         clock: Clock,
     ) -> None:
         self.config = config
@@ -116,7 +90,7 @@ class _Bench:
         self.k = k
         self.clock = clock
         self.device = next(model.parameters()).device
-        depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
+        depths = most_drafts(model, k)
         longest = max(stall.arriving_length, *stall.lone_lengths)
         # Decoding requests have room for all tokens that they can make in the steps which the
         # measurement takes.
@@ -130,14 +104,13 @@ class _Bench:
             )
         )
         self.room = (1 + depths) * (1 + _SETTLING_STEPS + _QUIET_STEPS + steps)
-        settings = engine_settings(
+        self.llm = start_engine(
+            model,
             config,
-            num_speculative_tokens=k,
+            k,
             max_model_len=max(longest + _LONE_TOKENS, _PROMPT_LEN + self.room),
             max_num_seqs=1 + stall.decoding_requests,
-            synthetic_acceptance=config.rates(depths) if depths else None,
         )
-        self.llm = LLM(model, **settings)
         self.streams: dict[str, Stream] = {}
         self.seed = config.seed
 

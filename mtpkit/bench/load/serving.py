@@ -2,7 +2,7 @@
 have timestamps."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -63,6 +63,11 @@ class Stream:
         self.lengths.append(len(self.tokens))
 
     @property
+    def ended(self) -> bool:
+        """Whether all tokens have come."""
+        return len(self.tokens) == self.max_tokens
+
+    @property
     def first_seconds(self) -> float:
         """Time to the first token. It includes the wait for the step in progress at arrival, after
         which the engine gets the request."""
@@ -83,7 +88,12 @@ class Stream:
         )
 
 
-def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
+def serve(
+    engine: Engine,
+    streams: Sequence[Stream],
+    clock: Clock,
+    follow: Callable[[Stream, float], Stream | None] | None = None,
+) -> float:
     """Serve requests to their end: add each to the engine when it is due, and step.
 
     A request is never added before its arrival. The loop sleeps only while no request is
@@ -91,6 +101,8 @@ def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
 
     Args:
         streams: requests in the order of their arrival; they record their outputs.
+        follow: is given each request that has ended, and the time; returns the request that arrives
+            with this end, if one does.
 
     Returns:
         Seconds from the beginning to the last output.
@@ -101,27 +113,41 @@ def serve(engine: Engine, streams: Sequence[Stream], clock: Clock) -> float:
     """
     began = clock.now()
     added = dict[str, Stream]()
+
+    def add(stream: Stream) -> None:
+        added[engine.add_request(stream.prompt, stream.params)] = stream
+
     waiting = list(streams)[::-1]
     while waiting or engine.has_unfinished:
         now = clock.now() - began
         while waiting and waiting[-1].arrival <= now:
-            stream = waiting.pop()
-            added[engine.add_request(stream.prompt, stream.params)] = stream
-        if engine.has_unfinished:
-            take(engine.step(), added, clock.now() - began)
-        else:
+            add(waiting.pop())
+        if not engine.has_unfinished:
             clock.sleep(waiting[-1].arrival - now)
-    wrong = [one for one in streams if len(one.tokens) != one.max_tokens]
+            continue
+
+        served = take(engine.step(), added, clock.now() - began)
+        if follow is None:
+            continue
+        for ended in [stream for stream in served if stream.ended]:
+            following = follow(ended, clock.now() - began)
+            if following is not None:
+                add(following)
+
+    wrong = [one for one in added.values() if not one.ended]
     if wrong:
         raise MtpkitError(
-            f"{len(wrong)} of {len(streams)} outputs have another length than was asked for, one of"
+            f"{len(wrong)} of {len(added)} outputs have another length than was asked for, one of"
             f" them {len(wrong[0].tokens)} tokens where {wrong[0].max_tokens} were"
         )
-    return max(one.times[-1] for one in streams)
+    return max(one.times[-1] for one in added.values())
 
 
-def take(outputs: Sequence[RequestOutput], streams: dict[str, Stream], now: float) -> None:
-    """Record a step's outputs in the streams, which are keyed by request id.
+def take(
+    outputs: Sequence[RequestOutput], streams: Mapping[str, Stream], now: float
+) -> list[Stream]:
+    """Record a step's outputs in the streams, which are keyed by request id, and return these
+    streams.
 
     Raises:
         RequestError: the logits of a request are NaN or infinite.
@@ -129,6 +155,7 @@ def take(outputs: Sequence[RequestOutput], streams: dict[str, Stream], now: floa
     require_whole(outputs)
     for output in outputs:
         streams[output.request_id].record(output, now)
+    return [streams[output.request_id] for output in outputs]
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float] | tuple[None, None]:

@@ -5,21 +5,23 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from mtpkit.bench.load_requests import draw_requests, limit_seconds, token_sums
-from mtpkit.bench.load_run import LoadEngine, Run
-from mtpkit.bench.machine import Machine, measure_machine
-from mtpkit.bench.report import Column, Result, significant
+from mtpkit.bench.load.requests import draw_requests, limit_seconds, token_sums
+from mtpkit.bench.load.run import LoadEngine, Run
+from mtpkit.bench.load.serving import Clock, percentiles_ms
+from mtpkit.bench.load.workload import Drafts, Workload, shown_rate
+from mtpkit.bench.machine import Machine
+from mtpkit.bench.report import Column, significant
 from mtpkit.bench.roofline import Roofline
-from mtpkit.bench.serving import Clock, WallClock, percentiles_ms
-from mtpkit.bench.settings import LOAD_DRAFTS, LoadConfig
-from mtpkit.bench.shapes import choose_drafts
-from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.bench.settings import LoadConfig
 from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.model.hybrid import HybridModel
+
+Case = tuple[float, Drafts]
+"""Requests per second, and K."""
 
 
 def _pair(name: str) -> "Callable[[LoadRow], str]":
@@ -92,81 +94,64 @@ class LoadRow:
     a CPU, and if requests arrive one by one, since the GPU may then wait for them."""
 
 
-def measure_load(
-    model: HybridModel,
-    config: LoadConfig,
-    name: str = "model",
-    keep: Callable[[Result[LoadRow]], object] | None = None,
-    clock: Clock | None = None,
-) -> Result[LoadRow]:
-    """Serve the load at every rate with every K, each time with a new engine around the same
-    weights.
+class Mixed(Workload[LoadRow]):
+    """Requests of many lengths, queued at once or arriving one by one, at every rate with every K.
 
     All outputs must have the requested length, synthetic acceptance must match the requested rates,
     and tokens that the base chose must be those of a plain forward pass, except near ties (one
-    request of each first run is compared). Kernels are traced after all timing, see
-    `trace_kernels`.
-
-    Args:
-        model: from `mtpkit.bench.shapes.open_model`.
-        name: the model's name in the report.
-        keep: see `Result.measure`.
-        clock: source of all times; by default the machine's clock.
-
-    Raises:
-        UserError: the model lacks the heads, or the requests do not fit.
-        MtpkitError: one of these checks fails.
+    request of each first run is compared).
     """
-    weight = next(model.parameters())
-    shape = model.mtpkit_config
-    config = replace(config, ks=choose_drafts(shape, config.ks, LOAD_DRAFTS))
-    machine = measure_machine(weight.device, sustained=True)
-    used = clock or WallClock()
-    requests = draw_requests(config)
-    sums = token_sums(requests)
-    title = (
-        f"load of {len(requests)} requests, {sums['prompt_tokens']:,} prompt and"
-        f" {sums['output_tokens']:,} output tokens: {name}, synthetic acceptance"
-        f" {' '.join(map(str, config.acceptance))}, {str(weight.dtype).removeprefix('torch.')},"
-        f" {machine.device}"
-    )
-    rates = [shown_rate(rate) for rate in config.request_rates]
-    about = {"model": name, "mtp_pattern": shape.mtp.pattern, **sums, "request_rates": rates}
-    result = Result("load", title, LoadRow, [], machine, {**asdict(config), **about})
-    pairs = [*itertools.product(config.request_rates, config.ks or ())]
-    choices: list[Speculation] = []
 
-    def prepare(index: int) -> LoadEngine:
-        release_memory(weight.device)  # of the engine before
-        return LoadEngine(model, config, pairs[index][1], used)
+    name = "load"
+    row = LoadRow
+    sustained = True
+    traced = True
 
-    def time_one(index: int) -> LoadRow:
-        engine = prepare(index)
-        row = _measure(engine, pairs[index][0], machine)
-        choices.append(engine.llm.engine.speculation)
-        return row
+    def __init__(self, model: HybridModel, config: LoadConfig, rule: None, clock: Clock) -> None:
+        super().__init__(model, config, rule, clock)
+        self.requests = draw_requests(config)
+        self.choices: dict[Case, Speculation] = {}
+        """What "auto" knew when a case had been timed."""
 
-    def trace_one(index: int) -> LoadRow:
-        if pairs[index][0] != math.inf:
-            return result.rows[index]
-        engine = prepare(index)
-        engine.llm.engine.speculation = choices[index]  # "auto" goes on as it was timed
-        trace = engine.trace()
-        return replace(
-            result.rows[index], gpu_idle_share=trace.host_gap_share if trace.kernels else None
+    @property
+    def cases(self) -> Sequence[Case]:
+        """Each rate with each K."""
+        return [*itertools.product(self.config.request_rates, self.config.ks or ())]
+
+    def label(self, case: Case) -> str:
+        """See `Workload.label`."""
+        return f"{shown_rate(case[0])} requests/s, K = {case[1]}"
+
+    def title(self, name: str) -> str:
+        """See `Workload.title`."""
+        sums = token_sums(self.requests)
+        return (
+            f"load of {len(self.requests)} requests, {sums['prompt_tokens']:,} prompt and"
+            f" {sums['output_tokens']:,} output tokens: {name}, synthetic acceptance"
+            f" {' '.join(map(str, self.config.acceptance))}"
         )
 
-    labels = [f"{shown_rate(rate)} requests/s, K = {k}" for rate, k in pairs]
-    result = result.measure(range(len(pairs)), time_one, labels.__getitem__, keep)
-    if config.trace and can_trace(weight.device):
-        result = result.measure(range(len(pairs)), trace_one, labels.__getitem__, keep)
-    release_memory(weight.device)
-    return result
+    @property
+    def about(self) -> dict[str, object]:
+        """See `Workload.about`."""
+        pattern = self.model.mtpkit_config.mtp.pattern
+        return {"mtp_pattern": pattern, **token_sums(self.requests)}
 
+    def measure(self, case: Case) -> LoadRow:
+        """Time the engine's start, its first run and its later ones."""
+        engine = LoadEngine(self.model, self.config, case[1], self.clock)
+        row = _measure(engine, case[0], self.machine)
+        self.choices[case] = engine.llm.engine.speculation
+        return row
 
-def shown_rate(rate: float) -> float | Literal["inf"]:
-    """A rate as reports show it, infinity as text, since JSON has no infinity."""
-    return "inf" if rate == math.inf else rate
+    def trace(self, case: Case, row: LoadRow) -> LoadRow:
+        """Add the GPU's idle share, if the requests are all queued at once."""
+        if case[0] != math.inf:
+            return row
+        engine = LoadEngine(self.model, self.config, case[1], self.clock)
+        engine.llm.engine.speculation = self.choices[case]  # "auto" goes on as it was timed
+        trace = engine.trace()
+        return replace(row, gpu_idle_share=trace.host_gap_share if trace.kernels else None)
 
 
 def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from mtpkit.bench.load_requests import LoadRequest, draw_prompts, draw_requests
+from mtpkit.bench.load.requests import LoadRequest, draw_prompts, draw_requests
+from mtpkit.bench.load.serving import Clock, Stream, serve, take
+from mtpkit.bench.load.workload import Drafts, most_drafts, start_engine
 from mtpkit.bench.plain import check_greedy
-from mtpkit.bench.serving import Clock, Stream, serve, take
-from mtpkit.bench.settings import LoadConfig, engine_settings
+from mtpkit.bench.settings import LoadConfig
 from mtpkit.bench.timing import Trace, synchronize, trace_kernels
-from mtpkit.engine import LLM, EngineStats
+from mtpkit.engine import EngineStats
 from mtpkit.engine.loading import DTYPES
 from mtpkit.errors import MtpkitError
 from mtpkit.model.hybrid import HybridModel
@@ -44,28 +44,19 @@ class LoadEngine:
         UserError: the model lacks the heads, or the requests do not fit.
     """
 
-    def __init__(
-        self, model: HybridModel, config: LoadConfig, k: int | Literal["auto"], clock: Clock
-    ) -> None:
+    def __init__(self, model: HybridModel, config: LoadConfig, k: Drafts, clock: Clock) -> None:
         self.config = config
         self.k = k
         self.clock = clock
         self.requests: list[LoadRequest] = draw_requests(config)
-        self.depths = model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
+        self.depths = most_drafts(model, k)
         """The largest K of a step."""
         self.device = next(model.parameters()).device
         self.runs = 0
         synchronize(self.device)
         began = clock.now()
-        self.llm = LLM(
-            model,
-            **engine_settings(
-                config,
-                num_speculative_tokens=k,
-                max_model_len=max(one.prompt_len + one.max_tokens for one in self.requests),
-                synthetic_acceptance=config.rates(self.depths) if self.depths else None,
-            ),
-        )
+        longest = max(one.prompt_len + one.max_tokens for one in self.requests)
+        self.llm = start_engine(model, config, k, max_model_len=longest)
         synchronize(self.device)
         self.start_seconds = clock.now() - began
         """Seconds that the engine needs from its construction until it is ready."""
@@ -101,9 +92,7 @@ class LoadEngine:
                 take(engine.step(), streams, self.clock.now())
                 most -= 1
 
-        while sum(
-            len(one.tokens) == one.max_tokens for one in streams.values()
-        ) < _TRACED_FROM * len(streams):
+        while sum(one.ended for one in streams.values()) < _TRACED_FROM * len(streams):
             steps(1)
         trace_kernels(lambda: steps(1), self.device)  # the tracer itself has to warm up
         return trace_kernels(lambda: steps(_TRACED_STEPS), self.device)
