@@ -21,9 +21,13 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "conditional acceptance": lambda found: " ".join(
         f"{rate:.1%}" for rate in found["conditional_acceptance"]
     ),
-    "AL": lambda found: _length(found, "acceptance_length"),
-    "AL, sampling": lambda found: _length(found, "sampling_acceptance_length"),
-    "AL, drawn drafts": lambda found: _length(found, "draft_sampling_acceptance_length"),
+    "acceptance length": lambda found: _length(found, "acceptance_length"),
+    "acceptance length at temperature 1": lambda found: _length(
+        found, "sampling_acceptance_length"
+    ),
+    "acceptance length at temperature 1, sampled drafts": lambda found: _length(
+        found, "draft_sampling_acceptance_length"
+    ),
 }
 """Columns of the table, each with a function that formats its cell from the numbers of a source."""
 
