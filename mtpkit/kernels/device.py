@@ -16,10 +16,6 @@ from torch import Tensor
 
 from mtpkit import kernels
 
-MULTIPROCESSORS = 132
-"""Streaming multiprocessors of an H200."""
-PROGRAMS = 2 * MULTIPROCESSORS
-"""Number of programs that keeps all multiprocessors busy with loads."""
 SMALLEST_DOT = 16
 """Smallest number of rows and columns that `tl.dot` takes."""
 NARROW = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
@@ -51,6 +47,21 @@ class Tile(NamedTuple):
         return dict(num_stages=self.num_stages, num_warps=self.num_warps, **sizes)
 
 
+@functools.cache
+def multiprocessors() -> int:
+    """Number of streaming multiprocessors of the current GPU, which a process does not change; that
+    of an H200 where kernels run in Triton's interpreter."""
+    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+        return 132
+    count: int = torch.cuda.get_device_properties().multi_processor_count
+    return count
+
+
+def busy_programs() -> int:
+    """Number of programs that keeps all multiprocessors busy with loads."""
+    return 2 * multiprocessors()
+
+
 def early_launch(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """Keyword arguments of a launch that may start before the previous kernel has ended, if
     `wanted` and supported by the GPU (programmatic dependent launch, CUDA C++ programming guide).
@@ -70,19 +81,19 @@ class Early:
     """Decorator that launches a kernel with `early_launch`.
 
     Args:
-        most: largest grid, in programs, that is launched early; None: no limit. A larger grid runs
-            for longer than a launch takes, and would spread less evenly over multiprocessors where
-            the previous kernel still runs.
+        most: largest grid, in programs per multiprocessor, that is launched early; None: no limit.
+            A larger grid runs for longer than a launch takes, and would spread less evenly over
+            multiprocessors where the previous kernel still runs.
     """
 
-    def __init__(self, kernel: Any, most: int | None = 8 * MULTIPROCESSORS) -> None:
+    def __init__(self, kernel: Any, most: int | None = 8) -> None:
         self.kernel = kernel
         self.most = most
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """Return a function that launches the kernel on a grid."""
         launch = self.kernel[grid]
-        wanted = self.most is None or math.prod(grid) <= self.most
+        wanted = self.most is None or math.prod(grid) <= self.most * multiprocessors()
         return lambda *args, **constants: launch(
             *args, **constants, **early_launch(next(_devices(args)), wanted)
         )

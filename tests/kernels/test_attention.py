@@ -159,7 +159,7 @@ def test_one_long_row_is_split_in_a_full_batch(twin, monkeypatch):
     if twin.name == "reference":
         pytest.skip("does not split")
     decode = importlib.import_module("mtpkit.kernels.attention.triton")
-    monkeypatch.setattr(decode, "PROGRAMS", 5)
+    monkeypatch.setattr(decode, "busy_programs", lambda: 5)
     monkeypatch.setattr(decode, "_LONG", 64)
     assert decode.split_plan(5, 210, 64) == (4, 1, 64)  # of at most 64 positions each
     caches, tables, histories = make_paged(CONTEXTS, [6] * 5, 5, 1)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -93,11 +95,12 @@ def test_launches_of_few_programs_may_start_early(monkeypatch):
             return lambda *args, **constants: launched.append(constants)
 
     monkeypatch.setattr(device, "overlaps", lambda found: found.type == "meta")
+    monkeypatch.setattr(device, "multiprocessors", lambda: 2)
     on_gpu = torch.empty(2, device="meta")
     on_cpu = torch.empty(2)
     for most, grid, args in (
-        (4, (2, 2), (3, None, (1, on_gpu))),
-        (4, (5, 1), (on_gpu,)),
+        (2, (2, 2), (3, None, (1, on_gpu))),
+        (2, (5, 1), (on_gpu,)),
         (None, (5, 1), (on_gpu,)),
     ):
         Early(Kernel(), most)[grid](*args, SIZE=1)
@@ -169,3 +172,18 @@ def test_one_flag_joins_a_mask(limit, device):
     out = torch.zeros(8, device=device)
     _store_all_or_none[(1,)](out, 5, limit, WIDTH=8)
     assert out.tolist() == [float(limit > 5)] * 5 + [0.0] * 3
+
+
+def test_multiprocessors_are_those_of_the_gpu(monkeypatch):
+    """An H100 PCIe has 114; in the interpreter the number is that of an H200 on every host."""
+    if triton.knobs.runtime.interpret:
+        assert device.multiprocessors() == 132
+    properties = SimpleNamespace(multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    device.multiprocessors.cache_clear()
+    try:
+        assert (device.multiprocessors(), device.busy_programs()) == (114, 228)
+    finally:
+        device.multiprocessors.cache_clear()

@@ -51,7 +51,9 @@ def test_argmax(twin, shape, dtype):
 )
 def test_first_of_ties(twin, places, programs, monkeypatch):
     """Equal logits lie within a block, in blocks of one program, or in those of several."""
-    monkeypatch.setattr(twin("draft_head"), "PROGRAMS", programs, raising=False)
+    module = twin("draft_head")
+    monkeypatch.setattr(module, "PER_MULTIPROCESSOR", 1, raising=False)
+    monkeypatch.setattr(module, "multiprocessors", lambda: programs, raising=False)
     logits = torch.randn(3, 9000).clamp_max(3)
     logits[:, list(places)] = 4.0
     assert twin("draft_head").argmax(logits.to(twin.device)).tolist() == [places[0]] * 3

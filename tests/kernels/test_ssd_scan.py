@@ -177,7 +177,7 @@ def kernels():
 @pytest.mark.parametrize("programs", [0, 4, 10**9])
 def test_heads_of_a_group_summed_by_one_or_more_programs(monkeypatch, programs):
     """6 heads per group in parts of 6, 3 and 1."""
-    monkeypatch.setattr(kernels(), "PROGRAMS", programs)
+    monkeypatch.setattr(kernels(), "busy_programs", lambda: programs)
     check(Twin("interpreter", "cpu"), make(9, (6, 3, 1, 5)), [9], TOLERANCE)
 
 

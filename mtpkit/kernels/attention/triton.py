@@ -15,7 +15,14 @@ from torch import Tensor
 
 from mtpkit.kernels.attention.flash import depth_attention, sequence_attention
 from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
-from mtpkit.kernels.device import PROGRAMS, Early, padded, row_of_tile, strided, wait_for_previous
+from mtpkit.kernels.device import (
+    Early,
+    busy_programs,
+    padded,
+    row_of_tile,
+    strided,
+    wait_for_previous,
+)
 
 __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]
 
@@ -65,7 +72,7 @@ def split_plan(
     """
     longest = longest or _LONG
     most = triton.cdiv(span, n)
-    fill = min(most, triton.cdiv(PROGRAMS * resident // 2, programs))
+    fill = min(most, triton.cdiv(busy_programs() * resident // 2, programs))
     more = min(triton.cdiv(span, longest), triton.cdiv(_MAX_PROGRAMS, programs))
     return fill if fill > _FINE else max(fill, more), fill, longest
 
@@ -541,7 +548,7 @@ def prefill_attention(
         return q.new_empty(0, groups * rep, width)
     chosen = tiles or prefill_tiles(count * rep, width, q.dtype)
     blocks = count * rep // chosen.m + rows
-    if tiles is None and rows == 1 and 2 * blocks * groups <= PROGRAMS:
+    if tiles is None and rows == 1 and 2 * blocks * groups <= busy_programs():
         return paged_attention(q[None], key_cache, value_cache, block_tables, context_lens)[0]
     out = q.new_empty(count, groups * rep, width)
     _prefill_kernel[(blocks, groups)](

@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, Early, only_if, row_of_tile, strided, wait_for_previous
+from mtpkit.kernels.device import (
+    Early,
+    busy_programs,
+    only_if,
+    row_of_tile,
+    strided,
+    wait_for_previous,
+)
 
 _TILE = 16
 _BLOCK = 512
@@ -155,7 +162,7 @@ def causal_conv1d_update(
     taps, packed = _taps(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = 1024  # channels per program
-    while block > 128 and rows * triton.cdiv(channels, block) < 2 * PROGRAMS:
+    while block > 128 and rows * triton.cdiv(channels, block) < 2 * busy_programs():
         block //= 2
     _update_kernel[(triton.cdiv(channels, block), rows)](
         strided(x),

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mtpkit.kernels import NO_TOKEN as NONE
 from mtpkit.kernels.device import (
-    MULTIPROCESSORS,
     NO_TOKEN,
     WIDE_TILE,
     Early,
     Tile,
+    multiprocessors,
     padded,
     wait_for_previous,
     with_rows,
@@ -28,8 +28,8 @@ __all__ = ["argmax", "linear_argmax", "stream", "top_tokens"]
 
 BLOCK = 4096
 """Number of logits that a program of `argmax` reads at a time."""
-PROGRAMS = 8 * MULTIPROCESSORS
-"""Number of programs of `argmax` that fill the GPU."""
+PER_MULTIPROCESSOR = 8
+"""Number of programs of `argmax` that fill a multiprocessor."""
 STREAM_ROWS = 64
 """Up to this many rows of hidden states, the weight is streamed once, and no logits are written."""
 CHUNK_ROWS = 1024
@@ -189,7 +189,8 @@ def _argmax(logits: Tensor, tops: Tensor | None) -> Tensor:
     logits = with_rows(logits)
     rows, width = logits.shape
     blocks = triton.cdiv(width, BLOCK)
-    span = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(rows, 1))))
+    programs = PER_MULTIPROCESSOR * multiprocessors()
+    span = triton.cdiv(blocks, min(blocks, triton.cdiv(programs, max(rows, 1))))
     parts = triton.cdiv(blocks, span)
     values, indices = _part_buffers(rows, parts, logits.device)
     _part_kernel[(rows, parts)](

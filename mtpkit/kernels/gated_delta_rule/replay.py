@@ -26,10 +26,10 @@ from torch import Tensor
 
 from mtpkit.kernels.device import (
     NARROW,
-    PROGRAMS,
     SMALLEST_DOT,
     Early,
     at_least,
+    busy_programs,
     load,
     padded,
     strided,
@@ -44,8 +44,8 @@ _FORGOTTEN = -100.0
 _CHANNELS = 32
 """Channels of a value head per program."""
 _MANY = 7
-"""If there would be fewer programs than this multiple of PROGRAMS, a program takes half as many
-channels."""
+"""If there would be fewer programs than this multiple of `busy_programs`, a program takes half as
+many channels."""
 _SMALLEST_HALF = 4
 """Half of the smallest number of columns of C, which is the smallest that a product of tiles can
 have."""
@@ -280,7 +280,7 @@ def delta_replay_update(
     if block_p is None:
         block_p = (
             _CHANNELS
-            if rows * heads * triton.cdiv(width, _CHANNELS) >= _MANY * PROGRAMS
+            if rows * heads * triton.cdiv(width, _CHANNELS) >= _MANY * busy_programs()
             else _CHANNELS // 2
         )
     block_n = padded(state_dim)

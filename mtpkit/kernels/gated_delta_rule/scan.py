@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import (
-    MULTIPROCESSORS,
     NARROW,
     SMALLEST_DOT,
     at_least,
+    multiprocessors,
     only_if,
     padded,
     row_of_tile,
@@ -301,7 +301,7 @@ def walk_block(q: Tensor, v: Tensor, rows: int) -> int:
     """`value_block` for programs that walk over the chunks of `rows` rows: heads are split to fill
     the GPU."""
     block, (heads, width) = value_block(q, v), v.shape[1:]
-    while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < MULTIPROCESSORS:
+    while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < multiprocessors():
         block //= 2
     return block
 

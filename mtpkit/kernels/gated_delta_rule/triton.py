@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided, with_rows
+from mtpkit.kernels.device import SMALLEST_DOT, busy_programs, padded, strided, with_rows
 from mtpkit.kernels.gated_delta_rule.backward import delta_rule
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay
@@ -222,7 +222,7 @@ def delta_snapshot_update(
     assert state.is_contiguous()
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     block_p = min(32, padded(width))
-    while block_p > SMALLEST_DOT and rows * heads * triton.cdiv(width, block_p) < PROGRAMS:
+    while block_p > SMALLEST_DOT and rows * heads * triton.cdiv(width, block_p) < busy_programs():
         block_p //= 2
     _snapshot_kernel[(triton.cdiv(width, block_p), heads, rows)](
         state,

@@ -21,12 +21,12 @@ from torch import Tensor
 from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm as norms
 from mtpkit.kernels.device import (
-    MULTIPROCESSORS,
     NARROW,
     Tile,
     as_rows,
     counters_of,
     early_launch,
+    multiprocessors,
     overlaps,
     padded,
     prefetch,
@@ -74,7 +74,7 @@ def choose_tile(outputs: int, width: int, rows: int = 1) -> Tile | None:
     if rows <= NORMED_ROWS and (outputs, width) in TILES:
         return TILES[outputs, width]
     other, resident = _OTHER[padded(rows)]
-    most = resident * MULTIPROCESSORS // triton.cdiv(outputs, other.block_n)
+    most = resident * multiprocessors() // triton.cdiv(outputs, other.block_n)
     for splits in range(max(1, min(_MAX_SPLITS, most)), 0, -1):
         tile = other._replace(splits=splits)
         if tile.fits(width):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, Early, wait_for_previous, with_rows
+from mtpkit.kernels.device import Early, multiprocessors, wait_for_previous, with_rows
 from mtpkit.kernels.moe.reference import logits_of
 from mtpkit.kernels.norm.triton import normalise, rms_norm
 
@@ -76,7 +76,7 @@ def router_logits(
     block = triton.next_power_of_2(width)
     normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    each = min(_MOST_EXPERTS, triton.next_power_of_2(triton.cdiv(experts, MULTIPROCESSORS)))
+    each = min(_MOST_EXPERTS, triton.next_power_of_2(triton.cdiv(experts, multiprocessors())))
     _router_logits_kernel[(triton.cdiv(experts, each), tokens)](
         x,
         norm_weight,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import MULTIPROCESSORS, with_rows
+from mtpkit.kernels.device import multiprocessors, with_rows
 from mtpkit.kernels.sampling import cut, reference, softmax
 from mtpkit.kernels.sampling.cut import GROUP, Cut
 from mtpkit.kernels.sampling.weights import Logits, chunk_size
@@ -309,7 +309,7 @@ def _cut(
 ) -> Cut:
     """Find where the filters cut each row; also draw `tokens` if given, see `cut_kernel`."""
     (count, num_groups), device = heads.shape, heads.device
-    tuning = cut.FEW if count <= MULTIPROCESSORS else cut.MANY
+    tuning = cut.FEW if count <= multiprocessors() else cut.MANY
     t, weight = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
     last = torch.empty(count, dtype=torch.int32, device=device)
     top_k, top_p, min_p = filters

@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import (
-    MULTIPROCESSORS,
     NARROW,
-    PROGRAMS,
     SMALLEST_DOT,
+    busy_programs,
+    multiprocessors,
     padded,
     row_of_tile,
     strided,
@@ -55,7 +55,7 @@ def back_tiles(rows: int, heads: int, width: int, state_dim: int, narrow: bool) 
         return BackTiles(SMALLEST_DOT, SMALLEST_DOT, SMALLEST_DOT)
     most = 64 if state_dim <= 128 else 32 if state_dim <= 256 else SMALLEST_DOT
     walk = block = min(most, padded(width))
-    while walk > SMALLEST_DOT and rows * heads * triton.cdiv(width, walk) < MULTIPROCESSORS:
+    while walk > SMALLEST_DOT and rows * heads * triton.cdiv(width, walk) < multiprocessors():
         walk //= 2
     return BackTiles(64 if state_dim <= 256 else SMALLEST_DOT, walk, block)
 
@@ -461,7 +461,7 @@ def gradients(
     splits = next(
         n
         for n in range(1, per + 1)
-        if n == per or (per % n == 0 and count * groups * n >= 2 * PROGRAMS)
+        if n == per or (per % n == 0 and count * groups * n >= 2 * busy_programs())
     )
     shape = (2, tokens, groups, splits, state_dim)
     dtype = B.dtype if splits == 1 else torch.float32

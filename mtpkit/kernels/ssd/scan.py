@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import (
-    MULTIPROCESSORS,
     NARROW,
     SMALLEST_DOT,
     at_least,
+    multiprocessors,
     only_if,
     padded,
     row_of_tile,
@@ -65,7 +65,7 @@ def scan_tiles(rows: int, heads: int, width: int, state_dim: int, dtype: torch.d
         return ScanTiles(16, 1, SMALLEST_DOT, num_warps=8, num_stages=1)
     most = 64 if state_dim <= 128 else 32 if state_dim <= 256 else SMALLEST_DOT
     block = min(most, padded(width))
-    while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < MULTIPROCESSORS:
+    while block > SMALLEST_DOT and rows * heads * triton.cdiv(width, block) < multiprocessors():
         block //= 2
     return ScanTiles(64 if state_dim <= 256 else SMALLEST_DOT, 1, block, num_warps=4, num_stages=2)
 

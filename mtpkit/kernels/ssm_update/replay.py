@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import (
-    MULTIPROCESSORS,
     NARROW,
     Early,
     at_least,
     at_most,
     load,
+    multiprocessors,
     padded,
     strided,
     wait_for_previous,
@@ -34,8 +34,8 @@ from mtpkit.kernels.ring import ring_capacity
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
-_WAVE = 4 * MULTIPROCESSORS
-"""Programs that run at once."""
+_RESIDENT = 4
+"""Programs per multiprocessor that run at once."""
 _SMALLEST_OUTPUT = 8
 """Smallest number of columns of a product of tiles."""
 
@@ -370,6 +370,7 @@ def _heads_and_registers(tiles: int) -> tuple[int, int | None]:
     If there are few tiles, they are spread over as many programs as run at once. With many tiles,
     more resident programs are worth more than registers.
     """
-    if tiles > 16 * _WAVE:
+    wave = _RESIDENT * multiprocessors()
+    if tiles > 16 * wave:
         return 4, 168
-    return min(8, triton.next_power_of_2(triton.cdiv(tiles, _WAVE))), None
+    return min(8, triton.next_power_of_2(triton.cdiv(tiles, wave))), None

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import PROGRAMS, SMALLEST_DOT, padded, strided
+from mtpkit.kernels.device import SMALLEST_DOT, busy_programs, padded, strided
 from mtpkit.kernels.ssm_update.replay import ssm_replay_update, step_size
 
 __all__ = ["ssm_replay_update", "ssm_snapshot_update"]
@@ -139,6 +139,6 @@ def _block_p(programs: int, width: int) -> int:
     """Channels per program, few enough to fill the GPU, where `programs` is the number of heads of
     all rows."""
     block = min(32, padded(width))
-    while block > SMALLEST_DOT and programs * triton.cdiv(width, block) < PROGRAMS:
+    while block > SMALLEST_DOT and programs * triton.cdiv(width, block) < busy_programs():
         block //= 2
     return block
