@@ -88,10 +88,12 @@ def open_model(
     from mtpkit.checkpoint import ModelDirectory, load_model
     from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
+    # Before anything is read: a wrong device or tokenizer should not cost the time of a load.
     place = _device(device)
     read: Tokenizer | None = (
         load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     )
+
     if not isinstance(model, ModelDirectory):
         weight = next(model.parameters())
         own = weight.dtype
@@ -105,11 +107,9 @@ def open_model(
                 f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert"
                 " the model"
             )
-        return (
-            (model if device is None else model.to(place)).eval(),
-            read,
-            sorted(_end_tokens(model, read)),
-        )
+        # A model that is given stays where it is, unless a device is named.
+        given = model if device is None else model.to(place)
+        return given.eval(), read, sorted(_end_tokens(given, read))
 
     loaded = load_model(
         model,
@@ -152,6 +152,7 @@ def _device(device: torch.device | str | int | None) -> torch.device:
 
 
 def _end_tokens(model: HybridModel, tokenizer: Tokenizer | None) -> frozenset[int]:
+    # Not every tokenizer has one.
     own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(model.mtpkit_config.eos_token_ids) | ({own} if isinstance(own, int) else set())
 
@@ -209,6 +210,7 @@ def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | No
             " ones: give speculative_token_tree, or leave draft_sampling out"
         )
     grown = DynamicTree(depth, topk, tokens or min(MOST_TREE_TOKENS, 1 + topk * depth))
+    # A mask of the heads' entries has one bit for each, as that of a tree's tokens has.
     if grown.tokens > 1 + grown.candidates or grown.entries > MOST_TREE_TOKENS:
         raise UserError(
             f"speculative_num_draft_tokens is {grown.tokens} and speculative_eagle_topk {topk}:"
@@ -337,10 +339,10 @@ def report_uncached(options: EngineOptions, plan: MemoryPlan) -> None:
             options.prefix_cache_bytes,
             plan.checkpoint_bytes,
         )
+    if options.enable_prefix_caching:
+        return
     for name in ("prefix_cache_bytes", "prefix_cache_dtype", "prefix_cache_interval"):
-        if not options.enable_prefix_caching and getattr(options, name) != getattr(
-            EngineOptions, name
-        ):
+        if getattr(options, name) != getattr(EngineOptions, name):
             _logger.warning("%s has no effect: enable_prefix_caching is off", name)
 
 
@@ -381,6 +383,7 @@ def execution(
         )
     if on_gpu and (enforce_eager or reason):
         _logger.info("decoding without CUDA graphs: %s", reason or "enforce_eager is set")
+    # On a CPU without stages nothing runs beside the host, so that a step ahead gains nothing.
     if async_scheduling is None:
         async_scheduling = on_gpu or stages > 1
     return async_scheduling, on_gpu and not enforce_eager and not reason

@@ -179,6 +179,7 @@ def plan_memory(
     state = DeviceState.allocate(
         1, config, vocabulary, meta, layout.counters, span, sizes.dtype, hidden_size
     )
+
     plan = MemoryPlan(
         total=total,
         in_use=in_use,
@@ -198,6 +199,8 @@ def plan_memory(
         draft_embedding=ranks.all_reduce_max(draft_embedding),
         null_blocks=int(config.graphs),
     )
+    # Allocators on all ranks must hand out the same blocks and checkpoints, so that the rank with
+    # the least room decides.
     if config.enable_prefix_caching:
         plan = replace(
             plan,
