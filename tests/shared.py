@@ -61,6 +61,32 @@ def few_with_all[T](parts: dict[T, set]) -> list[T]:
     return found
 
 
+def each(names: str | tuple[str, ...], rows: Iterable) -> Callable[[Callable], Callable[[], None]]:
+    """Run a test on each row of a table in one case, as `pytest.mark.parametrize` does in many.
+
+    For tables of quick checks of which each is about something else, such as refused values: the
+    fast tier, which runs two cases of a function, has all of them then. A failure names its row.
+    """
+    names = (names,) if isinstance(names, str) else names
+
+    def decorate(check: Callable) -> Callable[[], None]:
+        def test() -> None:
+            for row in rows:
+                values = (row,) if len(names) == 1 else row
+                try:
+                    check(**dict(zip(names, values, strict=True)))
+                except BaseException as error:  # pytest's own too
+                    error.add_note(f"row: {row!r}")
+                    raise
+
+        test.__name__ = check.__name__
+        test.__doc__ = check.__doc__
+        test.__module__ = check.__module__
+        return test
+
+    return decorate
+
+
 def told_length(message: object) -> int:
     """Characters of a message on one line, in which files of tests have names without
     directories."""

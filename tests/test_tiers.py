@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import ranks
+from tests.shared import each
 from tests.tiers import HANDFUL, fast, function_name, thinned
 
 
@@ -103,6 +104,19 @@ def test_functions_that_start_processes_are_left_out(function):
     assert chosen(item("a.py::test", fixtures=[fixture])) == []
     assert chosen(item(HANDFUL[0], function)) == [HANDFUL[0]]
     assert chosen(item("a.py::test", closing_over(plain))) == ["a.py::test"]
+
+
+def test_a_table_in_one_case_fails_with_its_row():
+    seen = []
+
+    @each(("one", "other"), [(1, 2), (3, 3), (4, 5)])
+    def test_they_differ(one, other):
+        seen.append(one)
+        assert one != other
+
+    with pytest.raises(AssertionError) as caught:
+        test_they_differ()
+    assert caught.value.__notes__ == ["row: (3, 3)"] and seen == [1, 3]
 
 
 def test_the_handful_exists():

@@ -23,6 +23,7 @@ from tests.checkpoint.gpt_models import (
 )
 from tests.kernels.recurrence import relative
 from tests.ranks import run_ranks
+from tests.shared import each
 
 TOLERANCE = 1e-5
 
@@ -111,7 +112,7 @@ def base_settings() -> dict:
     return settings | dict(max_position_embeddings=32, ffn_hidden_size=48, moe_ffn_hidden_size=16)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "said"),
     [
         (dict(), "hybrid_layer_pattern is missing, and num_layers"),
@@ -140,7 +141,7 @@ def test_settings_that_make_no_pattern(settings, said):
         config_from_megatron(base_settings() | settings)
 
 
-@pytest.mark.parametrize("key", FIXED)
+@each("key", FIXED)
 def test_settings_that_change_what_is_computed_are_refused(key):
     """Of models whose other settings make a config."""
     config_from_megatron(base_settings() | dict(num_layers=2, **{key: FIXED[key]}))

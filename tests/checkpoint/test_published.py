@@ -8,6 +8,7 @@ import pytest
 from mtpkit.checkpoint.families import get_family
 from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.errors import UserError
+from tests.shared import each
 
 AIR = dict(
     model_type="glm4_moe",
@@ -285,8 +286,9 @@ def test_longer_contexts_are_those_of_yarn(hf, key):
     assert sizes.yarn_attention_factor == pytest.approx(1 + 0.1 * math.log(4))
 
 
-@pytest.mark.parametrize(
-    ("hf", "change"), REFUSED, ids=lambda value: value.get("model_type") or "-".join(value)
+@each(
+    ("hf", "change"),
+    REFUSED,
 )
 def test_what_is_refused_is_named(hf, change):
     """See docs/families.md."""

@@ -19,6 +19,7 @@ from mtpkit.config.checked import (
     keys_of,
 )
 from mtpkit.errors import UserError
+from tests.shared import each
 
 INF = float("inf")
 
@@ -80,7 +81,7 @@ def test_records_of_files_hold_lists_and_objects():
     assert from_file(Record, {}, "file") == Record()
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "message"),
     [
         ([], "file:1 is [], must be an object"),
@@ -97,7 +98,6 @@ def test_records_of_files_hold_lists_and_objects():
         ({"best": {"kind": 3}}, "file:1: best.loss_kind is 3, must be 'kl' or 'tv'"),
         ({"notes": [3]}, "file:1: notes is [3], must be a list of objects or None"),
     ],
-    ids=str,
 )
 def test_what_is_wrong_in_a_file_is_named(values, message):
     with pytest.raises(UserError) as caught:
@@ -105,7 +105,7 @@ def test_what_is_wrong_in_a_file_is_named(values, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "clauses"),
     [
         ({"steps": "3"}, ["steps is '3', must be a whole number"]),
@@ -150,7 +150,6 @@ def test_what_is_wrong_in_a_file_is_named(values, message):
         ({"loss": {"stop": ["a", ""]}}, ["loss.loss_stop is ['a', ''], must not be empty"]),
         ({"loss": {"stop": ["\n"]}}, ["loss.loss_stop has line ends"]),
     ],
-    ids=str,
 )
 def test_every_wrong_value_is_named(values, clauses):
     with pytest.raises(UserError) as caught:
@@ -243,7 +242,7 @@ def test_a_shared_field_brings_all_but_its_key():
     assert list(keys_of(Sharing).values()) == ["most", "least", "lengths", "kind"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "says"),
     [
         ({"most": 0}, "most is 0, must be from 1 to 9"),
@@ -252,7 +251,6 @@ def test_a_shared_field_brings_all_but_its_key():
         ({"lengths": 5}, "lengths is 5, must be a list of sizes"),
         ({"kind": "c"}, "kind is 'c', must be 'a' or 'b'"),
     ],
-    ids=str,
 )
 def test_a_shared_field_refuses_what_the_other_refuses(values, says):
     with pytest.raises(UserError) as caught:

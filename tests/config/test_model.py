@@ -8,6 +8,7 @@ import pytest
 from mtpkit.config import ModelConfig
 from mtpkit.config.sections import MoeConfig
 from mtpkit.errors import MtpkitError, StorageError, UserError
+from tests.shared import each
 from tests.toy_config import toy_config
 
 VALUES = toy_config(
@@ -83,7 +84,7 @@ def test_departures_are_settings_of_the_layers_asked_for():
     assert "attention_output_gate" not in others and "layernorm_zero_centered_gamma" in others
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "named"),
     [
         (
@@ -183,7 +184,6 @@ def test_departures_are_settings_of_the_layers_asked_for():
             ["mamba_dt_limit is (0.1, None), must be a list of 2 finite numbers"],
         ),
     ],
-    ids=str,
 )
 def test_messages_name_the_field(changes, named):
     with pytest.raises(UserError) as error:
@@ -230,7 +230,7 @@ def test_round_trip_through_json(changes):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "says"),
     [
         (
@@ -252,7 +252,6 @@ def test_round_trip_through_json(changes):
             "mamba_num_heads is -1, .*; eos_token_ids 99 is not in the",
         ),
     ],
-    ids=str,
 )
 def test_what_no_file_may_say(changes, says):
     with pytest.raises(UserError, match=says):

@@ -24,6 +24,7 @@ from tests.engine.tiny import (
     make_prompts,
     tiny_model,
 )
+from tests.shared import each
 
 
 class Words:
@@ -156,7 +157,7 @@ def test_statistics_add_up():
     assert llm.stats().generated_tokens == 0 and llm.stats().acceptance.steps == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("heads", "settings", "message"),
     [
         ("repeated", {"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),

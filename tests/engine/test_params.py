@@ -6,12 +6,13 @@ import pytest
 from mtpkit.config.checked import fields_of
 from mtpkit.engine import EngineConfig, EngineOptions, SamplingParams
 from mtpkit.errors import UserError
+from tests.shared import each
 
 INFINITE = [float("inf"), float("-inf"), float("nan"), 1e39, 10**400]
 """To the device, which computes in float32."""
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "message"),
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
@@ -43,7 +44,7 @@ def test_every_field_has_a_type_that_is_checked_and_a_docstring(made):
             made(**{key: value for key, value in given.items() if key in fields_of(made)})
 
 
-@pytest.mark.parametrize(
+@each(
     ("names", "values", "must"),
     [
         (["n", "top_k"], ["3", 2.5, 1.0, True, None, np.float64(1)], "a whole number"),
@@ -121,7 +122,7 @@ def test_stop_is_normalised():
     assert SamplingParams(temperature=1e-6).greedy and not SamplingParams(temperature=1e-4).greedy
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "message"),
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),
@@ -149,7 +150,7 @@ def test_engine_settings(setting, message):
         EngineConfig(max_model_len=10, **setting)
 
 
-@pytest.mark.parametrize(
+@each(
     ("made", "setting"),
     [
         *(

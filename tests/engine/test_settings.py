@@ -14,6 +14,7 @@ from mtpkit.engine import EngineOptions
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.tiny import greedy, headless_model, make_llm, tiny_model
+from tests.shared import each
 
 
 def test_arguments_are_the_fields_of_the_options():
@@ -26,7 +27,7 @@ def test_arguments_are_the_fields_of_the_options():
         assert f"{name}: {info.description}" in LLM.__init__.__doc__
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value", "must"),
     [
         ("model", None, "the directory of a checkpoint, or a model from mtpkit.model.build_model"),
@@ -88,7 +89,7 @@ def test_all_problems_are_named_at_once():
         LLM(5, block_size=0, enforce_eager="no")
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"synthetic_acceptance": []}, "must be 2 rates from 0 to 1, one per draft"),

@@ -26,6 +26,7 @@ from tests.engine.tiny import (
     penalised,
     tiny_model,
 )
+from tests.shared import each
 
 PROMPTS = make_prompts()
 FIXED = dict(speculative_token_tree=[2, 2, 1])
@@ -430,7 +431,7 @@ def test_trees_are_read(given, parents):
     assert tree == TokenTree(parents) and tree.depth == max(tree.depths)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "why"),
     [
         ([], "at least one entry"),
@@ -449,7 +450,7 @@ def test_what_is_no_tree_is_refused(given, why):
         parse_tree(given)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "why"),
     [
         (dict(speculative_token_tree="[2"), "speculative_token_tree is '\\[2', must be a list"),

@@ -16,6 +16,7 @@ from mtpkit.training.config.describe import describe_settings
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import LossConfig, TrainConfig
 from mtpkit.training.run import save_config
+from tests.shared import each
 
 SECTIONS = [
     name for name, hint in get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)
@@ -107,7 +108,7 @@ def test_depth_weights_sum_to_one():
     assert halves.loss.weights(2) == pytest.approx([2 / 3, 1 / 3])
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "says"),
     [
         ("stepz=3", "stepz"),
@@ -232,7 +233,7 @@ def test_aliases_of_a_config_stay_aliases(tmp_path):
     assert load_config(path).data.eval == ("*.txt",)
 
 
-@pytest.mark.parametrize("value", ["[*[0-9].txt]", "[?.txt]", "[", "[a: b]", "[[a]]", "['']"])
+@each("value", ["[*[0-9].txt]", "[?.txt]", "[", "[a: b]", "[[a]]", "['']"])
 def test_globs_that_yaml_does_not_read_say_how_they_are_written(value):
     with pytest.raises(UserError, match=r"put names in quotes, .*\['a\[0-9\]\.jsonl'\]$"):
         load_config(None, [*NEEDED, f"data.train={value}"])
@@ -359,8 +360,9 @@ NUMBERS = [
 HUGE = ["1e30", "1e300", str(10**22), str(10**400), "9" * 5000]
 
 
-@pytest.mark.parametrize(
-    "value", ["-1", ".nan", ".inf", "-.inf", *HUGE], ids=lambda value: value[:6] + str(len(value))
+@each(
+    "value",
+    ["-1", ".nan", ".inf", "-.inf", *HUGE],
 )
 def test_every_number_has_a_range(value):
     assert len(NUMBERS) > 25

@@ -16,6 +16,7 @@ from mtpkit.training.depths import HiddenMix, measure_depths, run_depths
 from mtpkit.training.heads import freeze_base
 from mtpkit.training.optimizer import HeadOptimizer
 from tests.ranks import run_ranks
+from tests.shared import each
 from tests.training.toy import CONFIG, cut, toy_batch, toy_model
 
 BATCH = toy_batch([[20]])
@@ -197,7 +198,7 @@ def test_evaluation_reads_what_decoding_does():
     assert torch.equal(*sums)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "message"),
     [
         (["loss.hidden_mix=1.5"], r"loss\.hidden_mix is 1\.5, must be from 0 to 1"),
