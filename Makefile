@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.mtpkit-setup
 
-.PHONY: help setup demo test test-all test-newest test-lowest test-gpu lint docs clean
+.PHONY: help setup demo test test-all test-newest test-lowest test-wheel test-gpu lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,6 +30,13 @@ test-newest: $(STAMP) ## run some of the tests with the newest dependencies, Pyt
 test-lowest: $(STAMP) ## run the same tests with the oldest dependencies that pyproject.toml admits
 	@VENV=$(VENV) tools/setup.sh lowest
 	@OMP_NUM_THREADS=1 $(VENV)/lowest/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) @tests/bounds.txt
+
+test-wheel: $(STAMP) ## install a wheel into an empty environment and decode there (minutes)
+	@rm -rf outputs/wheel
+	@$(VENV)/bin/uv build --quiet --python $(VENV)/bin/python --out-dir outputs/wheel
+	@$(VENV)/bin/uv venv --quiet --python $(VENV)/bin/python outputs/wheel/env
+	@$(VENV)/bin/uv pip install --quiet --python outputs/wheel/env/bin/python outputs/wheel/*.whl
+	@cd outputs/wheel && env/bin/mtpkit generate --model ../../examples/tiny_base/model --max-tokens 8 "import os"
 
 test-gpu: $(STAMP) ## run the tests that need a GPU
 	@$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
