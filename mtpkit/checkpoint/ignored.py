@@ -210,7 +210,8 @@ def _sglang_modelopt_keys(algorithm: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Method:
-    """The format in which a quantisation method lists the modules that it leaves out."""
+    """One line of the table of methods: the key of a list, the syntax of its entries, and how
+    servers match them. Entries are read by `servers` and written by `entry`."""
 
     keys: tuple[str, ...]
     """Keys under which a list is written: the first one that is there already, otherwise the
@@ -218,6 +219,14 @@ class Method:
     servers: Mapping[Server, Reading]
     entry: Callable[[str], str] = stack_of
     """Makes the entry that leaves out a module, or all experts of its layer."""
+    nested_key: str = ""
+    """Key of the list in older files, which hold their settings in an object of their own; empty:
+    the same as in newer files."""
+    is_object: bool = False
+    """Whether the list is an object whose keys are the entries."""
+    by_matrix: tuple[str, ...] = ()
+    """Last parts of the names of modules that are listed as their matrix: a server takes an entry
+    that ends in one of them for all layers."""
     output_in: tuple[Server, ...] = ()
     """Servers that quantise a head's copy of the output layer unless it is listed."""
 
@@ -295,6 +304,8 @@ METHODS: Mapping[str, Method] = {
             ),
         },
         _as_glob,
+        nested_key="exclude_modules",
+        by_matrix=_LATENT,
         output_in=("vllm",),
     ),
     "awq": Method(
@@ -318,10 +329,10 @@ METHODS: Mapping[str, Method] = {
             "sglang": Reading(_keys("dynamic"), _first_negative, _never),
         },
         lambda module: f"-:{_as_regex(module)}",
+        is_object=True,
     ),
 }
-"""Methods by the beginning of `quant_method`. GPTQ's list is an object, whose keys are the
-entries."""
+"""Methods by the beginning of `quant_method`."""
 
 
 @dataclass(frozen=True)
@@ -360,13 +371,13 @@ class IgnoreList:
     @property
     def key(self) -> str:
         """The key under which entries are written."""
-        if self._is_old_modelopt:
-            return "exclude_modules"
+        if self._old_key:
+            return self._old_key
         return next((key for key in self.method.keys if key in self.settings), self.method.keys[-1])
 
     @property
-    def _is_old_modelopt(self) -> bool:
-        return self.nested and self.method is METHODS["modelopt"]
+    def _old_key(self) -> str:
+        return self.method.nested_key if self.nested else ""
 
     @property
     def entries(self) -> list[str]:
@@ -375,7 +386,7 @@ class IgnoreList:
 
     def _read_by(self, server: Server) -> list[str]:
         reading = self.method.servers[server]
-        keys = ("exclude_modules",) if self._is_old_modelopt else reading.keys(self.algorithm)
+        keys = (self._old_key,) if self._old_key else reading.keys(self.algorithm)
         there = [
             key
             for key in keys
@@ -499,8 +510,10 @@ class IgnoreList:
         """The name under which a server looks for a module in the list."""
         if module.stack or module.matrix == module.name:
             return module.name
-        globs = self.method.entry is _as_glob and module.name.rpartition(".")[2] in _LATENT
-        return module.name if self._looks_for_parts(server, module) and not globs else module.matrix
+        last = module.name.rpartition(".")[2]
+        if self._looks_for_parts(server, module) and last not in self.method.by_matrix:
+            return module.name
+        return module.matrix
 
     def with_entries(
         self, config: Mapping[str, object], entries: Iterable[str]
@@ -512,7 +525,7 @@ class IgnoreList:
         new = [entry for entry in dict.fromkeys(entries) if entry not in old]
         if not new:
             return dict(config)
-        if isinstance(old, Mapping) or self.key == "dynamic":
+        if isinstance(old, Mapping) or self.method.is_object:
             listed: object = {entry: {} for entry in new} | dict(old)
         else:
             listed = list(dict.fromkeys([*self.entries, *new]))
