@@ -62,6 +62,7 @@ def import_checkpoint(
     opened = open_hf(source)
     destination = check_destination_of(opened.path, destination, force)
     config = opened.config
+    # Opened before the destination is touched: misfits are reported with nothing written.
     weights = opened.weights(fp8_as=fp8_as)
     _require_equal_copies(opened)
     with staged_directory(destination) as staging:
@@ -71,6 +72,7 @@ def import_checkpoint(
         copy_companions(opened.companions, staging)
         shutil.copyfile(opened.path / "config.json", staging / "config.json")
         (staging / OWN_CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        # Without the tracker, Megatron-LM would not find the release in its directory.
         (staging / TRACKER).write_text(RELEASE)
     return carried_names(destination)
 
@@ -84,6 +86,7 @@ def _require_equal_copies(source: HFDirectory) -> None:
     """
     reader = source.reader
     pairs = [pair for pair in source.table.copies.items() if pair[0] in reader.tensors]
+    # An import drops the copies: what is different in one would be lost without a word.
     odd = [
         f"{copy} and {name}"
         for copy, name in pairs
@@ -116,6 +119,7 @@ def export_checkpoint(
     destination = check_destination_of(opened.path, destination, force)
     weights: TensorSource = opened.weights()
     config = opened.config
+    # Megatron pads the vocabulary to a multiple of the ranks; its config does not say by how much.
     if vocab_size is not None:
         if not 0 < vocab_size <= config.vocab_size:
             raise UserError(
@@ -162,6 +166,7 @@ def save_hf_model(
     hf_config, weights = written.hf_view()
     with staged_directory(directory) as staging:
         write_hf(staging, hf_config, weights, max_shard_bytes)
+        # The staging directory replaces this one as a whole, so what stays is copied into it.
         for file in directory.iterdir() if directory.exists() else ():
             if (
                 file.is_file()
@@ -195,6 +200,7 @@ class _Written:
                 damaged.
         """
         original = self.original
+        # Keys of another family would be kept with meanings that they do not have here.
         if original and original["model_type"] != self.family.model_type:
             original = None
         hf_config = self.family.config_to_hf(self.config, original)
@@ -242,6 +248,7 @@ def check_destination_of(source: Path, destination: Path | str, force: bool) -> 
     """
     destination = Path(destination)
     refuse_broken_links(destination)
+    # Replacing a directory that holds the source would delete it before it is read.
     inside = source.resolve() in (destination.resolve(), *destination.resolve().parents)
     if inside or destination.resolve() in source.resolve().parents:
         raise UserError(

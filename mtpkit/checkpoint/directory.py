@@ -172,6 +172,7 @@ class HFDirectory(ModelDirectory):
         """As in `ModelDirectory`. A model whose files contain no tensor of its heads is read
         without heads, whatever its config.json says."""
         values: Settings = self.settings
+        # The model has the same sizes and layers, however its weights are stored.
         if self.any_quantization:
             values = {key: value for key, value in values.items() if key != CONFIG}
         return self._with_stored_heads(_config_from_hf(values, self.path / _HF_CONFIG))
@@ -183,6 +184,7 @@ class HFDirectory(ModelDirectory):
         That is worth a warning if `config.json` gives the number. Without it, some families count
         one head.
         """
+        # Not through `reader`: a config is often read alone, and must not need sound weights.
         names = stored_names(self.path) if config.mtp.num_depths else set()
         family = get_family(config.family)
         heads = tuple(
@@ -259,6 +261,8 @@ class HFDirectory(ModelDirectory):
         device: torch.device | str = "cpu",
         fp8_as: torch.dtype = torch.bfloat16,
     ) -> TensorSource:
+        # The reader needs the config, so that an unknown quantisation is refused already unless
+        # `any_quantization` let it pass.
         weights: Tensors = self.reader
         settings = Values(self.settings, self.path / _HF_CONFIG)
         block = read_block_fp8(settings)
@@ -315,6 +319,8 @@ class MegatronDirectory(ModelDirectory):
     def config(self) -> ModelConfig:
         """As in `ModelDirectory`. Megatron's own settings name no family, so the family is the one
         that fits, if exactly one does."""
+        # The nearest directory with a config wins, so that a config.json put beside a checkpoint is
+        # not overruled by the file of the run around it.
         for place in self.places:
             own = place / OWN_CONFIG
             other = place / _HF_CONFIG

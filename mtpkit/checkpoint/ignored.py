@@ -417,6 +417,7 @@ class IgnoreList:
 
     def leaves_out(self, server: Server, module: Module) -> bool:
         """Whether a server builds a module without quantisation, as far as the config decides."""
+        # The list names exceptions; under mixed precision the quantised modules are named.
         if self.algorithm == _MIXED and not self._is_quantized_layer(module):
             return True
         return self.lists(server, self._read_by(server), module)
@@ -436,12 +437,14 @@ class IgnoreList:
         """Whether entries make a server leave out a module."""
         reading = self.method.servers[server]
         entries = self._compared(server, entries)
+        # Servers build all experts of a layer as one module, which is quantised or not.
         if module.stack:
             return reading.experts(entries, module.stack)
         if module.matrix == module.name:
             return reading.alone(entries, module.name)
         if reading.part is None or not self._looks_for_parts(server, module):
             return reading.alone(entries, module.matrix)
+        # An entry for the matrix does as well as entries for all of its modules.
         return reading.together(entries, module.matrix) or reading.part(entries, module.name)
 
     def _compared(self, server: Server, entries: Sequence[str]) -> list[str]:

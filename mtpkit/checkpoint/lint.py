@@ -66,6 +66,7 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
         read=reader.read,
         ranks=ranks,
     )
+    # All rules run for all servers: which server a finding is about is known only then.
     wanted = {server} if server else {*SERVERS}
     found = [
         finding
@@ -285,6 +286,7 @@ def _dtype(subject: Subject) -> Iterator[Finding]:
     most = str(counts.most_common(1)[0][0]).removeprefix("torch.")
     keys = ("dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype")
     stated = next((subject.setting(key) for key in keys if subject.setting(key) is not None), None)
+    # A server that chooses may take fp16, in which large values of bf16 are infinite.
     if stated is None:
         yield Finding("config.json names no dtype: servers choose one", False)
     elif stated != most and not most.startswith("float8"):
@@ -314,6 +316,7 @@ def _norms(subject: Subject, means: tuple[tuple[str, float], ...]) -> Iterator[F
         yield Finding(f"NaN or infinity in {_listed(endless)}")
     for (pattern, whose), values in groups.items():
         usual = dict(means)[pattern]
+        # The median: a few norms of a trained model may be far from the usual mean.
         middle = sorted(values)[len(values) // 2]
         if abs(middle - usual) > _NORM_SHIFT:
             what = f"norms of the {whose} matching {pattern!r}: median mean {middle:.2f}"

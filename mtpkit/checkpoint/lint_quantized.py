@@ -35,6 +35,7 @@ def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
         yield Finding(f"{CONFIG} {shown(config)} names no quant_method")
         return
     ignored = IgnoreList.of(config, facts, len(subject.config.pattern))
+    # No finding is fatal here: the servers may well know a method that mtpkit does not.
     if ignored is None:
         known = listed(METHODS)
         yield Finding(
@@ -180,6 +181,7 @@ def _uneven(
             if is_one_of(facts.split_groups)
             else ranks
         )
+        # A joined matrix must be whole blocks part by part, even where no rank splits it.
         shares = shares if split else 1
         if shape[0] // shares % block.rows:
             rows = f"{shape[0]} rows, {shape[0] // shares} per rank"

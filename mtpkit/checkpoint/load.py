@@ -117,9 +117,11 @@ def fill_model(
     expected = {name: _global_shape(shards[0]) for name, shards in targets.items()}
     found = source.tensors
     if allow_missing_heads and {n: t.shape for n, t in _heads(found).items()} != _heads(expected):
+        # Both sides are narrowed: heads of other sizes in the checkpoint are no error either.
         expected = {name: expected[name] for name in expected.keys() - _heads(expected).keys()}
         found = {name: found[name] for name in found.keys() - _heads(found).keys()}
     _require_all_targets(model, targets)
+    # A stage or an expert-parallel rank has a part of the tensors, so others are no surprise to it.
     whole = model.pg_collection.pp.size() == 1 and model.config.expert_model_parallel_size == 1
     require_same_names(where, found, expected, extra_ok=not (strict and whole))
     # In the checkpoint's order, so that a tensor that splits into several is read once.
@@ -158,15 +160,19 @@ def unchanged_base(model: HybridModel, directory: ModelDirectory) -> set[str]:
         for name, shape in parameters(model.mtpkit_config).items()
         if not name.startswith("mtp.")
     }
+    # Names alone do not do: a base with another vocabulary has the same names.
     if found != expected:
         return set()
     targets = _targets(model)
     changed = set()
     for name in (name for name in found if name in targets):
         value = source.read(name)
+        # Compared in the model's dtype, which rounds what is stored: a base that was only cast is
+        # unchanged.
         shards = [(shard.data.cpu(), value[_local_slice(shard)]) for shard in targets[name]]
         if not all(bits_equal(own, stored.to(own.dtype)) for own, stored in shards):
             changed.add(split_slice(name)[0])
+    # A stacked tensor is unchanged only if all its rows are, and ranks hold different rows.
     gathered: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, changed)
     return {split_slice(name)[0] for name in found}.difference(*gathered)
@@ -179,6 +185,7 @@ def _require_all_targets(
     memory."""
     filled: Counter[int] = Counter()
     for shard in (shard for shards in targets.values() for shard in shards):
+        # By memory and not by name: several tensors of a file may fill one parameter.
         filled[shard.data.untyped_storage().data_ptr()] += shard.data.numel()
     unfilled = [
         n for n, p in model.named_parameters() if filled[p.untyped_storage().data_ptr()] < p.numel()

@@ -33,6 +33,7 @@ def keep_original(reader: HFReader, table: Table, directory: Path) -> None:
     neither."""
     stored = table.stored_in(reader.tensors)
     rounded = table.rounded_in(reader)
+    # Most checkpoints have one way to store everything: then there is no file to carry along.
     if stored.ways or stored.lacking or rounded:
         values = {
             "ways": dict(stored.ways),
@@ -54,6 +55,7 @@ def link_original(source: Path, directory: Path) -> None:
     for name in (ORIGINAL, CARRIED):
         if (source / name).exists() and not (directory / name).exists():
             with staged_file(directory / name) as staging:
+                # Carried tensors, such as those of a vision tower, can be gigabytes.
                 try:
                     os.link(source / name, staging)
                 except OSError:
@@ -95,6 +97,7 @@ def _from_json(found: object, where: Path) -> Tensor:
     values, dtype = (
         (found.get("values"), found.get("dtype")) if isinstance(found, dict) else (None, None)
     )
+    # `double().tolist()` writes floats only; an int or a bool was put there by somebody else.
     numbers = isinstance(values, list) and all(type(value) is float for value in values)
     if not numbers or dtype not in _DTYPES:
         raise UserError(

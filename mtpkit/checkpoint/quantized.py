@@ -69,6 +69,7 @@ class BlockFp8:
                 [self.dequantize(w, s, dtype) for w, s in zip(weight, scale, strict=True)]
             )
         result = torch.empty(weight.shape, dtype=dtype)
+        # A few rows of blocks at a time: a whole matrix in fp32 would need four times its bytes.
         step = self.rows * _ROWS
         for at in range(0, len(weight), step):
             part = weight[at : at + step].float()
@@ -129,6 +130,7 @@ class Dequantized:
             for name, info in source.tensors.items()
             if info.dtype == FP8 and len(info.shape) > 1
         }
+        # Before anything is read: a missing scale would show up after minutes of reading.
         if problems := list(self._misfits(quantized)):
             raise UserError(f"{where}: {listed(problems, width=240, separator='; ')}")
         scales = {name + SCALE for name in quantized}
@@ -176,6 +178,7 @@ def find_quantized(
         if name not in found:
             stored = any(start + end in others for end in _INSTEAD)
         else:
+            # An integer tensor is no quantised weight by itself: something must lie beside it.
             dtype = found[name].dtype
             stored = dtype == FP8 or (dtype not in FLOATS and bool(others))
         if stored:

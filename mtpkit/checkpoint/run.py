@@ -107,6 +107,8 @@ def save_model(
     state = model.sharded_state_dict()
     source = None if companions is None else open_directory(companions)
     stored = set() if source is None else unchanged_base(model, source)
+    # What has not changed comes from `companions`, in the dtypes that it is stored in there; the
+    # model may have been loaded in another one.
     state = {
         name: part
         for name, part in state.items()
@@ -158,6 +160,8 @@ def save_checkpoint(
     with storage_errors(target):
         try:
             on_first_rank(lambda: _prepare(staging))
+            # megatron-core writes into the staging directory with all ranks; only then does the
+            # first rank make it visible.
             state = {**CHECKPOINT_VERSION, **common_state, **sharded_state_dict}
             dist_checkpointing.save(state, str(staging))
             if base is not None:
@@ -196,6 +200,7 @@ def _publish(
         if (place / "config.json").exists():
             copy_file(place / "config.json", run / "config.json")
     write_file(run / OWN_CONFIG, json.dumps(config.to_dict(), indent=2) + "\n")
+    # The tracker may only name data that a power failure cannot take away.
     fsync_tree(staging)
     replace_directory(staging, target)
     write_file(run / TRACKER, RELEASE if iteration is None else str(iteration))
@@ -218,6 +223,7 @@ def _add_base(staging: Path, target: Path, source: Path | str | ModelDirectory) 
     read from `source`, a model directory of either layout, whose heads are left out.
     """
     with storage_errors(target):  # its errors can be sent to all ranks, unlike torch's
+        # megatron-core's index lists what ranks saved; the base's files are added to it.
         own = read_index(staging)
         iteration = latest_iteration(target.parent)
         previous = None if iteration is None else target.parent / iteration_name(iteration)
@@ -248,11 +254,13 @@ def _write_base(directory: Path, source: ModelDirectory, own: Metadata) -> Metad
     }
     written = read_index(staging)
     for old, new in names.items():
+        # The writer's names are those of the ranks' files.
         (staging / old).rename(directory / new)
     shutil.rmtree(staging)
     storage = {
         index: dataclasses.replace(place, relative_path=names[place.relative_path])
         for index, place in written.storage_data.items()
+        # The ranks wrote the common state already.
         if index.fqn != COMMON_STATE
     }
     return _part(written, storage)
@@ -261,6 +269,7 @@ def _write_base(directory: Path, source: ModelDirectory, own: Metadata) -> Metad
 def _link_base(directory: Path, previous: Path | None) -> Metadata | None:
     """Link the base's files of the checkpoint `previous` and return their index; None if it has
     none."""
+    # Only the first checkpoint of a run writes the base; a resumed run finds the files there, too.
     files = sorted(previous.glob(f"{PREFIX}*.distcp")) if previous is not None else []
     if previous is None or not files:
         return None
@@ -305,8 +314,10 @@ def load_checkpoint(
     path = find_torch_dist(directory)
     require_file(path / "metadata.json")  # megatron-core opens this file
     stored = MegatronReader(path)
+    # Checkpoints of models without fp8 may lack these objects, which megatron-core asks for.
     asked = _without_absent_extra_states(sharded_state_dict, stored.keys)
     flat = list(nested_values(load_preprocess(asked)[0]))
+    # What one rank does not ask for is another's, so that only all ranks know what is unexpected.
     shapes = _over_all_ranks(
         {t.key: tuple(t.global_shape) for t in flat if isinstance(t, ShardedTensor)}
     )

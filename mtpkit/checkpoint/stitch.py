@@ -109,6 +109,7 @@ def stitch(
     base = open_hf(source, any_quantization=True)
     destination = check_destination_of(base.path, destination, force)
     heads = open_directory(trained)
+    # The trained directory must not be inside the destination either, which is replaced.
     check_destination_of(heads.path, destination, force)
     plan = _Plan(base, heads)
     with staged_directory(destination) as staging:
@@ -139,6 +140,7 @@ class _Plan:
     def __init__(self, source: HFDirectory, trained: ModelDirectory) -> None:
         self.config = _with_heads(source, trained)
         self.family: Family = get_family(self.config.family)
+        # The base's family must have names for the heads, which may be of another model's kinds.
         if misfits := list(self.family.misfits(self.config)):
             raise UserError(
                 f"{trained.path}: a {self.family.model_type} checkpoint cannot have"
@@ -152,6 +154,8 @@ class _Plan:
         old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}
 
         table = self.family.table(self.config)
+        # Some families store copies of the base's embedding or output layer with each head; these
+        # are taken from this base, not from the one that the heads were trained on.
         copied = _Part(CheckedTensors(self.reader, source.path), {*table.copies.values()})
         self.mapped: MappedTensors = table.heads_to_hf(
             _heads_of(trained), copied, trained.path, source.stored
@@ -168,6 +172,7 @@ class _Plan:
         touched = {places[name].file for name in old_heads if name in places}
         self.kept_files = [file for file in files if file not in touched]
         self.names = {SINGLE: BASE_FILE} if self.kept_files == [SINGLE] else {}
+        # Any touched file would do; the last one keeps heads at the end, where exports have them.
         new = max(touched, default=HEADS_FILE)
         self.written: dict[str, list[str]] = {file: [] for file in sorted({*touched, new})}
         for name in self.others:
@@ -192,11 +197,13 @@ class _Plan:
             for file, content in contents.items():
                 write_shard(staging / file, list(content.tensors), content, bar)
                 weight_map |= dict.fromkeys(content.tensors, file)
+        # Only now: the values of the heads are known after they were read for writing.
         self.mapped.require_finite()
         for name, place in self.reader.places.items():
             if place.file in self.kept_files:
                 weight_map[place.stored] = self.names.get(place.file, place.file)
                 total += self.reader.info(name).nbytes
+        # One file of the usual name needs no index.
         if [*weight_map.values()].count(SINGLE) < len(weight_map):
             metadata = read_total_metadata(self.source.path) | {"total_size": total + written}
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
@@ -288,6 +295,8 @@ def _with_heads(source: HFDirectory, where: ModelDirectory) -> ModelConfig:
     sizes = {
         key for kind in kinds_in(trained.mtp.pattern) for key in keys_of(kind.section).values()
     }
+    # Heads work on the base's hidden states, so that settings of the whole model count, and those
+    # of layer kinds that base and heads both have.
     everywhere = {key for key in keys_of(type(base)).values() if key in mine} - _WITHOUT_EFFECT
     values = {key: (mine.get(key), theirs.get(key)) for key in sorted(everywhere | (sizes & own))}
     if odd := [f"{key} {shown(a)} and {shown(b)}" for key, (a, b) in values.items() if a != b]:
@@ -303,6 +312,7 @@ def _with_heads(source: HFDirectory, where: ModelDirectory) -> ModelConfig:
 
 def _keep(source: Path, target: Path, link: bool) -> None:
     """Link or copy a file of the source into the destination."""
+    # A hard link to a symbolic link would be another symbolic link.
     source = source.resolve()  # files in a download cache are symbolic links
     if link:
         try:
@@ -326,6 +336,7 @@ def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
         for name in plan.others
         if name not in after.places or before.info(name) != after.info(name)
     ]
+    # A linked file is the same file, so there is nothing to compare, and no reason to read it.
     same = {
         file
         for file in plan.kept_files
@@ -345,6 +356,7 @@ def _prove_unchanged(before: HFReader, after: HFReader, plan: _Plan) -> int:
             bar.update(nbytes)
             with budget.hold(nbytes):
                 first = _sha256(before.read(name))
+                # Mapped pages would add up to the size of both checkpoints.
                 before.give_back()
                 second = _sha256(after.read(name))
                 after.give_back()

@@ -86,6 +86,8 @@ class CheckedTensors:
         tensor = self._source.read(name)
         if self._upload is not None:
             tensor = self._upload(tensor)
+        # The flag stays on the device: waiting for it here would stop the upload of the next
+        # tensor.
         self._finite[name] = _is_finite(tensor)
         return tensor
 
@@ -112,6 +114,7 @@ def _is_finite(tensor: Tensor) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     if tensor.dtype not in FLOATS:  # not a weight, but bitwise comparisons read such tensors, too
         tensor = tensor.to(torch.float64)
+    # aminmax passes NaN on, and infinity is beyond the bound, so one pass sees both.
     low, high = (bound.double() for bound in tensor.aminmax())
     return (low >= -_LARGEST) & (high <= _LARGEST)
 
@@ -189,6 +192,7 @@ def require_same_names(
         "of another shape": misshapen,
         "not stored as fp64, fp32, fp16 or bf16": stored,
     }
+    # Each kind of problem gets an equal part of the line, so that none hides the others.
     width = 240 // (sum(map(bool, kinds.values())) or 1)
     problems = [
         f"{len(names)} {kind}: {listed(names, width=width)}"

@@ -91,6 +91,7 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
         one = a.read(name)
         other = b.read(name)
         difference = _difference(one, other)
+        # Equal tensors need one look; those outside the text model may hold any values.
         if name not in views[0].apart and not (
             is_finite(one) and (not difference or is_finite(other))
         ):
@@ -140,14 +141,19 @@ def _as_stored(directories: Sequence[ModelDirectory]) -> list[_View] | None:
         reader = directory.reader
         table = directory.table
         stored = directory.stored
+        # Quantised weights are compared as they are read, which only Megatron's names can express:
+        # scales and packed values have no counterpart in a file that is not quantised.
         if find_quantized(reader.tensors, table.hf_shapes(stored)):
             return None
         ways.append((directory.family.model_type, stored.ways))
         copies.append({copy for copy in table.copies if copy in reader.tensors})
         weights = SeveralSources(CheckedTensors(reader, directory.path), reader.carried)
         views.append(_View(weights, table.mtp_names(stored), reader.carried.tensors.keys()))
+    # Packed and single experts have different names on disk, and the same ones in Megatron's
+    # layout.
     if any(way != ways[0] for way in ways):
         return None
+    # A copy that one side leaves out says nothing: it is equal to the base's own tensor.
     counts = Counter(name for names in copies for name in names)
     for name in (name for name, count in counts.items() if count < len(directories)):
         for view in views:
@@ -196,6 +202,7 @@ def compare_logits(
             f"{first} and {second} differ in vocabulary; their logits cannot be compared"
         )
     heads = [config.mtp for config in configs]
+    # A repeated head can be unrolled to any depth, a distinct one only to its own.
     most = max(one.num_depths for one in heads)
     depths = min(most if one.num_depths and one.repeated else one.num_depths for one in heads)
     generator = torch.Generator().manual_seed(seed)
@@ -238,6 +245,7 @@ def fingerprint_base(
     place = opened.weights_place
     paths = sorted([*place.glob("*.safetensors"), *place.glob("*.distcp")])
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    # Size and time of change suffice here: the digits come from the same directory.
     if known is not None and (known[0], known[2]) == (directory.resolve(), files):
         return known[1], files
     return _digest(opened.weights()), files
@@ -257,6 +265,7 @@ def fingerprint_config(config: ModelConfig) -> str:
 
 
 def _digest(source: TensorSource) -> str:
+    # Sorted, since the two layouts list the same tensors in different orders.
     names = sorted(name for name in source.tensors if not name.startswith("mtp."))
 
     def one(name: str) -> str:
@@ -268,6 +277,7 @@ def _digest(source: TensorSource) -> str:
         bar.update(tensor.nbytes)
         return content.hexdigest()
 
+    # Hashing releases the interpreter's lock, so that threads use several cores.
     total = sum(source.tensors[name].nbytes for name in names)
     bar = tqdm(
         total=total, unit="B", unit_scale=True, desc="reading the base", disable=None, leave=False

@@ -238,6 +238,7 @@ class Table:
         self._check()
 
     def _check(self) -> None:
+        # A tensor without a name would be left out of a file, in one of the ways to store it.
         for choice in dict.fromkeys(way for ways in self._ways for way in ways.ways):
             stored = Stored({ways.key: choice for ways in self._ways if choice in ways.ways})
             nameless = self._shapes.keys() - {

@@ -89,6 +89,7 @@ class HFReader:
             header = _read_header(path, problems)
             if header is None:
                 continue
+            # A loader that trusts the index would miss tensors, or take those of an older download.
             if promised is not None and header.keys() != promised:
                 disagreeing[path.name] = header.keys() ^ promised
             for stored, place in sorted(header.items()):
@@ -275,7 +276,9 @@ def write_hf(
     Raises:
         UserError: weights are not finite; the written files must be discarded.
     """
+    # Planned before writing, since each file's name has the number of files in it.
     shards = _plan_shards(source.tensors, max_shard_bytes)
+    # The index counts the bytes of all tensors, as transformers does.
     total = sum(info.nbytes for info in source.tensors.values())
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = [SINGLE] if len(shards) == 1 else files
@@ -326,6 +329,7 @@ def write_shard(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Values begin at a multiple of 8, so that every dtype can be mapped without a copy.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

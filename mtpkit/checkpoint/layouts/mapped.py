@@ -36,6 +36,7 @@ class Mappings:
             OSError: the file cannot be opened.
             ValueError: the file is empty.
         """
+        # Counted without a lock: threads may lose some bytes, which only delays a release.
         self._handed_out += length
         if self._handed_out > RESIDENT_BYTES:
             self._handed_out = length

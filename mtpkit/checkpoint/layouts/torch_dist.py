@@ -74,6 +74,8 @@ class MegatronReader:
             if not key.startswith(TRAINING_STATE)
         }
         for name, key, index in hybrid_names(shapes):
+            # Megatron-LM has renamed tensors: a checkpoint with both names may hold two versions
+            # of one.
             if name in self._places:
                 raise UserError(
                     f"{directory}: {key} and {self._places[name][0]} are two names of one tensor;"

@@ -142,6 +142,7 @@ def _is_whole(
     """Whether the pieces of a tensor lie within it, fill it, and have all their bytes in a file."""
     size = tuple(entry.size)
     stacked = is_of_all_layers(key) + is_stacked(key)
+    # An absurd number of slices would be turned into as many names before anything is read.
     if stacked and not (len(size) > stacked and math.prod(size[:stacked]) <= MOST_EXPERTS):
         return False
     filled = 0
@@ -159,5 +160,6 @@ def _is_whole(
         nbytes = math.prod(sizes) * entry.properties.dtype.itemsize
         if place is None or (not place.transform_descriptors and place.length < nbytes):
             return False
+        # Overlaps can hide a hole from this sum; readers fill holes with NaN, which is refused.
         filled += math.prod(sizes)
     return filled == math.prod(size)

@@ -64,6 +64,7 @@ def _values(archive: memoryview, shape: Sequence[int], dtype: torch.dtype) -> me
     (key,) = (name.removeprefix("data/") for name in contents if name.startswith("data/"))
     values = contents[f"data/{key}"]
     count = math.prod(shape)
+    # A transposed or shared storage has the right bytes in the wrong places.
     strides = torch.empty(tuple(shape), device="meta").stride()
     storage, *rest = _Arguments(io.BytesIO(contents["data.pkl"])).load()[:4]
     same = (
@@ -71,6 +72,7 @@ def _values(archive: memoryview, shape: Sequence[int], dtype: torch.dtype) -> me
         and storage[4] == count
         and rest == [0, tuple(shape), strides]
     )
+    # Files of older versions of torch have no such record.
     native = bytes(contents.get("byteorder", b"little")) == b"little"
     return values if same and native and 0 < len(values) == count * dtype.itemsize else None
 

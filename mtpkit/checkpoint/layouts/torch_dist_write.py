@@ -63,6 +63,7 @@ def write_megatron(
     """
     counts: dict[str, int] = {}
     for key, row in map(split_slice, source.tensors):
+        # Slices of a stacked tensor are written one by one; the index needs the size of the whole.
         counts[key] = max(counts.get(key, 0), 1 + (row or 0))
     objects: list[tuple[str, object]] = [(COMMON_STATE, [dict(common_state)])]
     objects += [(name, [_empty_extra_state(name)]) for name in extra_states(counts)]
@@ -119,6 +120,7 @@ def _write_file(
     places: dict[MetadataIndex, _StorageInfo] = {}
 
     def save(index: MetadataIndex, value: object) -> None:
+        # torch aligns values within an archive, so an aligned archive has aligned values.
         stream.write(bytes(-stream.tell() % _ALIGNED))
         start = stream.tell()
         torch.save(value, stream)
