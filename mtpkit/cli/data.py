@@ -200,11 +200,12 @@ def regenerate(
     """
     from mtpkit.checkpoint import open_directory
     from mtpkit.data.prompts import read_prompts
-    from mtpkit.data.regenerate import Journal, journal_settings
-    from mtpkit.data.regenerate import regenerate as answer_prompts
+    from mtpkit.data.regenerate import Journal
     from mtpkit.data.tokenizer import fingerprint
     from mtpkit.engine import LLM
     from mtpkit.engine.loading import config_of, resolve_drafts
+    from mtpkit.engine.regenerate import journal_settings
+    from mtpkit.engine.regenerate import regenerate as answer_prompts
     from mtpkit.errors import counted
     from mtpkit.files import check_writable
 

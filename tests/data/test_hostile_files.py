@@ -16,8 +16,9 @@ from mtpkit.data.draft_vocab import build_draft_vocab, load_draft_vocab
 from mtpkit.data.prepare import prepare
 from mtpkit.data.prepared import read_manifest
 from mtpkit.data.prompts import Prompt
-from mtpkit.data.regenerate import Answer, Journal, regenerate
+from mtpkit.data.regenerate import Answer, Journal
 from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.engine.regenerate import regenerate
 from mtpkit.errors import UserError
 from tests.mutations import cases, changed, texts
 from tests.shared import told_length

@@ -10,9 +10,10 @@ import pytest
 
 from mtpkit.data.options import DataOptions
 from mtpkit.data.prompts import Prompt, read_prompts, spread
-from mtpkit.data.regenerate import Answer, Journal, digest, regenerate
+from mtpkit.data.regenerate import Answer, Journal, digest
 from mtpkit.data.samples import read_samples
 from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.engine.regenerate import regenerate
 from mtpkit.errors import UserError
 
 SETTINGS = {"model": "m", "stop": ("a",)}
@@ -339,7 +340,7 @@ def test_tokens_are_counted_while_answers_run(tmp_path, monkeypatch) -> None:
 
     shown = []
     refreshed = []
-    monkeypatch.setattr("mtpkit.data.regenerate._REFRESH", -1)
+    monkeypatch.setattr("mtpkit.engine.regenerate._REFRESH", -1)
     monkeypatch.setattr("tqdm.tqdm.set_postfix_str", lambda bar, text, refresh: shown.append(text))
     monkeypatch.setattr("tqdm.tqdm.refresh", lambda bar: refreshed.append(bar.n))
     with Journal(tmp_path / "a.jsonl", SETTINGS) as journal:
