@@ -177,6 +177,7 @@ class PackedDataset:
 
     def with_hidden(self, read: ReadStates) -> "PackedDataset":
         """A copy whose batches read the base's final hidden states with `read`."""
+        # Shallow: both read the same tables.
         found = copy.copy(self)
         found._read_hidden = read
         return found
@@ -216,6 +217,7 @@ class PackedDataset:
         shape = (len(rows), self.sequence_length)
         token_ids = np.full(shape, self._pad_id, dtype=np.int64)
         loss_mask = np.zeros(shape, dtype=bool)
+        # Padding is a document of its own, so that no token attends to it.
         documents = np.empty(shape, dtype=np.int32)
         document_lens: list[int] = []
         for place, row in enumerate(rows):
@@ -255,6 +257,7 @@ class PackedDataset:
                 f" {lengths.sum()} in all; these must be equal, and at most {self.sequence_length}:"
                 " prepare the data again"
             )
+        # A token beyond the embedding would end a run on a GPU with an assert that names no file.
         vocab_size = np.inf if self._vocab_size is None else self._vocab_size
         if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
             wrong = ids.min() if ids.min() < 0 else ids.max()

@@ -124,6 +124,7 @@ def tokenize(
     conversations = _Conversations(tokenizer, options or DataOptions())
     for batch in batched(samples, BATCH):
         if any(sample.completion_token_ids is not None for sample in batch):
+            # Only now, since it hashes the vocabulary, and most data has no generated tokens.
             own = fingerprint(tokenizer) if own is None else own
             vocab_size = (
                 max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
@@ -205,6 +206,7 @@ class _Conversations:
         """The chat template with the variables of the options and of the row."""
         values = {**self._options.chat_template_kwargs, **sample.template_kwargs}
         key = json.dumps(values, sort_keys=True)
+        # Most rows share their variables.
         if key not in self._chats:
             self._chats[key] = Chat(self._tokenizer, values)
         return self._chats[key]
@@ -230,6 +232,7 @@ def _from_tokens(sample: Sample, vocab_size: int, eos_token_id: int) -> Document
                 f"data: {sample.name}: {column!r} holds {shown(largest)}, but the vocabulary has"
                 f" the tokens 0 to {vocab_size - 1}"
             )
+    # The end alone is an empty answer too.
     if set(completion) <= {eos_token_id}:
         return _nothing(sample, "empty answer", num_empty=1)
     whole = np.array([*prompt, *completion], dtype=np.int32)
@@ -248,9 +251,11 @@ def _texts(samples: list[Sample], tokenizer: Tokenizer) -> Iterator[Document]:
     )
     for sample, head, tail in zip(samples, heads, tails, strict=True):
         head = without_second_bos(head, sample.prompt or sample.text, tokenizer)
+        # Some tokenizers end every text with EOS; the text goes on after the prompt.
         if head and head[-1] == eos:
             head = head[:-1]
         token_ids = np.array([*head, *tail, *([eos] if sample.complete else [])], dtype=np.int32)
+        # An empty text would teach that the end follows the prompt at once.
         loss_mask = np.full(len(token_ids), bool(sample.text))
         if sample.prompt:
             loss_mask[: len(head)] = False
@@ -287,6 +292,7 @@ def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[i
         node = 1
         while node < size:
             node *= 2
+            # The left child holds the earlier bins, so it comes first if anything in it has room.
             if room[node] < length:
                 node += 1
         if node - size == len(bins):
@@ -296,6 +302,7 @@ def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[i
         while node > 1:
             node //= 2
             most = max(room[2 * node], room[2 * node + 1])
+            # Nothing changes above a node that keeps its room.
             if room[node] == most:
                 break
             room[node] = most
@@ -348,6 +355,7 @@ def table_fingerprint(table: "pyarrow.Table") -> str:
     record batches."""
     hashes = []
     for column in ("input_ids", "loss_mask", "document_lengths"):
+        # The lengths count too: the same tokens may be cut into other sequences.
         for counted in (False, True):  # contents of the lists, then their lengths
             digest = hashlib.blake2b(digest_size=16)
             for chunk in table.column(column).chunks:

@@ -72,6 +72,7 @@ class PackedLoader:
     def __next__(self) -> list[PackedBatch]:
         first = self.consumed + self._offset
         rows = [self._sequence(number) for number in range(first, first + self._share)]
+        # All ranks' sequences, not this rank's: the state holds for any number of ranks.
         self.consumed += self.global_batch_size
         step = self.micro_batch_size
         return [self.dataset.batch(rows[i : i + step]) for i in range(0, self._share, step)]
@@ -110,6 +111,7 @@ class PackedLoader:
         epoch, place = divmod(number, len(self.dataset))
         if not self.shuffle:
             return place
+        # Drawn from seed and epoch alone, so that a resumed run needs no state of a generator.
         if self._order[0] != epoch:
             self._order = (
                 epoch,

@@ -72,6 +72,7 @@ def prepare(
     sources = find_sources(paths)
     if prepared := [str(source.prepared) for source in sources if source.prepared]:
         raise UserError(f"data: {listed(prepared)} is prepared already; name the files it is from")
+    # Taken once, since it hashes the whole vocabulary.
     own = fingerprint(tokenizer)
     work = directory / ".work"
     packed: list[datasets.Dataset] = []
@@ -96,11 +97,13 @@ def prepare(
                 packed.append(_pack_source(folder, num_proc, documents, sequence_length))
                 counts.append(SourceCounts.of(packed[-1].data.table, tally))
                 tallies.append(tally)
+            # Before anything of the result is written.
             if vocab_size is not None:
                 require_known(counts, tokenizer, vocab_size)
             whole = datasets.concatenate_datasets(packed)
             whole.save_to_disk(str(directory))
     finally:
+        # Also after an error: intermediate files are as large as the data.
         shutil.rmtree(work, ignore_errors=True)
     for tally in tallies:
         tally.warn(options, sequence_length, f"; {LEFT_OUT} lists all")
@@ -189,6 +192,8 @@ def _tokenize_source(
         features=Features(features),
         fn_kwargs=arguments,
         cache_file_name=str(folder / "documents.arrow"),
+        # Any name will do: the cache is in a directory that is removed. By default `datasets`
+        # would hash the tokenizer by pickling it.
         new_fingerprint="documents",
         num_proc=_processes(num_proc, len(samples), SAMPLES_PER_PROCESS),
         desc=f"tokenising {source.name}",
@@ -196,11 +201,13 @@ def _tokenize_source(
     tally = Tally(source.name)
     table = documents.data.table
     tally.count({name: pc.sum(table[name]).as_py() or 0 for name in NUMBERS})
+    # An empty document stands for each one that is left out, and carries its reason.
     missing = documents.select(np.flatnonzero(_lengths(documents) == 0))
     for name, problem, bad in zip(
         missing["name"], missing["problem"], missing["num_bad_rows"], strict=True
     ):
         tally.leave_out(name, problem, bool(bad))
+    # As soon as a source is read: packing it, or reading the next one, may take hours.
     tally.check(options)
     require_usable(source.name, len(documents) - len(missing), tally.left_out)
     return documents, tally
@@ -220,6 +227,7 @@ def _pack_source(
     members = usable[
         np.fromiter((item for one in bins for item in one), dtype=np.int64, count=int(ends[-1]))
     ]
+    # Large: the offsets of a source may need more than 32 bits.
     index = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(members, pa.int64()))
     return (
         Dataset(pa.table({"members": index}))
@@ -278,6 +286,7 @@ def _tokenize(
         for part in parts or [none]:
             for column, value in zip(rows, (*part, *numbers.values()), strict=True):
                 rows[column].append(value)
+            # A document counts once, however many parts it has.
             numbers = dict.fromkeys(numbers, 0)
     return rows
 

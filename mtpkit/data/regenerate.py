@@ -73,6 +73,7 @@ class Journal:
             raise UserError(f"{self.path} is not a regular file; remove it, or name another output")
         self._file: IO[bytes] = self.path.open("a+b")
         try:
+            # A second process would cut off the line that the first one is writing.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The settings as they are read back from JSON, with lists in place of tuples.
             self._offsets = self._recover(json.loads(json.dumps(settings)))
@@ -89,6 +90,7 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A journal without answers is worth nothing, and would only ask for the same settings.
         if not self._offsets:
             self.path.unlink(missing_ok=True)
         self._file.close()
@@ -100,6 +102,7 @@ class Journal:
 
     def add(self, answer: Answer) -> None:
         """Append an answer, so that it survives the end of this process."""
+        # Offsets instead of answers: the journal may be larger than the memory.
         self._offsets[answer.index] = self._file.seek(0, os.SEEK_END)
         self._file.write(answer.to_json().encode())
         self._file.flush()
@@ -126,6 +129,7 @@ class Journal:
                     f"{self.path} holds no answers of this command; remove it, or name another"
                     " output"
                 )
+            # The process was killed in the middle of a write.
             if not line.endswith(b"\n"):
                 break
             where = f"{self.path}:{number}"
@@ -167,6 +171,7 @@ class Journal:
 def digest(prompts: Sequence[Prompt]) -> str:
     """32 hexadecimal digits that depend on the prompts' tokens and their order."""
     content = hashlib.blake2b(digest_size=16)
+    # Each prompt's length goes in too, so that tokens cannot move from one prompt to the next.
     for prompt in prompts:
         content.update(
             np.array([len(prompt.token_ids), *prompt.token_ids], dtype=np.int64).tobytes()

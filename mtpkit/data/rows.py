@@ -87,6 +87,7 @@ def read_table(file: Path, text_column: str) -> Table:
     columns = tuple(
         dict.fromkeys(key for _, row in first if not isinstance(row, RowError) for key in row)
     )
+    # The first rows were read to learn the columns, and are rows too.
     every = chain(first, rows)
     return Table(columns, _filled(every), True) if reader in _WITH_BLANKS else Table(columns, every)
 
@@ -201,6 +202,7 @@ def _read_csv(file: Path) -> Numbered:
                 header = _require_distinct(cells, file)
             elif cells and header is not None:
                 yield number, _from_cells(header, cells, f"{file}:{number}")
+            # A row in quotes may have several lines: the next one starts after its last.
             number = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"data: {file}:{number} cannot be read as CSV: {error}") from error
@@ -238,6 +240,7 @@ def _read_parquet(file: Path) -> Numbered:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, _drop_nulls(row)
+    # An error of ours has its line already.
     except UserError:
         raise
     # pyarrow has exceptions of its own, and passes on those of types that it converts

@@ -63,6 +63,7 @@ def find_sources(paths: Iterable[str | Path], warn: bool = True) -> list[Source]
             problems.append(problem)
         new: list[Path] = []
         for file in found:
+            # A link and its file are the same data.
             place = os.path.realpath(file)
             (again if place in seen else new).append(file)
             seen.add(place)
@@ -133,6 +134,7 @@ def _split_name(given: str | Path) -> tuple[str, Path, bool]:
     if not str(given):
         raise UserError("data: one of the paths is empty; name files, folders or globs")
     match = re.fullmatch(r"([\w.-]+)=(.+)", str(given), re.DOTALL)
+    # A file whose own name has an equals sign is meant as it stands.
     if match and not Path(given).exists():
         return match[1], Path(match[2]), True
     path = Path(given)

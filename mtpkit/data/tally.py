@@ -49,6 +49,7 @@ class Tally:
         self.left_out.append(describe(name, problem))
         reason = _reason(problem or "empty mask")
         self._reasons[reason] += 1
+        # A bad row is a fault of the data; other documents may rightly have nothing to learn.
         if bad:
             self._bad[reason] += 1
             self._first_bad = self._first_bad or self.left_out[-1]
@@ -57,6 +58,7 @@ class Tally:
     def reasons(self) -> dict[str, int]:
         """How many documents are left out for each reason, the most frequent first."""
         most = dict(self._reasons.most_common(_MOST_REASONS))
+        # Reasons may hold text of the data, so their number has no bound.
         others = self._reasons.total() - sum(most.values())
         return most | ({"other reasons": others} if others else {})
 

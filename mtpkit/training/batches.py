@@ -92,6 +92,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> list[PackedBatch]:
+        # The next batch's reads begin before this one is returned.
         while len(self._drawn) < 2:
             self._draw()
         self._states.popleft()

@@ -168,6 +168,7 @@ class HiddenMix:
             [torch.rand(len(own) * parts, generator=g, device=own.device) for g in self.generators],
             1,
         )
+        # All parts draw for the whole sequence, so that the split changes nothing.
         return torch.where(draws.chunk(parts)[number][..., None] < self.share, base, own)
 
 
@@ -195,6 +196,7 @@ class Selection:
         """The selection for depths 1 .. num_depths."""
         answers = batch.loss_mask.t()
         documents = batch.documents.t()
+        # The last position has no next token to learn, so that it stays False.
         selected = torch.zeros(num_depths, *answers.shape, dtype=torch.bool, device=answers.device)
         drafted = answers
         for depth in range(1, num_depths + 1):
@@ -288,6 +290,7 @@ def _run_chain(moves: Tensor, state: Tensor) -> Tensor:
     operations."""
     if not len(moves):
         return state[None][:0]
+    # Two moves at a time give the states at odd places; one more move each gives the others.
     pairs = moves[1::2] @ moves[:-1:2]
     states = moves.new_empty(*moves.shape[:-1], 1)
     states[1::2] = _run_chain(pairs, state)
@@ -377,6 +380,7 @@ def _by_document(values: Tensor, documents: Tensor) -> Tensor:
     """[n, c], the sums of values [c, s, b] over each document [b, s], of those whose first sum is
     not 0."""
     rows, length = documents.shape
+    # Documents are numbered per sequence: shifted numbers differ between sequences.
     names = documents + torch.arange(rows, device=documents.device)[:, None] * (1 + length)
     known, index = names.unique(return_inverse=True)
     sums = values.new_zeros(len(known), len(values)).index_add_(

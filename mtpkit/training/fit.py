@@ -52,6 +52,7 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
     sums: tuple[Tensor, ...] | None = None  # over tokens: x^T x, x^T y and y^T y
     explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for batch, states in stream_base(model, batches, partial(_run_base, model), width=2):
+        # fp64, since the sums square the condition number of the inputs.
         x, y = (part.double() for part in _pairs(model, batch, states))
         parts = (x.t() @ x, x.t() @ y, y.square().sum())
         sums = parts if sums is None else tuple(a + b for a, b in zip(sums, parts, strict=True))
@@ -76,6 +77,7 @@ def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -
         * inputs.diagonal().mean()
         * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
     )
+    # A solver may raise on such sums, or return numbers that look sound.
     if not (inputs.isfinite().all() and targets.isfinite().all() and total > 0):
         return torch.full_like(total, torch.nan)
     solution = torch.linalg.solve(inputs + penalty, targets)  # [2h, h]

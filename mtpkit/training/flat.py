@@ -88,6 +88,7 @@ class FlatBuffer:
         shards = self.group.size() if self.distributed else 1
         sizes = [parameter.numel() for parameter in self.parameters]
         self._bounds = list(itertools.accumulate(sizes, initial=0))
+        # Rounded up, so that all ranks have equal parts, as reduce-scatter requires.
         part = -(-sum(sizes) // (shards * PADDING)) * PADDING
         device = self.parameters[0].device
         self.flat = torch.zeros(shards * part, dtype=torch.float32, device=device)
@@ -108,6 +109,7 @@ class FlatBuffer:
         Its masters are copies of the parameters; the tensors named in `state` are zeros, which a
         checkpoint can fill.
         """
+        # A region may begin or end on another rank: this rank's part of it may be empty.
         start, end = self._span(kinds)
         start, end = (
             min(max(place, self.first), self.first + len(self.own)) for place in (start, end)
@@ -153,6 +155,7 @@ class FlatBuffer:
         """This rank's share of the squared norm of the summed gradient, [] fp64; ranks count no
         parameter twice."""
         total = torch.zeros((), dtype=torch.float64, device=self.flat.device)
+        # All data-parallel ranks have the whole sum then: the first one counts it.
         if not self.distributed and self.group.rank() > 0:
             return total
         for start, end in self._counted():
@@ -174,6 +177,7 @@ class FlatBuffer:
         self.gather()
         for parameter, value in zip(self.parameters, self.grads, strict=True):
             parameter.copy_(value)
+        # The buffer held the weights; backward passes add to what is in it.
         self.flat.zero_()
 
     def sharded_state(

@@ -259,6 +259,7 @@ def init_from_base(model: HybridModel) -> None:
     for head in heads:
         weight = head.eh_proj.weight
         identity = torch.eye(weight.shape[1] // 2, dtype=weight.dtype, device=weight.device)
+        # The copied layers then read the sum of embedding and hidden state, until the fit.
         weight.add_(own_rows(torch.cat([identity, identity], dim=1), weight, model))
         head.final_layernorm.weight.copy_(model.decoder.final_norm.weight)
 

@@ -103,6 +103,7 @@ class Trainer:
         """Result of `fit_input_projection`; None: the inputs of the heads were not fitted."""
         if from_base and config.heads.fit_tokens:
             self.explained = fit_input_projection(self.model, self._fit_batches())
+        # Only after the heads have copied what they start from.
         if config.cache:
             drop_base_layers(self.model)
         self.optimizer = HeadOptimizer(freeze_base(self.model).values(), config.optimizer)
@@ -111,6 +112,7 @@ class Trainer:
             self.model.mtpkit_config, config.heads.num_depths, base_layers=not config.cache
         )
         self.peak, self.no_peak = find_peak(self.device)
+        # After `restore`, which loads the base too.
         self.base = fingerprint(self.model)
 
     @contextmanager
@@ -178,6 +180,7 @@ class Trainer:
             length = self._evaluate() if self._due(config.eval_interval) else None
             if self._due(config.save_interval) or self.directory.improves(length):
                 self._save(length)
+        # Unless the last step was saved in the loop, as when it is due or the best.
         if self.directory.iteration != self.step:
             self._save()
         if self.step < config.steps:
@@ -185,6 +188,7 @@ class Trainer:
                 f"stopped at step {self.step} of {config.steps}; run the same command again to"
                 " go on"
             )
+        # After the last save: what was learnt is kept even if the check fails.
         check_unchanged(self.model, self.base)
         return self.directory.path
 
@@ -211,6 +215,7 @@ class Trainer:
         without such data."""
         if self.eval_data is None:
             return None
+        # An update may still be under way, and the evaluation reads the weights.
         self.optimizer.finish()
         heads = self.config.heads
         data = self.config.data
@@ -246,6 +251,8 @@ class Trainer:
         return f"; peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
 
     def _save(self, acceptance_length: float | None = None) -> None:
+        # First the lines, then the checkpoint: a resumed run drops lines beyond its checkpoint, but
+        # could not make up for lines that are missing before it.
         self.log.sync()
         self.directory.save(self.step, self.model, self.optimizer, self.loader, acceptance_length)
 

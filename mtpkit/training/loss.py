@@ -200,6 +200,7 @@ class _HeadLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         shard = VocabShard(weight.shape[0], group)
         losses = torch.zeros(len(students), dtype=_wide(teacher), device=teacher.device)
+        # Rows outside of the mask are written by no chunk and keep these values.
         same = torch.zeros_like(mask)
         chosen = torch.full_like(mask, -1, dtype=targets.dtype)
         grads = [torch.zeros_like(student) for student in students] if wants_grad else []
@@ -211,6 +212,7 @@ class _HeadLosses(torch.autograd.Function):
             )
             row_same = matches(whole)
             row_chosen = base_tokens(whole)
+            # `_finish` left the gradient of the logits in `drafts`.
             grad = drafts @ weight if wants_grad else None
             for part in parts:
                 losses[part.depth] += values[part.span].sum()
@@ -218,6 +220,7 @@ class _HeadLosses(torch.autograd.Function):
                 chosen[part.depth][part.rows] = row_chosen[part.span]
                 if grad is not None:
                     grads[part.depth][part.rows] = grad[part.span]
+        # One sum over ranks here, where gradients of all chunks are complete, and none per chunk.
         ctx.save_for_backward(*[shard.sum(grad) for grad in grads])
         follows = chosen == targets
         ctx.mark_non_differentiable(same, follows)
@@ -255,6 +258,7 @@ def _finish(
     own = fold(loss.statistics(), kind, temperature)
     whole = fold(shard.gather(number_tokens(own, shard.first)), kind, temperature)
     pull = None
+    # Total variation needs the normalised probabilities, so a second pass over the logits.
     if kind == "tv":
         losses, pull = shard.sum(loss.overlap(whole).sum(0))
     else:

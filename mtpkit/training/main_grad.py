@@ -29,6 +29,7 @@ def _accumulate(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     """Add grad_output [n, out] transposed times inputs [n, in] to main_grad [out, in] fp32."""
     if not len(inputs):  # an expert without tokens
         return
+    # Only CUDA has a product of bf16 that adds to fp32 without rounding in between.
     if inputs.is_cuda and inputs.dtype != main_grad.dtype:
         torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=main_grad.dtype, out=main_grad)
     else:
@@ -75,6 +76,7 @@ def gradients_into_main(module: nn.Module) -> Iterator[None]:
         entry for entry in found if entry[1] != "weight" or not isinstance(entry[0], _LINEARS)
     ]
     try:
+        # megatron-core's own switch: a linear adds up in fp32 inside the product.
         for linear in linears:
             linear.gradient_accumulation_fusion = True
         for owner, name, parameter in others:

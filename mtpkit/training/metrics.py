@@ -125,6 +125,7 @@ class MetricsLog:
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        # A line is seen at once by those who follow the file.
         self._file.flush()
         scalars = dict(
             _scalars(kind, {key: value for key, value in values.items() if key != "time"})
@@ -279,6 +280,7 @@ def _tensorboard(directory: Path, first_step: int) -> "SummaryWriter | None":
     except ImportError as error:
         warnings.warn(f"no TensorBoard curves: {error}", stacklevel=2)
         return None
+    # TensorBoard hides what a killed run wrote after its checkpoint.
     return SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
 
 

@@ -81,6 +81,7 @@ def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -
     running = region.tensors["momentum_buffer"]
     running.mul_(momentum).add_(region.grad)
     region.grad.add_(running, alpha=momentum)
+    # Newton-Schulz needs whole matrices, and a rank's part of the buffer ends anywhere in one.
     buffer.gather()
     matrices = [
         pair for pair in zip(buffer.parameters, buffer.grads, strict=True) if pair[0].ndim == 2
@@ -89,6 +90,7 @@ def _muon_step(buffer: FlatBuffer, region: Region, momentum: float, lr: float) -
         if index % buffer.group.size() == buffer.group.rank():
             grad.copy_(_orthogonal_step(parameter, grad, buffer.tensor_group))
         else:
+            # The sum over ranks below then hands out each step once.
             grad.zero_()
     buffer.reduce()
     region.master.mul_(1 - lr * region.weight_decay).add_(region.grad, alpha=-lr)
@@ -246,11 +248,14 @@ class HeadOptimizer:
         assert all(p.grad is None for p in self.parameters), (
             "a backward outside of `gradients_into_main`"
         )
+        # fp64, so that the order of buffers and ranks hardly shows in the norm.
         square = torch.zeros((), dtype=torch.float64, device=self.buffers[0].flat.device)
         for buffer in self.buffers:
+            # Partial gradients first: after `reduce` a rank has the sum of its own part only.
             buffer.sum_partial()
             buffer.reduce()
             square += buffer.square_norm()
+        # Every rank has to clip by the same factor, so the norm is that of all ranks.
         dist.all_reduce(square, group=parallel_state.get_tensor_and_data_parallel_group())
         return float(square.sqrt())
 
@@ -280,4 +285,5 @@ class HeadOptimizer:
             buffer.load(state.get(str(index), {}))
             buffer.take_masters()
             buffer.publish()
+        # AdamW's bias correction depends on the number of updates.
         self._updates = step

@@ -161,13 +161,16 @@ def stream_base(
         if last:
             yield batch, output
             continue
+        # The tensor is kept with its send: freed memory could be written before it has left.
         output = output.contiguous()
         group = model.pg_collection.pp
         sends.append(
             (_started(dist.isend(output, group=group, group_dst=group.rank() + 1)), output)
         )
+        # A stage that is faster than the next one would otherwise fill its memory with outputs.
         if len(sends) > IN_FLIGHT:
             sends.popleft()[0].wait()
+    # The caller may reuse the communicator, or end, as soon as this returns.
     for work, _ in sends:
         work.wait()
 
@@ -176,6 +179,7 @@ def from_last_stage(model: HybridModel, values: Tensor) -> Tensor:
     """The `values` of the last stage, on every stage. Collective."""
     group = model.pg_collection.pp
     if group.size() > 1:
+        # A broadcast writes in place, and the caller's tensor may be shared.
         values = values.clone()
         dist.broadcast(values, group=group, group_src=group.size() - 1)
     return values
@@ -204,6 +208,7 @@ def _receive(
         return batch, buffer
 
     for batch in batches:
+        # The receive is posted early, so that the transfer overlaps the work on earlier batches.
         buffer = _buffer(model, batch, width)
         ahead.append(
             (batch, buffer, _started(dist.irecv(buffer, group=group, group_src=group.rank() - 1)))

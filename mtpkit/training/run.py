@@ -375,6 +375,7 @@ class RunDirectory:
             return
         staging = self.path / f".{BEST}.writing"
         with storage_errors(link):
+            # A link cannot be overwritten: a new one takes the old one's name at once.
             staging.unlink(missing_ok=True)
             staging.symlink_to(iteration_name(self.best.iteration), target_is_directory=True)
             staging.replace(link)

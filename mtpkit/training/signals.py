@@ -47,6 +47,8 @@ class StopSignal:
     ) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._restore(number)
+        # A reduction left open would meet the next collective of other ranks; after an error they
+        # may never join it.
         if error is None and self._asked is not None:
             self._asked[1].wait()
 
@@ -78,6 +80,7 @@ class StopSignal:
         work = dist.all_reduce(noted, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._asked = noted, work
+        # All ranks are at their first call, so all of them return the same.
         if asked is None:
             return False
         asked[1].wait()

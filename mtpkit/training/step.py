@@ -42,6 +42,8 @@ def train_step(
     selections = [Selection.of(batch, num_depths) for batch in batches]
     tokens = torch.stack([selection.mask.sum(dim=1) for selection in selections]).sum(dim=0)
     dist.all_reduce(tokens, group=group)
+    # Tokens of the whole global batch are counted before the first loss, so that each micro-batch
+    # can add its share of the mean to the gradients at once.
     weights = to_device(config.loss.weights(num_depths), torch.float32, tokens.device)
     scale = weights / tokens.clamp(min=1)
     sums = DepthSums.zero(num_depths, tokens.device)
@@ -67,6 +69,7 @@ def train_step(
         )
         (losses * scale).sum().backward()  # into the optimizer's fp32 gradients
         sums += batch_sums
+    # A gradient that is not finite is no more than a symptom: the sums say in which depth it began.
     try:
         norm = optimizer.step(lr)
     except MtpkitError as error:
