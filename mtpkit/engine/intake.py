@@ -127,6 +127,7 @@ class Intake:
         detokenizer = None
         if self._texts is not None:
             detokenizer = Detokenizer(self._texts, tokens, params.stop_strings)
+        # A seed that users give may be negative.
         seed = self._draw_seed() if params.seed is None else params.seed
         request = Request(
             request_id=request_id,
@@ -180,6 +181,7 @@ class Intake:
                 f"request_id is {shown(request_id)}, must be a text: leave it out to have requests"
                 " numbered"
             )
+        # Results may be kept by id, so that no number may come again, even after its request.
         if request_id.isdecimal() and len(request_id) < _LONG_NUMBER:
             self._next_number = max(self._next_number, int(request_id) + 1)
         return request_id

@@ -58,8 +58,8 @@ def tail_shared(patch):
     """Full blocks are taken as they are, though the heads' last entry depends on the next token."""
     init = PrefixCache.__init__
 
-    def without_heads(self, blocks, block_size, num_checkpoints, ahead, *given):
-        init(self, blocks, block_size, num_checkpoints, 0, *given)
+    def without_heads(self, blocks, block_size, num_checkpoints, following, *given, **named):
+        init(self, blocks, block_size, num_checkpoints, 0, *given, **named)
 
     patch.setattr(PrefixCache, "__init__", without_heads)
 
