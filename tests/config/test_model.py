@@ -175,6 +175,8 @@ def test_departures_are_settings_of_the_layers_asked_for():
         ),
         (dict(tie_word_embeddings=1), ["tie_word_embeddings is 1, must be True or False"]),
         (dict(bos_token_id="<s>"), ["bos_token_id is '<s>', must be a whole number or None"]),
+        (dict(vocab_size=64, eos_token_ids=(63, 64)), ["eos_token_ids 64 is not in the"]),
+        (dict(pattern="E" * 9, num_moe_experts=2**14), ["in all layers are 147456"]),
         (
             dict(eos_token_ids=("</s>",)),
             ["eos_token_ids is ('</s>',), must be a list of whole numbers"],
