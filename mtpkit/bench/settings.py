@@ -404,9 +404,6 @@ class TrainBenchConfig:
     """Tokens of a document; by default each sequence is one document."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the heads."""
-    offload: bool = False
-    """Keep AdamW's state in the host's memory. Its update overlaps the next step's base; the rest
-    counts in that step's time."""
     recompute: bool = False
     """Recompute each depth in the backward pass."""
     cached: bool = False
@@ -431,10 +428,6 @@ class TrainBenchConfig:
         """Yield one clause for each pair of settings that exclude each other."""
         if self.attention == "serving" and self.distinct:
             yield "serving attention is for one repeated head; take per_depth for distinct ones"
-        if self.offload and not self.warm_up_steps:
-            yield (
-                "offload moves a step's update into the next step: take warm_up_steps of 1 or more"
-            )
         if self.cached and self.base_fp8:
             yield "cached hidden states leave no base for base_fp8; take one of them"
 

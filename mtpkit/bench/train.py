@@ -61,8 +61,8 @@ class TrainRow:
     base_seconds: Annotated[float, Column("base", lambda row: f"{row.base_seconds * 1e3:.1f}")]
     """The frozen base's layers, forward; 0 with cached hidden states."""
     heads_seconds: Annotated[float, Column("heads", lambda row: f"{row.heads_seconds * 1e3:.1f}")]
-    """All other time: heads and losses, forward and backward, and waits for other ranks and
-    offloaded updates."""
+    """All other time: heads and losses, forward and backward, and waits for other
+    ranks."""
     optimizer_seconds: Annotated[
         float, Column("optimizer", lambda row: f"{row.optimizer_seconds * 1e3:.1f}")
     ]
@@ -164,7 +164,7 @@ def train_settings(
             recompute=config.recompute,
         ),
         loss=LossConfig(kind=loss),
-        optimizer=OptimizerConfig(kind=config.optimizer, warmup_steps=0, offload=config.offload),
+        optimizer=OptimizerConfig(kind=config.optimizer, warmup_steps=0),
         parallel=_parallel(config),
         seed=config.seed,
         dtype=config.dtype,

@@ -73,14 +73,12 @@ class FlatBuffer:
         group: ranks that hold copies of these parameters and read different data.
         tensor_group: ranks that split these parameters.
         distributed: False: every rank owns the whole buffer.
-        offload: keep the tensors of regions in pinned host memory.
     """
 
     parameters: Sequence[nn.Parameter]
     group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
     distributed: bool
-    offload: bool = False
     regions: list[Region] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,11 +112,8 @@ class FlatBuffer:
         start, end = (
             min(max(place, self.first), self.first + len(self.own)) for place in (start, end)
         )
-        device = torch.device("cpu") if self.offload else self.flat.device
         tensors = {
-            name: torch.zeros(
-                end - start, dtype=torch.float32, device=device, pin_memory=self.offload
-            )
+            name: torch.zeros(end - start, dtype=torch.float32, device=self.flat.device)
             for name in ("fp32_param", *state)
         }
         master = tensors["fp32_param"]

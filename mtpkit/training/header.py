@@ -208,8 +208,7 @@ def held_bytes(config: TrainConfig, model: ModelConfig, ranks: int) -> list[int]
         stages[-1] += vocabulary
     shared, experts = _head_elements(config, model)
     stages[-1] += (weight + _GRADIENT) * (shared + experts)
-    if not config.optimizer.offload:
-        stages[-1] += _state_bytes(config, shared, experts, ranks)
+    stages[-1] += _state_bytes(config, shared, experts, ranks)
     return [math.ceil(stage) for stage in stages]
 
 

@@ -169,7 +169,7 @@ class Trainer:
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
                 sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.step)
-                sums = sums.on_host()  # waits for the losses, not for a deferred update
+                sums = sums.on_host()
                 sums.check_finite(f"step {self.step + 1}")
                 values = summary(sums, config.loss.weights(config.heads.num_depths))
             self.step += 1
@@ -215,8 +215,6 @@ class Trainer:
         without such data."""
         if self.eval_data is None:
             return None
-        # An update may still be under way, and the evaluation reads the weights.
-        self.optimizer.finish()
         heads = self.config.heads
         data = self.config.data
         settings = (

@@ -5,7 +5,6 @@ import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it
 # isort: split
 import math
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from mtpkit.training.flat import (
     FlatBuffer,
     Region,
 )
-from mtpkit.training.offload import HostState, Part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic Newton-Schulz step, from its authors: steep at zero, and not exact
@@ -132,17 +130,14 @@ class HeadOptimizer:
         others = [
             parameter for parameter in self.parameters if getattr(parameter, "allreduce", True)
         ]
-        assert not (config.offload and config.kind == "muon"), "settings refuse it"
-        offload = config.offload and bool(self.parameters) and self.parameters[0].is_cuda
         self.buffers = [
-            FlatBuffer(some, group, tensor_group, config.distributed, offload)
+            FlatBuffer(some, group, tensor_group, config.distributed)
             for some, group, tensor_group in (
                 (others, parallel_state.get_data_parallel_group(), tensor),
                 (experts, parallel_state.get_expert_data_parallel_group(), expert_tensor),
             )
             if some
         ]
-        self._host = HostState() if offload else None
         matrices = (MATRIX, PARTIAL_MATRIX)
         vectors = (PARTIAL_VECTOR, VECTOR)
         decay = config.weight_decay
@@ -154,16 +149,12 @@ class HeadOptimizer:
                 buffer.add_region((DECAYED, *matrices), MOMENTS, decay)
             buffer.add_region(vectors, MOMENTS, 0.0)
         self._updates = 0
-        self._asked: float | None = None
-        """Learning rate of a deferred update."""
-        self._begun = False
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Sum the gradients over ranks, clip, update the parameters, and clear the gradients.
 
-        Collective over the ranks that have heads. With `config.offload` the update is deferred to
-        `begin`: call `finish` before using parameters or gradients.
+        Collective over the ranks that have heads.
 
         Returns:
             The global norm of the gradient before clipping, every parameter counted once; 0 without
@@ -174,9 +165,6 @@ class HeadOptimizer:
         """
         if not self.buffers:
             return 0.0
-        assert self._asked is None and not self._begun, (
-            "gradients were made before the last update finished"
-        )
         norm = self.reduce()
         if not math.isfinite(norm):
             raise MtpkitError(
@@ -185,63 +173,36 @@ class HeadOptimizer:
         if self._config.clip_grad and norm > self._config.clip_grad:
             for buffer in self.buffers:
                 buffer.own.mul_(self._config.clip_grad / norm)
-        self._asked = lr
-        if not self._config.offload:
-            self.finish()
+        self._update(lr)
         return norm
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Begin the update that `step` deferred, if there is one.
-
-        With state on the host the update runs in the background and fills the bus: make small
-        copies between host and device before it begins, or they may have to wait for it.
-        """
-        if self._asked is None:
-            return
-        lr = self._asked
-        self._asked = None
-        self._begun = True
+    def _update(self, lr: float) -> None:
+        """Update the parameters from the summed gradients, and clear these."""
+        config = self._config
         self._updates += 1
-        parts = self._adamw_parts(lr)
-        if self._host is not None:
-            self._host.start(parts)
-            return
-        for part in parts:
-            part.update(part.grad, *part.state)
-        if self._config.kind == "muon":
+        for buffer in self.buffers:
+            for region in buffer.regions:
+                if not len(region.grad) or not region.tensors.keys() >= set(MOMENTS):
+                    continue
+                # It overwrites the gradient with the new weights, which `publish` gathers.
+                adamw_(
+                    region.grad,
+                    region.master,
+                    region.tensors["exp_avg"],
+                    region.tensors["exp_avg_sq"],
+                    step=self._updates,
+                    lr=lr,
+                    betas=config.betas,
+                    eps=config.eps,
+                    weight_decay=region.weight_decay,
+                )
+        if config.kind == "muon":
             for buffer in self.buffers:
                 # the region of matrices
-                _muon_step(buffer, buffer.regions[0], self._config.momentum, lr)
+                _muon_step(buffer, buffer.regions[0], config.momentum, lr)
                 buffer.take_masters()
-
-    def _adamw_parts(self, lr: float) -> list[Part]:
-        """The updates of the regions with moments, each of which overwrites its gradient with the
-        new weights."""
-        config = self._config
-        update = partial(adamw_, step=self._updates, lr=lr, betas=config.betas, eps=config.eps)
-        return [
-            Part(
-                partial(update, weight_decay=region.weight_decay),
-                region.grad,
-                [region.tensors[name] for name in ("fp32_param", *MOMENTS)],
-            )
-            for buffer in self.buffers
-            for region in buffer.regions
-            if len(region.grad) and region.tensors.keys() >= set(MOMENTS)
-        ]
-
-    def finish(self) -> None:
-        """Complete the last update, so that parameters are current. Collective like `step`;
-        idempotent."""
-        self.begin()
-        if not self._begun:
-            return
-        if self._host is not None:
-            self._host.finish()
         for buffer in self.buffers:
             buffer.publish()
-        self._begun = False
 
     def reduce(self) -> float:
         """Sum every gradient over the ranks that have a part of it, and return the global norm."""
@@ -267,9 +228,6 @@ class HeadOptimizer:
         """
         if not self.buffers:
             return {}
-        self.finish()
-        if self._host is not None:
-            self._host.synchronize()
         found = get_param_id_to_sharded_param_map(dict(model_state), self.parameters)
         parts = {id(parameter): found[index] for index, parameter in enumerate(self.parameters)}
         return {

@@ -66,7 +66,6 @@ MAY_CHANGE = {
     "log.wandb",
     "resume",
     "optimizer.distributed",
-    "optimizer.offload",
     "parallel.tensor",
     "parallel.pipeline",
     "parallel.balance",

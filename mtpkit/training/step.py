@@ -49,12 +49,10 @@ def train_step(
     sums = DepthSums.zero(num_depths, tokens.device)
     attention = config.heads.attention
     options = config.loss
-    optimizer.begin()  # the update that the last step deferred; it runs while the base runs
     # The number of this rank's first sequence in the global batch, as in `PackedLoader`.
     first = dist.get_rank(group) * sum(len(batch.token_ids) for batch in batches)
     # Stages without heads take part in the stream, which yields no batches there.
     for (batch, hidden), selection in zip(stream_base(model, batches), selections, strict=False):
-        optimizer.finish()
         mix = _hidden_mix(model, config, step, range(first, first := first + len(batch.token_ids)))
         losses, batch_sums = run_depths(
             model,

@@ -130,14 +130,12 @@ def test_settings_that_cannot_be_measured_are_all_named():
         dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1)
     with pytest.raises(
         UserError,
-        match=r"serving attention.*; offload moves .*; cached hidden states leave no base",
+        match=r"serving attention.*; cached hidden states leave no base",
     ):
         dataclasses.replace(
             CONFIG,
             distinct=True,
             attention="serving",
-            offload=True,
-            warm_up_steps=0,
             cached=True,
             base_fp8=True,
         )

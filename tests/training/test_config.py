@@ -196,6 +196,17 @@ def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
         load_config(path, ["seed=1"])
 
 
+def test_a_setting_that_is_gone_names_the_remedy(tmp_path):
+    """Also in the settings of an earlier run, which name every setting."""
+    (tmp_path / "config.yaml").write_text("optimizer:\n  offload: false\n")
+    for file, overrides in ((None, ["optimizer.offload=true"]), (tmp_path / "config.yaml", [])):
+        with pytest.raises(UserError) as error:
+            load_config(file, overrides)
+        text = str(error.value)
+        assert "optimizer.offload is no setting any more; remove it" in text
+        assert "cache=DIR" in text and "\n" not in text
+
+
 @pytest.mark.parametrize(
     ("value", "files"),
     [

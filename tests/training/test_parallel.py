@@ -130,7 +130,6 @@ def two(tmp_path_factory, settings, where):
     def make(out):
         runs = [
             ["parallel.tensor=2", "optimizer.kind=muon", f"output={out / 'tensor'}"],
-            ["optimizer.offload=true", "eval_interval=4", f"output={out / 'offload'}"],
             *(
                 [f"parallel.{kind}=2", f"steps={steps}", f"output={out / 'moves'}", *more]
                 for steps, (kind, *more) in enumerate(MOVES, start=1)
@@ -270,17 +269,6 @@ def assert_equal_runs(have, want, tolerance):
 
 def test_muon_steps_whole_matrices_that_ranks_split(two, runs_alone, where):
     assert_equal_runs(two / "tensor", runs_alone["muon"], TOLERANCE[where])
-
-
-def test_updates_end_in_the_next_step(two, runs_alone, where):
-    """Two data-parallel ranks update in the next step, and then gather the new weights from each
-    other."""
-    for kind, steps in (("train", 4), ("eval", 2)):  # before the first step and after the last
-        lines = metrics(two / "offload", kind)
-        expected = metrics(runs_alone["adamw"], kind)
-        assert len(lines) == steps
-        for step, line in lines.items():
-            assert line["loss"] == pytest.approx(expected[step]["loss"], rel=TOLERANCE[where])
 
 
 def test_a_run_goes_on_at_another_layout(two, runs_alone, settings, where):

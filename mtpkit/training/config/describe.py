@@ -24,8 +24,19 @@ def describe_settings() -> str:
     return "\n".join(_lines(TrainConfig, ""))
 
 
+_GONE = {
+    "optimizer.offload": (
+        "remove it, and if memory is short set cache=DIR or base_fp8=true, which save more"
+    )
+}
+"""Settings of earlier runs, each with the remedy."""
+
+
 def describe_unknown(key: str) -> str:
-    """A message about an unknown setting, with sections and settings of similar names."""
+    """A message about an unknown setting: what to do without one that is gone, otherwise sections
+    and settings of similar names."""
+    if key in _GONE:
+        return f"{key} is no setting any more; {_GONE[key]}"
     names = list(setting_names(TrainConfig))
     sections = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
     section = key.partition(".")[0]

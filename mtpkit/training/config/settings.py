@@ -200,18 +200,9 @@ class OptimizerConfig:
     """Global norm to which larger gradients are clipped; 0: no clipping."""
     distributed: bool = True
     """Shard the fp32 weights and moments over data-parallel ranks."""
-    offload: bool = False
-    """Keep AdamW's fp32 weights and moments in host memory. This saves 12 bytes per parameter on
-    the GPU and needs up to 24 on the host, since torch rounds page-locked tensors up to powers of
-    two. The update runs while the base runs on the next batch."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every wrong setting."""
-        if self.offload and self.kind != "adamw":
-            yield (
-                f"offload is for AdamW, not optimizer.kind={self.kind}: set optimizer.offload=false"
-                " or optimizer.kind=adamw"
-            )
         if self.min_lr > self.lr:
             yield f"min_lr {self.min_lr} exceeds optimizer.lr {self.lr}"
 
