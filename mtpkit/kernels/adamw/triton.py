@@ -1,4 +1,8 @@
-"""AdamW in one pass over gradient, weights and moments."""
+"""AdamW in one pass over gradient, weights and moments.
+
+torch's fused AdamW rounds otherwise, and would need a second pass to put the new weights in the
+gradient's place, from where ranks gather them.
+"""
 
 import triton
 import triton.language as tl
