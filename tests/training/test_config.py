@@ -197,14 +197,18 @@ def test_a_wrong_override_is_named_and_not_the_file(tmp_path):
 
 
 def test_a_setting_that_is_gone_names_the_remedy(tmp_path):
-    """Also in the settings of an earlier run, which name every setting."""
-    (tmp_path / "config.yaml").write_text("optimizer:\n  offload: false\n")
-    for file, overrides in ((None, ["optimizer.offload=true"]), (tmp_path / "config.yaml", [])):
+    """Unless its value changed nothing: the settings of an earlier run name every setting."""
+    path = tmp_path / "config.yaml"
+    needed = "model: m\noutput: o\ndata: {train: [a.txt], sequence_length: 8}\n"
+    path.write_text(f"{needed}optimizer: {{offload: true}}\n")
+    for file, overrides in ((None, ["optimizer.offload=true"]), (path, [])):
         with pytest.raises(UserError) as error:
             load_config(file, overrides)
         text = str(error.value)
         assert "optimizer.offload is no setting any more; remove it" in text
         assert "cache=DIR" in text and "\n" not in text
+    path.write_text(f"{needed}optimizer: {{offload: false, lr: 0.5}}\n")
+    assert load_config(path).optimizer.lr == 0.5
 
 
 @pytest.mark.parametrize(

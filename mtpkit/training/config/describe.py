@@ -24,19 +24,22 @@ def describe_settings() -> str:
     return "\n".join(_lines(TrainConfig, ""))
 
 
-_GONE = {
+GONE: dict[str, tuple[object, str]] = {
     "optimizer.offload": (
-        "remove it, and if memory is short set cache=DIR or base_fp8=true, which save more"
+        False,
+        "remove it, and if memory is short set cache=DIR or base_fp8=true, which save more",
     )
 }
-"""Settings of earlier runs, each with the remedy."""
+"""Settings of earlier runs: the value that changed nothing, which each such run's `config.yaml`
+may have, and the remedy for others."""
 
 
 def describe_unknown(key: str) -> str:
     """A message about an unknown setting: what to do without one that is gone, otherwise sections
     and settings of similar names."""
-    if key in _GONE:
-        return f"{key} is no setting any more; {_GONE[key]}"
+    if key in GONE:
+        _, remedy = GONE[key]
+        return f"{key} is no setting any more; {remedy}"
     names = list(setting_names(TrainConfig))
     sections = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
     section = key.partition(".")[0]

@@ -16,7 +16,13 @@ import yaml
 from mtpkit.config.checked import WrongValues
 from mtpkit.errors import UserError, listed
 from mtpkit.files import read_text
-from mtpkit.training.config.describe import describe_section, describe_unknown, example, field_types
+from mtpkit.training.config.describe import (
+    GONE,
+    describe_section,
+    describe_unknown,
+    example,
+    field_types,
+)
 from mtpkit.training.config.settings import TrainConfig
 
 MOST_BRACKETS = 100
@@ -42,6 +48,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     source = "config overrides" if path is None else f"config {path}"
     problems: dict[int, str] = {}
     values = _merge(source, _read(path), overrides, problems)
+    _drop_gone(values)
     try:
         config = TrainConfig(**_fitted(TrainConfig, values))
     except WrongValues as error:
@@ -141,6 +148,15 @@ def _merge(
         raise UserError(f"{source}: {_one_line(error)}") from error
     assert isinstance(values, dict)
     return values
+
+
+def _drop_gone(values: dict[Any, Any]) -> None:
+    """Leave out settings that are gone, where they have the value that changed nothing."""
+    for key, (harmless, _) in GONE.items():
+        section, _, name = key.rpartition(".")
+        settings = values.get(section)
+        if isinstance(settings, dict) and settings.get(name, ...) is harmless:
+            del settings[name]
 
 
 def _quoted(override: str) -> str:
