@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtpkit.cli import bench, data, generate, speedup
-from mtpkit.engine import llm, loading
+from mtpkit.engine import intake, loading
 
 BAD = 123
 """The token whose embedding is NaN."""
@@ -63,7 +63,7 @@ def test_generate_prints_the_others_and_names_what_failed(
 
 
 def test_generate_of_one_prompt(model_dir, broken, call, capsys, monkeypatch):
-    monkeypatch.setattr(llm, "encode", lambda *_: (None, [BAD]))
+    monkeypatch.setattr(intake, "encode", lambda *_: (None, [BAD]))
     assert call(generate.app, "--model", model_dir, "the cat", "--k", 1) == 1
     error = capsys.readouterr().err
     assert "the prompt (request 0): the logits for position 1, after 0 output tokens" in error
