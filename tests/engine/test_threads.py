@@ -7,6 +7,7 @@ import pytest
 
 from mtpkit import SamplingParams
 from mtpkit.engine import Engine
+from mtpkit.engine.intake import Intake
 from mtpkit.errors import UserError
 from tests.engine.tiny import decode, greedy, make_llm, make_prompts, tiny_model
 
@@ -65,14 +66,14 @@ def test_calls_from_threads_each_get_their_own_outputs(k):
 def test_requests_of_threads_have_ids_of_their_own(monkeypatch):
     llm = make_llm(tiny_model(), 0)
     count = 8
-    name_of = Engine._name
+    id_of = Intake._id_of
 
     def slowly(self, request_id):
         name = str(self._next_number)
         time.sleep(0.005)
-        return name_of(self, name)
+        return id_of(self, name)
 
-    monkeypatch.setattr(Engine, "_name", slowly)
+    monkeypatch.setattr(Intake, "_id_of", slowly)
     outputs = in_threads(count, lambda index: llm.generate([[1], [2]], greedy(1)))
     assert len({output.request_id for two in outputs for output in two}) == 2 * count
 
