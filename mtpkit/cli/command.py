@@ -1,4 +1,4 @@
-"""Base classes of all commands: plain help, checks of every value, lists of values, former names of
+"""Base classes of all commands: plain help, checks of every value, lists of values, short names of
 options."""
 
 import itertools
@@ -23,21 +23,11 @@ in 63 bits."""
 _MAY_BE_INFINITE = ("request_rate",)
 """Options for which infinity has a meaning."""
 
-OLD_NAMES = {
+SHORT_NAMES = {
     "--k": ("--num-speculative-tokens", "--num-depths"),
     "--out": ("--output",),
-    "--prompt-file": ("--prompts",),
-    "--prompt-len": ("--prompt-length",),
-    "--context-len": ("--context-length",),
-    "--document-len": ("--document-length",),
-    "--tensor-parallel": ("--tensor-parallel-size",),
-    "--pipeline-parallel": ("--pipeline-parallel-size",),
-    "--expert-parallel": ("--expert-parallel-size",),
-    "--data-parallel": ("--data-parallel-size",),
-    "--warm-up": ("--warm-up-steps",),
 }
-"""Former names of options, each with its present names. The former names still work, but help does
-not list them."""
+"""Short names of options, each with the names that it stands for. Help does not list them."""
 
 _NAME = re.compile(r"(?<![\w./=-])(--)?[a-z]\w*(-\w+)*(?![\w/=-]|\.\w)")
 """Matches a word of a message that may be an option's name, but not a part of a path, a key or
@@ -72,9 +62,9 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, accept former option names and lists of values as well, and check every
+        """Parse as usual, accept short option names and lists of values as well, and check every
         value."""
-        self.take_former_names(args)
+        self.take_short_names(args)
         if all(param.param_type_name == "option" for param in self.params):
             lists = {
                 name
@@ -99,23 +89,25 @@ class Command(TyperCommand):
                 raise typer.BadParameter(problems[0], ctx=ctx, param=param)
         return rest
 
-    def take_former_names(self, args: list[str]) -> None:
-        """Rename options to the former names that the command line uses, so that errors use the
-        same names."""
+    def take_short_names(self, args: list[str]) -> None:
+        """Rename options to the short names that the command line uses, so that errors use the same
+        names."""
         known = {name for param in self.params for name in param.opts}
         line = args[: args.index("--")] if "--" in args else args
         typed = {arg.partition("=")[0] for arg in line}
-        for former in OLD_NAMES.keys() & typed - known:
-            for param in [one for one in self.params if set(one.opts) & set(OLD_NAMES[former])][:1]:
-                param.opts = [former, *(name for name in param.opts if name in typed)]
+        for short in SHORT_NAMES.keys() & typed - known:
+            for param in self.params:
+                if set(param.opts) & set(SHORT_NAMES[short]):
+                    param.opts = [short, *(name for name in param.opts if name in typed)]
+                    break
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help with the present names of options, even if the command line uses former
+        """Write the help with the full names of options, even if the command line uses short
         ones."""
         for param in self.params:
-            present = f"--{(param.name or '').replace('_', '-')}"
-            if present in OLD_NAMES.get(param.opts[0], ()):
-                param.opts = [present]
+            full = f"--{(param.name or '').replace('_', '-')}"
+            if full in SHORT_NAMES.get(param.opts[0], ()):
+                param.opts = [full]
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:

@@ -25,10 +25,6 @@ COMMANDS = {
 """Each command's name, which is also its module's, and its line in the help. The module's `app` is
 a `typer.Typer`."""
 
-OLD_COMMANDS = {"evaluate": ["speedup"], "eval": []}
-"""Former command names, each with the words that replace it: `mtpkit eval acceptance` now means
-`mtpkit acceptance`."""
-
 
 class LazyGroup(Group):
     """A group that lists its commands without importing them."""
@@ -36,12 +32,6 @@ class LazyGroup(Group):
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
         self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Replace a former command name, then parse as usual."""
-        return super().parse_args(
-            ctx, [*OLD_COMMANDS.get(args[0], args[:1]), *args[1:]] if args else args
-        )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return (name, command, its arguments), with the command imported from its module."""

@@ -256,7 +256,7 @@ def test_train(call, capsys, tmp_path):
         " --distinct --recompute"
     )
     options += (
-        " --attention per_depth --document-len 9 --micro-batches 2 --steps 1 --warm-up-steps 0"
+        " --attention per_depth --document-length 9 --micro-batches 2 --steps 1 --warm-up-steps 0"
         " --optimizer muon"
     )
     assert call(app, "train", *options.split(), "--output", tmp_path) == 0

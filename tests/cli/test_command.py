@@ -11,9 +11,9 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from mtpkit.bench.sizes import SHAPES
-from mtpkit.cli.command import OLD_NAMES, Command, new_app
+from mtpkit.cli.command import SHORT_NAMES, Command, new_app
 from mtpkit.cli.demo import ROOT
-from mtpkit.cli.main import COMMANDS, OLD_COMMANDS
+from mtpkit.cli.main import COMMANDS
 from mtpkit.cli.main import app as mtpkit
 from mtpkit.cli.options import Fields, takes_options
 from mtpkit.config.checked import checked
@@ -114,8 +114,8 @@ def test_help_fits_80_columns_and_cuts_nothing(
     )
     names = {name for param in find(command).params for name in param.opts if name.startswith("-")}
     assert "--help" in result.output and not [name for name in names if name not in result.output]
-    formers = OLD_NAMES.keys() - names
-    assert not [name for name in formers if re.search(rf"{name}\b(?!-)", result.output)]
+    shorts = SHORT_NAMES.keys() - names
+    assert not [name for name in shorts if re.search(rf"{name}\b(?!-)", result.output)]
 
 
 @pytest.mark.parametrize("command", words(), ids=" ".join)
@@ -126,16 +126,16 @@ def test_help_has_no_path_of_this_machine(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", words()[1:], ids=" ".join)
-def test_help_has_the_present_names_beside_a_former_one(command: list[str]) -> None:
-    formers = [
-        former
-        for former, present in OLD_NAMES.items()
+def test_help_has_the_full_names_beside_a_short_one(command: list[str]) -> None:
+    shorts = [
+        short
+        for short, full in SHORT_NAMES.items()
         for param in find(command).params
-        if set(param.opts) & set(present) and former not in param.opts
+        if set(param.opts) & set(full) and short not in param.opts
     ]
     expected = CliRunner().invoke(mtpkit, [*command, "--help"]).output
-    for former in formers:
-        assert CliRunner().invoke(mtpkit, [*command, former, "3", "--help"]).output == expected
+    for short in shorts:
+        assert CliRunner().invoke(mtpkit, [*command, short, "3", "--help"]).output == expected
 
 
 def find(command: list[str]) -> Any:
@@ -144,15 +144,6 @@ def find(command: list[str]) -> Any:
         return typer.main.get_command(mtpkit)
     found: Any = typer.main.get_command(import_module(f"mtpkit.cli.{command[0]}").app)
     return found.commands[command[1]] if command[1:] else found
-
-
-@pytest.mark.parametrize("line", ["evaluate", "eval acceptance", "eval", "--help"])
-def test_former_commands_work_and_are_not_listed(line: str) -> None:
-    former, *rest = line.split()
-    expected = CliRunner().invoke(mtpkit, [*OLD_COMMANDS.get(former, ()), *rest, "--help"])
-    result = CliRunner().invoke(mtpkit, [former, *rest, "--help"])
-    assert result.output == expected.output and result.exit_code == 0
-    assert not re.search(r"^  (evaluate|eval) ", result.output, re.MULTILINE)
 
 
 def test_a_single_option_takes_one_value() -> None:
@@ -190,19 +181,19 @@ def test_a_single_option_takes_one_value() -> None:
         ),
         ("generate --model x --speculative-num-draft-tokens 1", "tokens is 1, must be from 2 to"),
         (
-            "generate --model x --data-parallel 0",
-            "Invalid value for '--data-parallel': must be at least 1, not 0",
+            "generate --model x --data-parallel-size 0",
+            "Invalid value for '--data-parallel-size': must be at least 1, not 0",
         ),
         (
-            "acceptance --model x --data y --tensor-parallel 0",
-            "--tensor-parallel is 0, must be from 1 to",
+            "acceptance --model x --data y --tensor-parallel-size 0",
+            "--tensor-parallel-size is 0, must be from 1 to",
         ),
         ("acceptance --model x --data y --out=", "Invalid value for '--out': it is empty"),
         (
-            "bench train --pipeline-parallel 0 --warm-up -1",
-            "--pipeline-parallel is 0, must be from 1 to 1048576; --warm-",
+            "bench train --pipeline-parallel-size 0 --warm-up-steps -1",
+            "--pipeline-parallel-size is 0, must be from 1 to 1048576; --warm-",
         ),
-        ("generate --model x --prompt-file=", "Invalid value for '--prompt-file': it is empty"),
+        ("generate --model x --prompts=", "Invalid value for '--prompts': it is empty"),
         ("generate --model {model} --k 3 a", "--k is 3, but the model has 2 distinct MTP heads"),
         (
             "generate --model {model} --num-speculative-tokens 3 a",

@@ -77,7 +77,7 @@ def test_all_are_named_and_misspelt_ones_are_guessed():
     wrong = dict(data_parallel_size=2, max_modellen=3, zzz=1)
     assert (
         message_of(TABLES["LLM"][0], **wrong)
-        == "LLM has no argument data_parallel_size (use mtpkit generate --data-parallel, or"
+        == "LLM has no argument data_parallel_size (use mtpkit generate --data-parallel-size, or"
         " mtpkit.engine.Replicas), max_modellen (did you mean max_model_len?), zzz; see"
         " help(LLM)"
     )

@@ -45,7 +45,7 @@ def _absent(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Absent]:
 
 LLM_ARGUMENTS = _absent(
     {
-        "use mtpkit generate --data-parallel, or mtpkit.engine.Replicas": dict(
+        "use mtpkit generate --data-parallel-size, or mtpkit.engine.Replicas": dict(
             data_parallel_size=1
         ),
         "start the processes with torchrun": dict(
