@@ -235,6 +235,8 @@ def row_of_tile(starts_ptr, rows, tile, ITEMS, SIZE, SPARE):
         row. That item lies beyond the row's last item if the number belongs to no tile.
     """
     zero = tl.load(starts_ptr)
+    # Tile numbers grow from row to row, so the rows that begin at or before the tile are counted;
+    # the last one of them is its row.
     row = -1
     for start in range(0, rows, 128):
         index = start + tl.arange(0, 128)

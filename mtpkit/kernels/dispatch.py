@@ -26,6 +26,7 @@ def pick[**P, R](reference: Callable[P, R], differentiable: bool = False) -> Cal
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not on_kernels(args[0]) or not (differentiable or no_grad(*args, *kwargs.values())):
             return reference(*args, **kwargs)
+        # Imported here, since Triton is installed on Linux only.
         return getattr(importlib.import_module(f"{package}.triton"), reference.__name__)(
             *args, **kwargs
         )

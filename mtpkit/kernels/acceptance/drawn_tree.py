@@ -91,6 +91,7 @@ def accept_drawn_tree(
     path = [current]
     ranks = []
     p = target_probs[:, 0]
+    # No early end: only the device knows whether a row is alive.
     for _ in range(depth):
         q = draft_probs[rows, draft_index[current]]
         found = torch.full_like(rows, -1)
@@ -98,11 +99,13 @@ def accept_drawn_tree(
         for place in range(children.shape[1]):
             child = children[current, place]
             tried = alive & (found < 0) & (child >= 0)
+            # Any valid index will do: a row without a child is not `tried`.
             child = child.clamp_min(0)
             token = token_ids[rows, child]
             column = part.place(token)[:, None]
             residual = (p - q).clamp_min(0)
             left = without(q, column)
+            # One exchange for all four numbers, since every exchange waits for all ranks.
             p_child, q_child, mass, left_mass = part.sum(
                 torch.cat(
                     [
@@ -127,6 +130,7 @@ def accept_drawn_tree(
     along = torch.stack(path, 1)
     accepted = (along > 0).sum(1)
     last = part.sample(p, sample_uniforms[rows, current])
+    # The last column, zeros, only makes room for the token that is drawn after K accepted drafts.
     drafts = torch.cat([token_ids.gather(1, along[:, 1:]), along[:, :1]], 1)
     drafts = torch.where(torch.arange(depth + 1, device=rows.device) < accepted[:, None], drafts, 0)
     chosen = drafts.scatter(1, accepted[:, None], last[:, None])

@@ -61,6 +61,7 @@ def accept_rejection(
         The same as `accept_matching`.
     """
     rows, _, vocab_size = target_probs.shape
+    # In float64: float32 would round the largest u to 1, and reject a draft whose p equals its q.
     p = target_probs[:, :-1].gather(-1, draft_token_ids[..., None])[..., 0].double()
     q = draft_probs.gather(-1, draft_token_ids[..., None])[..., 0].double()
     accepted = (accept_uniforms * q < p).long().cumprod(-1).sum(-1)
@@ -114,6 +115,7 @@ def accept_tree(
         chosen.append(torch.where(alive, choice[:, 0], 0))
         below = (parents == current[:, None]) & (index > 0)
         matches = below & (token_ids == choice)
+        # argmax takes no bool; among equal integers it finds the first.
         child = matches.long().argmax(1)
         found = alive & matches.any(1)
         rank = (below & (index < child[:, None])).sum(1)

@@ -8,6 +8,7 @@ from torch import Tensor
 @triton.jit
 def _pick(values, lane, at):
     """The element `at` of values [WIDTH]."""
+    # Triton cannot index an element of a block.
     return tl.sum(tl.where(lane == at, values, 0), 0)
 
 
@@ -28,6 +29,7 @@ def _tree_kernel(
     lane = tl.arange(0, WIDTH)
     inside = lane < TOKENS
     tokens = tl.load(tokens_ptr + row * TOKENS + lane, mask=inside, other=0)
+    # No token has the index -2, so padding is nobody's child.
     parents = tl.load(parents_ptr + row * TOKENS + lane, mask=inside, other=-2)
     choices = tl.load(choices_ptr + row * TOKENS + lane, mask=inside, other=0)
     out_ptr += row * (DEPTH + 1)

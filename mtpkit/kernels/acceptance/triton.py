@@ -60,6 +60,8 @@ def _stop(drafts, accept_uniforms, strides, probs, row, depths, vocab_size, WIDT
     depth = tl.arange(0, WIDTH)
     inside = depth < depths
     draft = tl.load(drafts + row * draft_row + depth * draft_depth, mask=inside, other=0)
+    # Drafts of padding rows may be any numbers, for which there are no probabilities to read. They
+    # get p = 0 and q = 1, which rejects them.
     known = inside & (draft >= 0) & (draft < vocab_size)
     far = depth.to(tl.int64)
     q = tl.load(draft_probs + row * q_row + far * q_depth + draft, mask=known, other=1.0).to(
@@ -148,6 +150,7 @@ def _rejection_kernel(
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     p, residual = _weights(probs, row, stop, index, depths, vocab_size)
     token = chunk * CHUNK + first_above(tl.where(any_residual, residual, p), threshold, CHUNK)
+    # A sum of NaN fails this comparison, too.
     token = tl.where(tl.sum(p_sums, 0) > 0, token, NO_TOKEN)
     depth = tl.arange(0, WIDTH)
     out = tl.where(depth < stop, draft, tl.where(depth == stop, token, 0))

@@ -37,6 +37,7 @@ def _adamw_kernel(
     first += (slope - first) * gain1
     second = second * beta2 + slope * slope * gain2
     weight -= shrink * weight
+    # Triton's own `/` and sqrt are approximations in fp32.
     weight -= rate * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
     tl.store(exp_avg + place, first, mask=mask)
     tl.store(exp_avg_sq + place, second, mask=mask)

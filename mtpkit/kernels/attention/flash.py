@@ -99,6 +99,7 @@ def _forward_kernel(
 ):
     """Compute M queries of one head per program; queries with the most keys run first. Keys have
     WIDTHS[0] channels, padded to D in a tile; values have WIDTHS[1], padded to E."""
+    # A long program that starts last would run alone at the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -107,6 +108,8 @@ def _forward_kernel(
     end = tl.minimum(first + M, length)
     queries = load_rows(inputs.q, batch, head, first, length, WIDTHS[0], M, D)
     acc, best, total = empty_state(M, E)
+    # A query sees one entry of each later depth, that of its own position: one dot product per row,
+    # where a product of tiles would compute M times as many scores.
     for depth in tl.static_range(len(inputs.later_k)):
         keys = load_rows(inputs.later_k[depth], batch, group, first, length, WIDTHS[0], M, D)
         scores = row_dot(queries, keys) * scale
@@ -127,6 +130,8 @@ def _forward_kernel(
         low = 0
         full_low = 0
     else:
+        # Documents do not decrease along a row: of M queries, the first one's document starts
+        # first, the last one's starts last.
         oldest = load_numbers(start_ptr, batch, token, length)
         low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
         full_low = tl.load(start_ptr + batch.to(tl.int64) * length + end - 1)
@@ -180,6 +185,7 @@ def _forward_kernel(
         N,
         True,
     )
+    # Each query sees at least itself, so no real query has a total of 0.
     store_rows(out, acc / total[:, None], batch, head, first, length, WIDTHS[1], M, E)
     line = (batch * tl.num_programs(1) + head).to(tl.int64)
     tl.store(lse_ptr + line * length + token, best + tl.log2(total), mask=token < length)

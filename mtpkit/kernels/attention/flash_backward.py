@@ -84,6 +84,7 @@ def _query_kernel(
     pull = load_rows(grad_out, batch, head, first, length, WIDTHS[1], M, E)
     lse = load_numbers(lse_ptr, line, token, length)
     delta = row_dot(load_rows(out, batch, head, first, length, WIDTHS[1], M, E), pull)
+    # Stored for the two other kernels, which are launched after this one.
     tl.store(delta_ptr + line.to(tl.int64) * length + token, delta, mask=token < length)
     acc = tl.zeros([M, D], tl.float32)
     for depth in tl.static_range(len(inputs.later_k)):
@@ -102,9 +103,12 @@ def _query_kernel(
         place = (start + tl.arange(0, N))[None, :]
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         seen = (place <= token[:, None]) & (place >= oldest[:, None])
+        # Chosen by `where`, not multiplied by the mask: the exponential of a score that is not part
+        # of lse may be infinite, and infinity times 0 is NaN.
         weights = tl.where(seen, tl.exp2(scores * scale - lse[:, None]), 0.0)
         errors = weights * (tl.dot(pull, tl.trans(values), input_precision="ieee") - delta[:, None])
         acc = tl.dot(errors.to(keys.dtype), keys, acc, input_precision="ieee")
+    # `scale` holds a factor log2(e), for exp2, that the scores themselves do not have.
     store_rows(grad_q, acc * (scale * _LN_2), batch, head, first, length, WIDTHS[0], M, D)
 
 
@@ -141,6 +145,8 @@ def _key_kernel(
         last = tl.load(end_ptr + batch.to(tl.int64) * length + tl.minimum(first + N, length) - 1)
     acc_k = tl.zeros([N, D], tl.float32)
     acc_v = tl.zeros([N, E], tl.float32)
+    # Heads are summed in a loop: atomic additions of several programs would come in any order, and
+    # round differently from run to run.
     for member in range(REP):
         head = group * REP + member
         line = batch * (tl.num_programs(1) * REP) + head

@@ -107,6 +107,7 @@ class Bounds(NamedTuple):
 
 def document_bounds(documents: Tensor) -> Bounds:
     """Bounds of documents [b, s], which must not decrease along a row."""
+    # searchsorted copies tensors that are not contiguous, with a warning.
     ids = documents.contiguous()
     return Bounds(
         *(torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True))
@@ -115,6 +116,7 @@ def document_bounds(documents: Tensor) -> Bounds:
 
 @triton.jit
 def _offsets(rows, batch, head, first, ROWS, D):
+    # In int64: a batch of long rows may have more than 2^31 elements.
     token = (first + tl.arange(0, ROWS)).to(tl.int64) * rows.token
     line = batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
     return (line + token)[:, None] + tl.arange(0, D)[None, :]
@@ -133,6 +135,8 @@ def load_rows(rows, batch, head, first, length, WIDTH, ROWS, D):
     """Load ROWS tokens of a head from token `first` on, [ROWS, D]; zero from token `length` and
     from channel WIDTH on."""
     place = rows.data + _offsets(rows, batch, head, first, ROWS, D)
+    # Without `other`, masked elements are undefined. They enter products of tiles, where NaN times
+    # 0 is NaN.
     return tl.load(place, mask=_inside(first, length, WIDTH, ROWS, D), other=0.0)
 
 

@@ -72,6 +72,7 @@ def split_plan(
     """
     longest = longest or _LONG
     most = triton.cdiv(span, n)
+    # `busy_programs` counts two programs per multiprocessor, of which `resident` fit here.
     fill = min(most, triton.cdiv(busy_programs() * resident // 2, programs))
     more = min(triton.cdiv(span, longest), triton.cdiv(_MAX_PROGRAMS, programs))
     return fill if fill > _FINE else max(fill, more), fill, longest
@@ -159,6 +160,7 @@ def sees(place, newest, tree):
         return place[None, :] <= newest[:, None]
     else:
         entry = place - tree[0]
+        # Shifts by negative numbers or by more than 63 are undefined, even if dropped below.
         bit = (tree[1][:, None] >> tl.minimum(tl.maximum(entry, 0), 63).to(tl.int64)[None, :]) & 1
         return (entry < 0)[None, :] | (bit != 0)
 
@@ -296,6 +298,7 @@ def _decode_kernel(
     count = tokens * REP
     token = row.to(tl.int64) * tokens
     if first >= end:
+        # `out` is not initialised, and a row without positions has no other program that writes it.
         if first == 0:
             store_lines(
                 out_ptr, tl.zeros([M, D], tl.float32), token, group, m, count, GROUPS, REP, WIDTH
@@ -527,6 +530,7 @@ def _prefill_kernel(
     acc, _, total = _attend(
         q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True
     )
+    # The context is not split here: each query has seen its own key, so its total is not 0.
     store_lines(out_ptr, acc / total[:, None], begin, group, m, count, GROUPS, REP, WIDTH)
 
 

@@ -72,6 +72,7 @@ def _path(sources, newest, t: tl.constexpr, inside, CHANNELS, WIDTH):
     at = tl.zeros([], tl.int64) + t
     for _ in tl.static_range(WIDTH - 1):
         parent = tl.load(parents_ptr + at, mask=at >= 0, other=0)
+        # Before token 0 the path goes on in the window, one input further back at a time.
         at = tl.where(at >= 0, parent, at - 1)
         new = tl.load(x_ptrs + at * x_token, mask=only_if(inside, at >= 0), other=0.0).to(
             tl.float32
@@ -111,6 +112,7 @@ def _update_kernel(
     inside = channel < CHANNELS
     y_ptrs = y_ptr + row * (TOKENS * CHANNELS) + channel
     slot = tl.load(slots_ptr + row)
+    # y is not initialised: without zeros, a null row could hand NaN to the layers after it.
     if slot < 0:
         for t in tl.static_range(TOKENS):
             tl.store(y_ptrs + t * CHANNELS, tl.zeros([BLOCK], y_ptr.dtype.element_ty), mask=inside)
@@ -179,6 +181,7 @@ def causal_conv1d_update(
         TOKENS=tokens,
         PACKED=packed,
         BLOCK=block,
+        # With 256 channels per warp, a thread loads 16 bytes of bf16 at a time.
         num_warps=max(1, block // 256),
     )
     return y
@@ -233,6 +236,7 @@ def _varlen_kernel(
     # times the stride of a token they may exceed int32
     first = first.to(tl.int64)
     count = count.to(tl.int64)
+    # An empty row has a first tile, too: its program sets the window of a new request to zero.
     if first >= tl.maximum(count, 1):
         return
     x_ptrs = x_ptr + begin * x_token + channel
@@ -283,6 +287,7 @@ def _slide(x_ptrs, window, count, inside, continued, x_token, WIDTH):
         inputs = inputs + (value,)  # noqa: RUF005
     tl.debug_barrier()  # a thread may write columns that another thread still reads
     window_ptrs, stride = window
+    # An empty chunk of a request that has begun leaves its window as it is.
     keep = only_if(inside, (count > 0) | (not continued))
     for i in tl.static_range(WIDTH - 1):
         tl.store(window_ptrs + i * stride, inputs[i].to(window_ptrs.dtype.element_ty), mask=keep)

@@ -34,6 +34,7 @@ def _copy_kernel(
     target = tl.load(targets_ptr + copy)
     mask = only_if((place < WIDTH) & (source >= 0), target >= 0)
     for index in tl.static_range(COUNT):
+        # A tuple takes only constants as indices, hence one branch per pair.
         if tl.program_id(2) == index:
             values = tl.load(read[index] + source * READ_STRIDE + place, mask=mask)
             to = written[index] + target * WRITTEN_STRIDE + place

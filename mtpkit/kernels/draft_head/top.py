@@ -38,6 +38,7 @@ def _part_kernel(
     x = tl.where(x == x, x, float("inf"))
     place = row * tl.num_programs(1) + part
     top = tl.max(x, 0)
+    # In a part with nothing but -inf, x - top would be NaN.
     shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
     tl.store(sums + place, tl.sum(tl.exp(x - shift), 0))
     left = column
@@ -47,6 +48,7 @@ def _part_kernel(
         tl.store(tokens + place * COUNT + rank, token)
         taken = column == token
         x = tl.where(taken, float("-inf"), x)
+        # Once only -inf is left, a taken token would win again, so its number goes, too.
         left = tl.where(taken, _LAST, left)
 
 
@@ -61,6 +63,7 @@ def _merge_kernel(
     left = tl.load(tokens + row * parts * COUNT + lane, mask=inside, other=_LAST)
     top = tl.max(x, 0)
     valid = tl.abs(top) < float("inf")
+    # The first value of a part is its largest logit, to which the part's sum is relative.
     share = tl.load(
         sums + row * parts + lane // COUNT, mask=inside & (lane % COUNT == 0), other=0.0
     )

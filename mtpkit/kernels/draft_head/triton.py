@@ -57,9 +57,11 @@ def _part_kernel(
             logits + row * stride + column, mask=column < width, other=float("-inf")
         ).to(tl.float32)
         value = tl.where(value == value, value, float("inf"))
+        # Not >=: among equals, the smaller column stays.
         better = value > best
         best = tl.where(better, value, best)
         index = tl.where(better, column, index)
+    # Each lane has kept a best of its own, so that threads exchange data only once.
     top = tl.max(best, axis=0)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(values + place, top)

@@ -24,6 +24,7 @@ def _set_flags(
     """Set the flag of this rank in the windows of all ranks, once this program's writes are visible
     to them."""
     rank = tl.arange(0, MOST_RANKS)
+    # Lane r holds the address of rank r's window, so that one instruction signals all ranks.
     window = windows[0] + rank * 0
     for other in tl.static_range(1, RANKS):
         window = tl.where(rank == other, windows[other], window)
@@ -43,11 +44,14 @@ def _await_flags(
     missing = RANKS
     polls = 0
     while (missing > 0) & (polls < MOST_POLLS):
+        # Adding 0 is a read with acquire semantics, which `tl.load` does not offer.
         seen = tl.atomic_add(
             flags, rank.to(tl.int64) * 0, mask=rank < RANKS, sem="acquire", scope="sys"
         )
+        # Not `!=`: a faster rank may have set its flag to the next epoch already.
         missing = tl.sum(((seen < epoch) & (rank < RANKS)).to(tl.int32), 0)
         polls += 1
+    # Compiled only into kernels with `debug`.
     tl.device_assert(missing == 0, "timed out waiting for the part of another rank")
     tl.debug_barrier()
 
@@ -96,6 +100,7 @@ def _values_kernel(
     for start in range(0, share, BLOCK):
         item = start + tl.arange(0, BLOCK)
         index = channel * share + item
+        # All ranks add in the order of ranks, so that they get the same bits.
         total = tl.zeros([BLOCK], summed_in)
         for rank in tl.static_range(RANKS):
             part = tl.load(
@@ -231,6 +236,7 @@ def _constants(windows: Windows, device: torch.device) -> dict[str, object]:
         BUFFERS_AT=BUFFERS_AT,
         CAPACITY=windows.capacity,
         MOST_POLLS=_MOST_POLLS,
+        # `debug`, which keeps the assertion, would also check integers for overflow.
         sanitize_overflow=False,
         **early_launch(device),
     )

@@ -48,6 +48,7 @@ def _move_kernel(
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * ENTRIES
     for index in tl.static_range(COUNT):
+        # A tuple takes only constants as indices, hence one branch per tensor.
         if tl.program_id(2) == index:
             _move(tensors[index], sources_ptr + row, targets_ptr + row, channel, ENTRIES, WIDTH)
 
