@@ -75,6 +75,8 @@ def _rounded(table: Tensor, bits: IntegerBits, groups: int) -> tuple[Tensor, Ten
     grouped = table.detach().float().unflatten(1, (groups, -1))
     largest = 2 ** (bits - 1) - 1
     scales = grouped.abs().amax(-1) / largest
+    # A group of zeros has the scale 0. What is not finite has a scale that is not finite, which
+    # makes the group NaN; NaN as an integer would be undefined.
     numbers = (grouped / scales.where(scales != 0, 1)[..., None]).nan_to_num(0).round()
     values = numbers.clamp(-largest, largest).flatten(1).to(torch.int8)
     if bits == 4:

@@ -84,6 +84,7 @@ def _back_kernel(
         inverse = tl.load(inverse_ptrs, mask=live[:, None], other=0.0)
         from_start = tl.exp(since.to(tl.float32))[:, None]
         decay = tl.exp(tl.minimum((since[:, None] - since[None, :]).to(tl.float32), 0.0))
+        # `_finish_kernel` finds chunks by the numbers that `row_of_tile` gives them with SPARE 2.
         tile = begin // SIZE + row * 2 + start // SIZE
         dstate_ptrs = (
             dstate_ptr + (tile * HEADS + head) * (WIDTH * STATE) + p[None, :] * STATE + n[:, None]
@@ -234,6 +235,8 @@ def _finish_kernel(
         dk_ptr + (token[:, None] * HEADS + head) * STATE + n[None, :], dk, mask=live[:, None] & in_n
     )
     tl.store(dbeta_ptr + token * HEADS + head, dbeta, mask=live)
+    # `whole` is `since` of the chunk's last token. `since` is a running sum of g, so the gradient
+    # of g is a running sum from the chunk's end.
     dsince += tl.where(l == left - 1, dwhole, 0.0)
     dg = tl.cumsum(tl.where(live, dsince, 0.0), 0, reverse=True)
     tl.store(dg_ptr + token * HEADS + head, dg, mask=live)
@@ -259,9 +262,12 @@ def gradients(
     sizes |= dict(SIZE=chunks.size, BLOCK_N=padded(state_dim), NARROW=low)
     common = (strided(q), strided(k))
     tensors = (*common, beta, chunks.inverses, chunks.since, tokens, starts, dout, dstate, y)
+    # With keys of more than 128 channels, a second stage of loads does not fit into shared memory.
     _back_kernel[(heads * triton.cdiv(width, block), rows)](
         *tensors, **sizes, BLOCK_P=block, num_warps=4, num_stages=2 if state_dim <= 128 else 1
     )
+    # In fp32 until the value heads that share a key head are summed: programs that added to the
+    # same element would need atomics, whose order is not fixed.
     dq = torch.empty(tokens, reads, heads, state_dim, device=v.device)
     dk = torch.empty(tokens, heads, state_dim, device=v.device)
     dg, dbeta = torch.empty(2, tokens, heads, device=v.device)

@@ -327,6 +327,7 @@ def delta_replay_update(
 
     full = ring_lens + tokens > capacity
     if bool(full.any()):
+        # Other rings keep their entries, which would then count twice.
         state[slots[full]] = folded[full].to(state.dtype)
     places = (
         slots[:, None],

@@ -183,6 +183,7 @@ def _replay_kernel(
     held = held * scale[None, :]
     old_scores = old_scores * scale[None, :]
     scores *= key_length[:, None] * scale[None, :]
+    # All parts of the heads of a group have the same keys; one program stores them.
     if (part == 0) & (head % PER_GROUP == 0):
         for start in range(0, BLOCK_N, CHUNK):
             n = start + tl.arange(0, CHUNK)
@@ -226,6 +227,8 @@ def _replay_kernel(
         rate = tl.sum(tl.where(is_i, beta, 0.0), 0)
         place = tl.sum(tl.where(is_i, new_place - slot * LENGTH, 0), 0)
         u = rate * (v - tl.sum(tl.where(o[None, :] == i, held, 0.0), 1))  # [P]
+        # In the products below, NaN or an infinity would reach tokens that do not see this one, as
+        # their weight of 0 times NaN is NaN.
         finite = tl.where(u != u, 0.0, tl.minimum(tl.maximum(u, -LARGEST), LARGEST))
         held += finite[:, None] * tl.sum(tl.where(is_i[:, None], weights, 0.0), 0)[None, :]
         new_u_ptrs = ring_u_ptr + (slot * LENGTH + place) * (HEADS * WIDTH) + head * WIDTH + p

@@ -138,6 +138,8 @@ def _prepare_kernel(
     head = tl.program_id(0)
     row, begin, count, first = row_of_tile(starts_ptr, rows, tl.program_id(1), 1, SIZE, 2)
     if contexts_ptr is not None:
+        # Chunks are those of `_walk_kernel`: they end at positions that are multiples of SIZE, so
+        # that a prompt that is split there has the same chunks.
         first -= (tl.maximum(tl.load(contexts_ptr + row), 0) % SIZE).to(tl.int32)
     if first >= count:
         return
@@ -147,6 +149,7 @@ def _prepare_kernel(
     live = (t >= 0) & (t < tl.minimum(count, first + SIZE))
     token = (begin + t).to(tl.int64)
     g = tl.load(g_ptr + token * HEADS + head, mask=live, other=0.0)
+    # Terms are bounded: one that forgets everything would swamp the small ones after it.
     since = tl.cumsum(at_least(g, FORGOTTEN).to(since_ptr.dtype.element_ty), 0)
     tl.store(since_ptr + head.to(tl.int64) * tokens + token, since, mask=live)
     beta = tl.load(beta_ptr + token * HEADS + head, mask=live, other=0.0)
@@ -235,9 +238,12 @@ def _walk_kernel(
                 out_ptr + (begin * HEADS + head) * WIDTH, count, p, l, HEADS * WIDTH, WIDTH
             )
             return
+        # An empty chunk leaves the state of a request that has begun as it is; that of a new
+        # request becomes zero below.
         if (context > 0) & (count == 0):
             return
         states_ptr += slot * stride + head * (WIDTH * STATE)
+        # The slot of a new request still holds the state of the request before it.
         state = tl.load(states_ptr + place, mask=only_if(inside, context > 0), other=0.0).to(
             tl.float32
         )
@@ -312,6 +318,7 @@ def prepare(
     """Launch the first kernel: k [T, j, k], g and beta [T, h] contiguous, starts [R + 1]."""
     (tokens, groups, state_dim), heads, rows = k.shape, g.shape[1], len(starts) - 1
     low = narrow(k)
+    # Products of fp32 spill registers in chunks of the size that suits bf16.
     size = SMALLEST_DOT if low is None or state_dim > 256 else CHUNK
     # In full precision, the sums of log decays are fp64, since small log decays are differences of
     # large sums.

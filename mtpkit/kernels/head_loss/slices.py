@@ -42,6 +42,7 @@ def fold(parts: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
     cross = parts[:, CROSS]
     if kind == "kl":
         rise, base_rise = rises
+        # CROSS is relative to the slice's peaks, both in its weights and in its differences.
         cross = (cross + parts[:, BASE_TOTAL] * (base_rise - rise)) * base_rise.exp()
     whole[CROSS] = cross.sum(0)
     return whole

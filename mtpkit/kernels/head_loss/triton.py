@@ -88,6 +88,7 @@ def _statistics_kernel(
             s = _load(students, slot, student_stride, column, inside)
             peak = tl.max(s, axis=0)
             if KIND == "kl":
+                # Past the end, both logits are -inf, and their difference is NaN.
                 lead = tl.where(inside, (t - base_peak) - (s - peak), 0.0)
                 cross = tl.sum(weight * lead, axis=0) / temperature
             elif KIND == "ce":
@@ -132,6 +133,7 @@ def _second_pass_kernel(
     if any_slot >= 0:
         if KIND != "ce":
             t = _load(teacher, row, teacher_stride, column, inside)
+            # All student rows of a position repeat the teacher's statistics.
             p = _probabilities(t, whole + _BASE * rows, rows, any_slot, scale)
             if TOP_K:
                 p = tl.where(t >= tl.load(floor + row).to(tl.float32), p, 0.0)
@@ -149,6 +151,7 @@ def _second_pass_kernel(
                         gradient = q - tl.where(
                             column == tl.load(targets + row).to(tl.int32), 1.0, 0.0
                         )
+                    # In place: no other program reads this part of the student's row.
                     place = students + slot * student_stride + column
                     tl.store(place, gradient.to(students.dtype.element_ty), mask=inside)
                 else:

@@ -53,6 +53,8 @@ def _store_kernel(
     value = tl.load(
         value_ptr + token * value_token + head * value_head + channel, mask=in_value, other=0.0
     )
+    # A weight of 0 times NaN is NaN, so a value of NaN would reach queries that do not see it. A
+    # key of NaN does not, since masked scores are replaced; it spoils only the queries that see it.
     spoilt = broken(value)[:, None]
     key = (key + spoilt).to(key.dtype)
     value = whole(value, spoilt)

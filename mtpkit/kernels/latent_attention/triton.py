@@ -253,10 +253,12 @@ def _context_kernel(
     context = tl.load(lens_ptr + row).to(tl.int32)
     if context <= 0:
         store_lines(out_ptr, tl.zeros([M, C], tl.float32), begin, 0, m, count, 1, HEADS, WIDTHS[0])
+        # lse = -inf lets `_chunk_kernel` start with an empty softmax.
         tl.store(line, tl.full([M], float("-inf"), tl.float32), mask=m < count)
         return
     q_latent = load_queries(q_ptr + begin * q_token, m, count, q_token, q_head, HEADS, WIDTHS[0], C)
     q_rotary = load_queries(p_ptr + begin * p_token, m, count, p_token, p_head, HEADS, WIDTHS[1], P)
+    # All queries come after the context and see all of it; only its last tile needs a mask.
     newest = tl.zeros([M], tl.int32) + (context - 1)
     queries = (q_latent, q_rotary)
     cache = (cache_ptr, table_ptr + row.to(tl.int64) * width)
@@ -368,6 +370,7 @@ def _chunk_kernel(
         e_ptr + begin * e_token + head * e_head, m, count, e_token, 0, 1, WIDTHS[1], E
     )
     lse = tl.load(lse_ptr + (begin + m) * heads + head, mask=m < count, other=float("-inf"))
+    # The earlier result is normalised: as a running softmax, its `best` is lse and its total is 1.
     total = tl.where(lse == float("-inf"), 0.0, 1.0)
     state = earlier.to(tl.float32) * total[:, None], lse / _LN_2, total
     keys = k_ptr + begin * k_token + head * k_head, k_token

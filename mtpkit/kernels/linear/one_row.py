@@ -48,6 +48,7 @@ def _one_row_kernel(
     weight_ptrs = (
         weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * weight_stride + k[None, :]
     )
+    # No earlier kernel of a step writes weights, so they need no wait.
     weight = tl.load(weight_ptrs)
     wait_for_previous(EARLY)
     product = tl.zeros([OUTPUTS, BLOCK], tl.float32)

@@ -146,6 +146,7 @@ def _linear_kernel(
     live = (m < rows)[None, :]
     # Outputs past the end repeat the last one, so that loads need no mask.
     weights = weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * weight_stride
+    # No earlier kernel of a step writes weights, so they need no wait.
     if EARLY and SPAN >= AHEAD * BLOCK_K:
         prefetch(weights + split * SPAN, AHEAD * BLOCK_K)
     wait_for_previous(EARLY)
@@ -183,6 +184,7 @@ def _linear_kernel(
         )
         last = parts_ptr + tile * (SPLITS * PART) + ROWS * BLOCK_N + m
         _store_part(places + split * PART, last + split * PART, product, square, live, NORMED)
+        # The release publishes this program's part, the acquire shows the last program all others.
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
             return
         tl.store(counters_ptr + tile, 0)
@@ -299,6 +301,7 @@ def _quantize_kernel(x, values, scales, width, stride, MAX: tl.constexpr, BLOCK:
     column = tl.arange(0, BLOCK)
     mask = column < width
     entry = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    # Divisions round as PyTorch's do; Triton's own `/` is an approximation in fp32.
     scale = tl.div_rn(tl.max(tl.abs(entry), 0), MAX)
     scale = tl.where(scale > 0, scale, 1.0)
     scaled = tl.minimum(tl.maximum(tl.div_rn(entry, scale), -MAX), MAX)

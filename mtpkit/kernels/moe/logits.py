@@ -48,12 +48,15 @@ def _router_logits_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     real = expert < experts
+    # No earlier kernel of a step writes weights, so they need no wait.
     weight = tl.load(weight_ptr + expert * weight_stride + column, mask=real & inside, other=0.0)
     wait_for_previous(EARLY)
     value = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    # Rounded before the product, so that the logits are those of the token that is stored.
     normed = normalise(value, norm_ptr, column, WIDTH, eps, ZERO_CENTERED).to(
         normed_ptr.dtype.element_ty
     )
+    # Every program has the whole token; each stores a share of it.
     share = tl.cdiv(WIDTH, tl.num_programs(0))
     own = (column >= part * share) & (column < (part + 1) * share)
     tl.store(normed_ptr + token * WIDTH + column, normed, mask=inside & own)

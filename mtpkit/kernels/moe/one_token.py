@@ -39,6 +39,7 @@ def _inner_kernel(
     channel = tl.program_id(0)
     place = tl.program_id(1)
     expert = tl.load(ids_ptr + place).to(tl.int64)
+    # The expert's hidden channels stay unwritten; `_outer_kernel` does not load them.
     if expert >= EXPERTS:
         return
     row = weight_ptr + (expert * inner * (2 if GATED else 1) + channel) * WIDTH

@@ -101,9 +101,11 @@ def _route_kernel(
         ids = tl.where(place == k, first, ids)
     used = place < TOP_K
     tl.store(ids_ptr + place, ids.to(tl.int64), mask=used)
+    # From the logits again: the bias affects only the choice, not the weights.
     chosen = tl.load(logits_ptr + ids, mask=used, other=0.0)
     chosen = tl.exp(chosen - highest) / sum_of_powers if SOFTMAX else 1.0 / (1.0 + tl.exp(-chosen))
     if NORMALIZE:
+        # Sigmoids of very negative logits are 0, and 0 / 0 would be NaN.
         chosen = chosen / (tl.sum(tl.where(used, chosen, 0.0), 0) + 1e-20)
     tl.store(weights_ptr + place, chosen * scale, mask=used)
     if SHARED != "apart":

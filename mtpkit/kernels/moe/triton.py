@@ -64,6 +64,7 @@ def _sort_kernel(
     expert = tl.program_id(0)
     bin = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
+    # Programs of a launch cannot wait for each other, so each one counts the pairs of all experts.
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
         ids = tl.load(ids_ptr + start + lane, mask=start + lane < pairs, other=EXPERTS).to(tl.int32)

@@ -257,6 +257,7 @@ def mtp_input(
         bits = int(embedding.bits)
     else:
         table = embedding
+        # Any tensor will do: with BITS 0 the kernel reads no scales.
         scales = (enorm_weight, 1, width)
         bits = 0
     _mtp_input_kernel[(tokens, 2)](

@@ -44,6 +44,7 @@ def _turn(
         third *= scale * (
             tl.load(norm_ptr + rest, mask=rest < WIDTH, other=0.0).to(tl.float32) + shift
         )
+        # Rounded between norm and rotation, as separate kernels would; `third` is not rotated.
         first = first.to(dtype).to(tl.float32)
         second = second.to(dtype).to(tl.float32)
     if spoilt is not None:
@@ -122,6 +123,7 @@ def _place_kernel(
             value = tl.load(
                 v_ptr + index * v_token + group * v_group + channel, mask=mask, other=0.0
             )
+            # As in `store_kv`, a value that is not finite becomes a key of NaN.
             spoilt = broken(value)
             cos, sin = _angles(positions_ptr, frequencies_ptr, index, factor, HALF, BLOCK_W)
             turns = cos, sin, spoilt

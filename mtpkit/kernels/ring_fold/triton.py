@@ -58,6 +58,7 @@ def _fold_kernel(
     if STEPS:
         logs = logs * -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     logs = at_least(logs, FORGOTTEN)
+    # An entry decays by the entries after it, not by its own log decay.
     to_end = tl.cumsum(logs, 0, reverse=True) - logs
     weights = tl.exp(to_end)
     if STEPS:

@@ -75,6 +75,7 @@ def rotate(
     _rotate_kernel[(length * batch, triton.cdiv(heads, block_h))](
         strided(x),
         positions,
+        # A single row of positions serves all sequences.
         positions.stride(0) if len(positions) > 1 else 0,
         positions.stride(1),
         frequencies,

@@ -87,6 +87,7 @@ def _bound(row, heads, inside, k, p, floor, total, num_groups):
             low = bisect(heads, w, 0.0, p * total, low, high, _COARSE)
         else:
             # All tokens lighter than this weigh less than the share 1 - p together.
+            # 0.99 leaves room for rounding, since the bound must not exceed t.
             lightest = tl.maximum(0.99 * (1 - p) * total / vocab_size, 1e-37)
             low = key_of(m + tl.log2(lightest) / scale)
     return value_of(low)
@@ -117,6 +118,7 @@ def _cut_groups(row, buffer, found, num_found, bound, floor, k, p, total, unifor
     tl.store(
         buffer + tl.cumsum(groups, 0) - 1, tl.arange(0, groups.shape[0]).to(tl.int64), mask=found
     )
+    # Threads read entries of the buffer that other threads have written.
     tl.debug_barrier()
     slot = tl.arange(0, ROOM)
     inside = slot < num_found * GROUP

@@ -180,6 +180,7 @@ def keep_ties(t, m, scale, target, heavier, equal):
     target.
     """
     w = weight_of(t, m, scale)
+    # At least one: rounding may make the heavier tokens reach the target.
     stay = tl.minimum(tl.maximum(tl.ceil((target - heavier) / w), 1.0), equal.to(tl.float32))
     return stay.to(tl.int32), heavier + stay * w
 

@@ -64,6 +64,7 @@ def _uniform_kernel(
         c3 = left.to(tl.uint32)
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
+    # 48 bits, see the twin's docstring: the product with any total must stay below that total.
     bits = (c0.to(tl.int64) << 16) + (c1 >> 16).to(tl.int64)
     tl.store(out + place, bits.to(tl.float64) * 3.552713678800501e-15, mask=inside)  # 2^-48
 
@@ -96,6 +97,7 @@ def _penalties_kernel(
     index = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     inside = index < vocab_size
     slot = tl.load(slots + row)
+    # A null row's slot is -1, which is the last slot in the twin's indexing.
     slot = tl.where(slot < 0, slot + num_slots, slot)
     x = tl.load(logits + row * logits_stride + index, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(repetition + slot).to(tl.float32)
@@ -119,8 +121,10 @@ def _penalties_kernel(
         factors = tl.where(
             prompt | (count > 0), tl.minimum(tl.maximum(factor, _SMALLEST), _LARGEST), 1.0
         )
+        # div_rn rounds as PyTorch does; Triton's own `/` is an approximation in fp32.
         y = tl.where(x > 0, tl.div_rn(x, factors), x * factors)
         y = y - a_count * count - tl.where(count > 0, a_token, 0.0)
+        # A logit that is not finite must stay so, or an invalid row would look valid.
         x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST), x)
     tl.store(out + row * vocab_size + index, x, mask=inside)
 
@@ -316,6 +320,7 @@ def _cut(
     cut.cut_kernel[(count,)](
         rows,
         temperature,
+        # `t` takes the places of tensors that the kernel will not read.
         *(t if values is None else values.contiguous() for values in filters),
         heads,
         num_groups,

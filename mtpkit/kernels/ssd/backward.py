@@ -166,6 +166,7 @@ def _states_kernel(
     place = (row.to(tl.int64) * HEADS + head) * (WIDTH * STATE) + (p[None, :] * STATE + n[:, None])
     inside = (n < STATE)[:, None] & (p < WIDTH)[None, :]
     state = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
+    # Neither walk needs the other's result, so both run at once.
     if tl.program_id(2) == 0:
         if ends is not None:
             state = tl.load(ends[0] + place, mask=inside, other=0.0)

@@ -240,10 +240,13 @@ def _scan_kernel(
         if slot < 0:
             _store_zeros(y_ptr + begin * (HEADS * WIDTH), count, p, t, HEADS, WIDTH, BLOCK_H)
             return
+        # An empty chunk leaves the state of a request that has begun as it is; that of a new
+        # request becomes zero below.
         if (context > 0) & (count == 0):
             return
         for k in tl.static_range(BLOCK_H):
             state_ptrs, inside = _state_places(states_in, slot, first + k, p, n, WIDTH, STATE)
+            # The slot of a new request still holds the state of the request before it.
             held = tl.load(state_ptrs, mask=only_if(inside, context > 0), other=0.0).to(tl.float32)
             state = state + (held,)  # noqa: RUF005
     else:
@@ -343,6 +346,7 @@ def decays(
     decay = torch.empty(
         heads, tokens, 2, dtype=torch.float32 if narrow else torch.float64, device=dt.device
     )
+    # At least 2: on the GPU, a running sum down a single column is wrong.
     block = min(32, triton.next_power_of_2(max(2, heads)))
     _decay_kernel[(triton.cdiv(heads, block), tokens // chunk + 2 * rows)](
         strided(dt),

@@ -161,6 +161,7 @@ def ssm_replay_update(
     y = y.reshape(x.shape) + x.float() * D.float()[:, None]
     if bool((full := ring_lens + tokens > capacity).any()):
         folded = _folded(current, *(t[:, :capacity] for t in (scaled_x, all_B, decay)))
+        # Other rings keep their entries, which would then count twice.
         state[slots[full]] = folded.flatten(1, 2)[full].to(state.dtype)
     _write_inputs(slots, context_lens, (ring_x, x), (ring_B, B), (ring_dt, steps))
     return y.to(x.dtype)

@@ -239,6 +239,7 @@ def _replay_kernel(
     C = tl.load(C_ptrs, mask=in_n[:, None] & is_out[None, :], other=0.0)  # [N, O]
     old_B_ptrs = ring_B_ptr + old_place[:, None] * (GROUPS * STATE) + group * STATE + n[None, :]
     old_B = tl.load(old_B_ptrs, mask=is_old[:, None] & in_n[None, :], other=0.0)  # [E, N]
+    # All parts of the heads of a group have the same B; one program stores it.
     if part == 0 and first % (HEADS // GROUPS) == 0:
         new_B_ptrs = ring_B_ptr + new_place[:, None] * (GROUPS * STATE) + group * STATE + n[None, :]
         tl.store(new_B_ptrs, B.to(ring_B_ptr.dtype.element_ty), mask=B_mask)

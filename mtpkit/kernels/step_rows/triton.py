@@ -38,6 +38,7 @@ def _decode_rows_kernel(
     t = tl.arange(0, BLOCK)
     inside = t < WIDTH
     slot = tl.load(slots_ptr + row)
+    # A null row's slot is -1, which is the last slot in the twin's indexing.
     slot = tl.where(slot < 0, slot + slots, slot)
     context = tl.load(computed_ptr + slot)
     position = context + t
