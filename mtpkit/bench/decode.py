@@ -79,6 +79,7 @@ def measure_decode(
     """
     model_config = model.mtpkit_config
     weight = next(model.parameters())
+    # What cannot be measured is refused before anything is timed.
     config = replace(config, ks=choose_drafts(model_config, config.asked_ks, USUAL_DRAFTS))
     if isinstance(config.draft_vocab, int):
         check_draft_vocab_size(config.draft_vocab, model_config)
@@ -122,6 +123,8 @@ def measure_decode(
     ks = sorted(config.ks or (), key=lambda k: k != 0)  # 0 first
     pairs = [(size, k) for size in config.batch_sizes for k in ks]
     plain: dict[int, list[list[int]]] = {}
+    # Tracing slows all later launches, so that every case is timed first; a second engine of each
+    # case is then traced.
     choices: list[Speculation] = []
 
     def prepare(index: int) -> Contender:
@@ -178,6 +181,7 @@ def _measure(
 def _trace(contender: Contender, row: DecodeRow) -> DecodeRow:
     """The row with the kernels of its steps."""
     trace, steps = contender.trace()
+    # Short outputs may leave no step after the settling ones.
     if not steps:
         return row
     return replace(

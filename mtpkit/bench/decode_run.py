@@ -127,6 +127,7 @@ class Contender:
         self._start()
         self._steps(_SETTLING_STEPS)
         trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
+        # `trace_kernels` drops what the function returns, so that the count leaves it in a list.
         steps = [0]
         trace = trace_kernels(lambda: steps.append(self._steps(_TRACED_STEPS)), self.device)
         return trace, steps[-1]
@@ -144,6 +145,8 @@ class Contender:
             list(mine) == list(theirs)
             for mine, theirs in zip(self.outputs.values(), plain, strict=True)
         ]
+        # In bf16, steps of another width round otherwise, which changes near ties; in fp32 no token
+        # may change.
         if not all(same) and next(self.llm.model.parameters()).dtype == torch.float32:
             raise MtpkitError(
                 f"batch {self.batch_size}, K = {self.k}: {same.count(False)} of {len(same)} outputs"
@@ -179,6 +182,7 @@ class Contender:
         ranks = self.llm.ranks
         # of the largest batch
         rows = -(-self.batch_size // min(self.batch_size, ranks.stage.stages))
+        # Outputs grow from nothing to `max_tokens`: half of it is the mean over a run.
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline(
             self.model_config,
@@ -205,6 +209,7 @@ class Contender:
         before = self._counts()
         began = time.perf_counter()
         steps = self._steps()
+        # The last steps may still run on the GPU.
         synchronize(self.device)
         seconds = time.perf_counter() - began
         return Window(
@@ -219,6 +224,8 @@ class Contender:
         chosen = [self.prompts[(first + row) % len(self.prompts)] for row in range(self.batch_size)]
         self.outputs = {engine.add_request(prompt, self.config.sampling): [] for prompt in chosen}
         self.lengths = {name: [] for name in self.outputs}
+        # The window begins when the last prompt has its first token. If another request is near its
+        # end by then, no step is left to time, which `run` reports.
         while engine.has_unfinished and not all(self.outputs.values()):
             self._step()
         synchronize(self.device)
@@ -235,6 +242,7 @@ class Contender:
         number of steps that each request took; with pipeline stages, each step of the engine is for
         one batch only."""
         steps = 0
+        # The next step may emit 1 + K tokens, and so may the step that was launched ahead of it.
         longest = self.config.max_tokens - 2 * (1 + self.depths)
         batches = min(self.batch_size, self.llm.engine.config.num_batches)
         while (
@@ -275,6 +283,7 @@ class Contender:
             else range(len(self.outputs[name]))
         )
         dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
+        # A state in bf16 brings near ties to an fp32 model, too.
         precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         try:
             check_greedy(model, prompt, self.outputs[name], places, precision, self.config.sampling)
@@ -297,6 +306,8 @@ class Contender:
         explains."""
         rates = self.config.rates(self.depths)
         stats = window.acceptance
+        # No single length is expected where K changes between steps, or where the tree's path of
+        # first children may end before K.
         if not rates or self.k == "auto" or self.config.spine(self.depths) < self.depths:
             return
         expected = expected_length(rates)

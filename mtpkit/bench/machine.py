@@ -37,6 +37,7 @@ def _cpu_model() -> str:
 def commit() -> str | None:
     """The commit of mtpkit's checkout, with `-dirty` when files differ from it; None outside a
     checkout."""
+    # No tag matches, so that the name is the commit's hash, whatever tags a checkout has.
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         done = subprocess.run(
@@ -93,6 +94,7 @@ def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
             for seconds.
     """
     rates = _measure_rates(device, sustained)
+    # The model and the caches that follow need the memory of these tensors.
     release_memory(device)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Machine(describe_device(device), commit(), date, *rates)
@@ -105,7 +107,9 @@ def _measure_rates(
     large = device.type == "cuda"
     size, width = (1 << 31, 8192) if large else (1 << 24, 512)
     source = torch.ones(size, dtype=torch.uint8, device=device)
+    # float32, of as many bytes as `source`: integers would be summed as int64.
     numbers = torch.ones(size // 4, device=device)
+    # Random numbers: a product of zeros takes less power, and runs at a higher clock.
     left, right = torch.randn(
         2, width, width, device=device, dtype=torch.bfloat16 if large else torch.float32
     )
@@ -127,4 +131,5 @@ def _sustained_seconds(product: Callable[[], object], device: torch.device, alon
         for _ in range(count):
             product()
 
+    # The untimed first half brings the clock down.
     return median_seconds(half, device, repeats=1, warm_up=1) / count

@@ -69,12 +69,15 @@ def check_greedy(
     rounded = precision == torch.bfloat16 and any(
         kind.experts(model.mtpkit_config).count for kind in _kinds(model)
     )
+    # Both passes are collective over pipeline stages, so that a stage without logits takes part in
+    # them before it leaves.
     with _compared_experts(model, precision):
         hidden = _normed_base(model, known)
     moved = _normed_base(model, known, moved=True)[-_NOISE_TOKENS:] if rounded else hidden
     if not model.post_process:  # the last pipeline stage has the logits
         return
     index = torch.tensor(list(places), device=known.device)
+    # A token is chosen from the logits of the token before it.
     before = len(prompt) + index - 1
     logits = compute_logits(model, hidden[before])
     if params is not None and params.has_penalties:
@@ -125,6 +128,7 @@ def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tens
     try:
         hidden = base_forward(model, known, SequenceInput())
     finally:
+        # The engine goes on with the same model, whose inputs nothing may move.
         if hook is not None:
             hook.remove()
     if not model.post_process:
@@ -151,6 +155,8 @@ def _penalised(
         for size in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     )
     rows = torch.arange(len(places), device=logits.device)
+    # Each place is a row of its own, which counts its whole output in `seen`: no drafts come on
+    # top.
     drafts = rows.new_empty(len(places), 0)
     return apply_penalties(
         logits.float(), in_prompt, seen, repetition, frequency, presence, rows, drafts
@@ -191,6 +197,7 @@ def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[No
         apart = float(
             (chosen - torch.zeros_like(chosen).scatter(1, ids, weights)).norm() / chosen.norm()
         )
+        # Not `apart > ...`: NaN must be refused, too.
         if not apart <= _EXPERTS_APART[torch.float32]:
             raise MtpkitError(
                 f"a mixture of experts chooses others than the reference does, by {apart:.1e}"

@@ -109,6 +109,8 @@ class Report:
         Raises:
             StorageError: writing failed.
         """
+        # All contents are made before the first file is written: an error in one of them leaves all
+        # files of an earlier run as they were.
         files = {
             "json": (json.dumps(self.to_dict(whole=True), indent=2, default=str) + "\n").encode(),
             "md": self._markdown().encode(),
@@ -126,6 +128,7 @@ class Report:
         lines = []
         for table in self.tables():
             text: TextIO = io.StringIO()
+            # A Markdown table has no title: it becomes a line of its own.
             title = table.title
             table.title = None
             table.box = box.MARKDOWN
@@ -175,6 +178,8 @@ class Result[Row: "DataclassInstance"](Report):
         with tqdm(cases, desc=self.name, disable=True if quiet else None) as progress:
             for index, case in enumerate(progress):
                 progress.set_postfix_str(label(case))
+                # A second pass over the same cases, such as the trace after all timing, replaces
+                # their rows.
                 rows = [*result.rows]
                 rows[index : index + 1] = [measure(case)]
                 result = replace(result, rows=rows)

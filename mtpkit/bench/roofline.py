@@ -93,6 +93,8 @@ def expected_length(acceptance: Sequence[float]) -> float:
 def length_deviation(acceptance: Sequence[float]) -> float:
     """Standard deviation of the tokens per step."""
     reached = list(itertools.accumulate(acceptance, operator.mul))
+    # E[n^2] of the accepted drafts n is the sum of (2 d - 1) P(n >= d) over depths d; 1 + n has the
+    # same variance as n.
     square = sum((2 * depth - 1) * share for depth, share in enumerate(reached, 1))
     return math.sqrt(max(0.0, square - sum(reached) ** 2))
 
@@ -206,11 +208,14 @@ class Roofline:
             check_depths(self.config, k)
         config = self.config
         fed = num_prompts * prompt_len
+        # Each token attends to those before it: to half of the prompt in the mean.
         context = prompt_len / 2
         passes = math.ceil(fed / (max_num_batched_tokens or fed))
         base = self._layers(config.pattern, fed, context, fed, num_prompts, passes, prompt=True)
         phases = {"base": _join([*base, self._output(num_prompts, config.vocab_size, passes)])}
         for depth in range(1, k + 1):
+            # In a repeated head, depth 1 alone makes the entries of the prompt; each further depth
+            # runs on one draft per prompt.
             whole = depth == 1 or not config.mtp.repeated
             sizes: tuple[float, ...] = (fed, num_prompts, context, fed, num_prompts, passes)
             sizes = sizes if whole else (num_prompts, num_prompts, prompt_len, fed, num_prompts)
@@ -266,11 +271,15 @@ class Roofline:
         """
         for letter in pattern:
             matrices = KINDS[letter].matrices(self.config)
+            # Of the experts, a pass reads only those that its tokens choose, fewer with fewer
+            # tokens.
             yield self._matrices(matrices.read(fed / passes), matrices.used, fed, passes)
         kept = [KINDS[letter].memory(self.config) for letter in pattern]
         if update := sum(layer.state_flops for layer in kept):
             state_bytes = sum(layer.state for layer in kept) * self.state_dtype.itemsize
             yield Work("state", states * state_bytes, fed * update)
+        # Latent attention takes fewer FLOPs among the tokens of one prompt, where keys and values
+        # are expanded, than on cached latents.
         if scores := sum(
             (prompt and layer.prompt_score_flops) or layer.score_flops for layer in kept
         ):

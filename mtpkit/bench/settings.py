@@ -43,6 +43,7 @@ trained for."""
 
 
 def _with_plain(ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    # Speedups are over K = 0, which is measured even if it was not asked for.
     return None if ks is None else tuple(sorted({0, *ks}))
 
 
@@ -57,6 +58,7 @@ def asked_ks[K](ks: tuple[K, ...] | None, tree: object) -> tuple[K | int, ...] |
 
 def tree_settings(k: int | Literal["auto"]) -> dict[str, None]:
     """Engine settings that switch draft trees off for K = 0; none for other K."""
+    # The engine refuses a K that is not the tree's depth, and 0 is none.
     names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_draft_tokens")
     return {} if k else dict.fromkeys(names)
 
@@ -285,6 +287,7 @@ class LoadConfig:
                     f"{least} is {getattr(self, least)}, must be at most {most},"
                     f" {getattr(self, most)}"
                 )
+        # Each run draws its prompts when it begins, so that further runs need no more memory.
         yield from too_many_tokens(
             self.prompt_max, self.num_prompts, 0, "prompt_max or num_prompts"
         )
@@ -339,6 +342,7 @@ class TurnsConfig:
     def output_len(self) -> int:
         """Tokens of each output. With n turns of u new tokens and outputs of o tokens, the prompts
         have n u + (u + o) n (n - 1) / 2 tokens, of which n u are new."""
+        # The sum above, of which n u is a share of 1 - shared, solved for o / u.
         ratio = 2 * self.shared / ((1 - self.shared) * (self.turns - 1)) - 1
         return round(self.turn_length * ratio)
 

@@ -96,6 +96,7 @@ def choose_drafts[K: (int, int | Literal["auto"])](
         UserError: the heads cannot make as many drafts as a given K.
     """
     if given is None:
+        # The limit may make several of the usual K equal.
         return tuple(dict.fromkeys(min(k, config.mtp.default_drafts) for k in usual))
     for k in given:
         check_depths(config, k)
@@ -160,6 +161,7 @@ def read_token_ids(path: Path, model: str) -> list[list[int]]:
     """
     prompts = read_prompts(path)
     tokenizer = None
+    # Token ids need no tokenizer, and a shape has none.
     if any("prompt" in prompt for prompt in prompts):
         if model in SHAPES:
             raise UserError(
@@ -220,6 +222,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
 def _parse(line: str, where: str) -> JsonObject:
     parsed = parse_json(line, where)
     record = parsed if isinstance(parsed, dict) else {}
+    # Other keys are left out silently. With this one, the checkpoint would be left out, too.
     if misspelt := difflib.get_close_matches(
         "checkpoint_at", record.keys() - {"checkpoint_at"}, 1, cutoff=0.85
     ):
@@ -231,6 +234,7 @@ def _parse(line: str, where: str) -> JsonObject:
         if record.get("checkpoint_at") is not None
         else {}
     )
+    # By their exact type: JSON's true and false are ints to isinstance.
     if isinstance(token_ids, list) and all(type(token) is int for token in token_ids):
         return {"prompt_token_ids": token_ids, **at}
     if isinstance(text, str):

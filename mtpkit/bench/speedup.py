@@ -262,6 +262,8 @@ def measure_speedup(
         RequestError: the logits of a prompt became NaN or infinite.
     """
     ks = choose_drafts(config_of(model), config.asked_ks, SPEEDUP_DRAFTS)
+    # Loads the model for all engines, encodes the prompts and knows the model's longest sequence.
+    # Its own caches are never used, so they are for one request.
     first = LLM(
         model,
         num_speculative_tokens=max(ks),  # pipeline stages are balanced for this K and one request
@@ -302,6 +304,7 @@ def measure_speedup(
 
 def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
     """The settings, with batch sizes limited to the number of prompts."""
+    # A batch that never fills would be reported under a size that it never had.
     larger = [size for size in config.batch_sizes if size > prompts]
     if not larger:
         return config
@@ -315,6 +318,7 @@ def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
 
 
 def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
+    # All K of a batch size are neighbours in time, since a speedup compares them.
     turns = [
         (contender, start)
         for size in config.batch_sizes
@@ -325,6 +329,8 @@ def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
     with tqdm(
         total=config.repeats * len(turns), desc="warming up", unit=" runs", disable=None
     ) as progress:
+        # All warm-ups first: they also check the prompts, and a refusal must not end a long
+        # measurement.
         for contender in contenders:
             contender.warm_up()
         progress.set_description("measuring")
@@ -447,11 +453,14 @@ class _Contender:
         stats = [output.stats for output in outputs]
         self.steps[start:end] = [one.steps for one in stats]
         self.accepted[start:end] = [one.accepted for one in stats]
+        # Only a turn as a whole has a time, but the bootstrap over prompts needs one per prompt.
         shares = 1 + self.steps[start:end]  # the prompt is a step too
         self.seconds[-1] += (seconds * shares / shares.sum()).tolist()
 
     def row(self, baseline: "_Contender") -> SpeedupRow:
         """Figures of this batch size and K, with the speedup over K = 0."""
+        # Every repeat must have these tokens, so that a difference between two runs counts as a
+        # change, too.
         reference = baseline.outputs[0]
         same = [
             all(run[index] == tokens for run in self.outputs)
@@ -497,6 +506,8 @@ class _Contender:
         repeats = len(self.seconds)
         drawn = np.random.default_rng(0).integers(repeats, size=(len(weights), repeats))
         rates = []
+        # Both decoded the same prompts, so that a resample takes the same prompts of both: their
+        # spread then cancels in the ratio.
         for one in (self, baseline):
             seconds = np.take_along_axis(weights @ np.array(one.seconds).T, drawn, axis=1)
             rates.append(weights @ one.tokens / np.median(seconds, axis=1))

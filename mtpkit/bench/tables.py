@@ -55,6 +55,8 @@ class WideTable(Table):
         for column in self.columns[self.keys :]:
             if set(column.cells) == {EMPTY}:
                 continue
+            # A cell that is wider than a line is folded; the table must not be wider than the
+            # terminal.
             own = min(_width(column), width - taken - _BETWEEN)
             if not groups or own + _BETWEEN > room:
                 groups.append([])
@@ -89,6 +91,7 @@ def print_tables(tables: Sequence[WideTable]) -> None:
         console.width = WIDTH
     for table in tables:
         if table.title:
+            # A title holds names that the user gave, whose brackets Rich would take for markup.
             console.print(table.title, style="italic", markup=False, highlight=False)
         for part in table.parts(console.width):
             console.print(part)

@@ -20,6 +20,7 @@ def release_memory(device: torch.device) -> None:
     """Give the memory of unreachable objects, including those in reference cycles, back to a
     GPU."""
     if device.type == "cuda":
+        # First the collector: torch can give back only what nothing refers to.
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -41,6 +42,7 @@ def median_seconds(
         start = _mark(device)
         function()
         spans.append((start, _mark(device)))
+    # Times are read after all calls: waiting for each call's end would leave the GPU idle between.
     return statistics.median(map(_seconds, spans))
 
 
@@ -160,6 +162,7 @@ class Trace:
         gaps = 0.0
         latest = float("-inf")
         for kernel, following in pairwise(self.kernels):
+            # Kernels of several streams overlap: a gap begins where the last of them has ended.
             latest = max(latest, kernel.end)
             if following.launch != kernel.launch:
                 gaps += max(0.0, following.start - latest)
@@ -171,6 +174,7 @@ class Trace:
         busy = 0.0
         latest = float("-inf")
         for kernel in self.kernels:
+            # Only the part after all earlier kernels, so that overlapping ones count once.
             busy += max(0.0, kernel.end - max(kernel.start, latest))
             latest = max(latest, kernel.end)
         return busy

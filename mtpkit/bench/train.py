@@ -112,6 +112,7 @@ def measure_training(
     shape = with_pattern(
         model_config, pattern, mtp_num_depths=config.k, mtp_use_repeated_layer=not config.distinct
     )
+    # Values that "auto" stands for are resolved first, so that the report says what ran.
     config = replace(
         config,
         dtype=resolve_dtype(config.dtype, default_device()),
@@ -132,6 +133,7 @@ def measure_training(
         **asdict(config),
     }
     result = Result("train", title, TrainRow, [], bench.machine, about)
+    # Steps are collective, so that all ranks run all cases; one of them shows and keeps the rows.
     reports = has_results()
     return result.measure(
         cases, lambda case: bench.measure(*case), str, keep if reports else None, quiet=not reports
@@ -232,6 +234,7 @@ class _Bench:
         self.peak, no_peak = find_peak(self.device)
         if no_peak and dist.get_rank() == 0:  # the rank that shows warnings
             _logger.warning(no_peak)
+        # Hooks leave the trainer's step as it is.
         self.model.decoder.register_forward_pre_hook(lambda *_: self.watch.start("base"))
         self.model.decoder.register_forward_hook(lambda *_: self.watch.stop("base"))
 
@@ -247,6 +250,7 @@ class _Bench:
         for number in tqdm(
             progress, desc=f"{loss} {sequence_length}", disable=None if has_results() else True
         ):
+            # All ranks begin together: a wait for a late one would count as time of the step.
             dist.barrier()
             self.watch.take()
             with self.watch.span("step"):

@@ -69,6 +69,7 @@ def measure_load(
         **asdict(config),
         **({} if rule is None else asdict(rule)),
         **workload.about,
+        # Last, in place of the configured rates, which may be infinite.
         "request_rates": [shown_rate(rate) for rate in config.request_rates],
     }
     title = f"{workload.title(name)}, {dtype}, {workload.machine.device}"

@@ -158,12 +158,14 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
     config = engine.config
     runs = [engine.run(rate) for _ in range(config.repeats)]
     run_seconds = [run.seconds for run in runs]
+    # The first run after a start may still meet steps for which nothing is compiled or captured.
     later = runs[1:] or runs
     seconds = statistics.median(run.seconds for run in later)
     streams = [stream for run in later for stream in run.streams]
     ttft = percentiles_ms([stream.first_seconds for stream in streams])
     itl = percentiles_ms([gap for stream in streams for gap in stream.gaps])
     per_token = [each for stream in streams if (each := stream.seconds_per_token) is not None]
+    # No engine ends before the last request has arrived.
     last_arrival = streams[-1].arrival
     rates = machine.matrix_rate, machine.sustained_rate
     limit, sustained = (

@@ -65,6 +65,7 @@ class Prefill(Workload[PrefillRow]):
     def __init__(
         self, model: HybridModel, config: LoadConfig, rule: PrefillConfig, clock: Clock
     ) -> None:
+        # The prompts of all runs are drawn at once, and only the load knows the number of runs.
         problems = too_many_tokens(rule.prompt_len, rule.batch_size, config.repeats)
         if problems:
             raise UserError(problems[0])
@@ -100,6 +101,7 @@ class Prefill(Workload[PrefillRow]):
     def _run(self, llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
         """Seconds until every prompt has its first token, and these tokens."""
         streams = [Stream(0.0, prompt, 1) for prompt in prompts]
+        # No step of an earlier run, launched ahead, may still run.
         synchronize(self.device)
         seconds = serve(llm.engine, streams, self.clock)
         return seconds, [stream.tokens[0] for stream in streams]

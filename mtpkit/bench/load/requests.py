@@ -36,6 +36,7 @@ def draw_requests(config: LoadConfig) -> list[LoadRequest]:
     limited.
     """
     lengths = random.Random(config.seed)
+    # A generator of its own, so that the lengths do not depend on the arrivals.
     gaps = random.Random(f"arrivals {config.seed}")
 
     def draw(median: int, sigma: float, least: int, most: int) -> int:

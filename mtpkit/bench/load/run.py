@@ -53,6 +53,7 @@ class LoadEngine:
         """The largest K of a step."""
         self.device = next(model.parameters()).device
         self.runs = 0
+        # The time of the engine alone, without what drawing or loading the model has left to do.
         synchronize(self.device)
         began = clock.now()
         longest = max(one.prompt_len + one.max_tokens for one in self.requests)
@@ -75,6 +76,7 @@ class LoadEngine:
         self.llm.reset_stats()
         run = Run(serve(self.llm.engine, streams, self.clock), streams, self.llm.stats())
         self._check_acceptance(run)
+        # One plain pass is enough: later runs differ from the first in their random tokens alone.
         if self.runs == 1:
             self._check_tokens(streams[-1])
         return run

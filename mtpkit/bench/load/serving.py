@@ -117,6 +117,7 @@ def serve(
     def add(stream: Stream) -> None:
         added[engine.add_request(stream.prompt, stream.params)] = stream
 
+    # The next arrival is at the end, where a list pops at once.
     waiting = list(streams)[::-1]
     while waiting or engine.has_unfinished:
         now = clock.now() - began

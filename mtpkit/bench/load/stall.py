@@ -130,6 +130,8 @@ class _Bench:
         self._steps(decoding, _SETTLING_STEPS)
         quiet = percentiles_ms(self._gaps(decoding, lambda: self._steps(decoding, _QUIET_STEPS)))
         stalled = percentiles_ms(self._gaps(decoding, lambda: self._arrivals(decoding)))
+        # They have room for more tokens than this took: the rest would run beside the next
+        # measurement.
         for request_id in decoding:
             self.llm.engine.abort(request_id)
         while self.llm.engine.has_unfinished:
@@ -157,6 +159,8 @@ class _Bench:
         """Seconds between consecutive outputs of the decoding requests, the later output being in
         the window."""
         streams = [self.streams[one] for one in decoding]
+        # Gap i lies between outputs i and i + 1: the first one that ends in the window is count -
+        # 1.
         before = [len(stream.times) for stream in streams]
         window()
         return [

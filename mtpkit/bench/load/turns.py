@@ -64,6 +64,7 @@ class Turns(Workload[TurnsRow]):
     @property
     def cases(self) -> Sequence[Case]:
         """Each K, without and with the cache."""
+        # Without the cache first: with the cache, outputs are compared with those.
         return [(k, cached) for k in self.config.ks or () for cached in (False, True)]
 
     def label(self, case: Case) -> str:
@@ -95,6 +96,7 @@ class Turns(Workload[TurnsRow]):
             max_num_seqs=rule.conversations,
             enable_prefix_caching=cached,
         )
+        # Other tokens than in the timed run, or its prompts would be in the cache already.
         _converse(llm, rule, self.config.seed, self.clock)
         llm.reset_stats()
         seconds, streams, histories = _converse(llm, rule, self.config.seed + 1, self.clock)
@@ -157,6 +159,7 @@ def _converse(
     streams = [[Stream(0.0, list(history), rule.output_len)] for history in histories]
 
     def next_turn(ended: Stream, now: float) -> Stream | None:
+        # By identity: streams with equal tokens are equal.
         index = next(index for index, turns in enumerate(streams) if turns[-1] is ended)
         histories[index] += ended.tokens
         turn = len(streams[index])
