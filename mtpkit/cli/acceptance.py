@@ -96,6 +96,7 @@ def acceptance(
     from mtpkit.files import check_writable, write_file
     from mtpkit.training.evaluation import evaluate_directory
 
+    # Refused now, not when the base has run over all data.
     if output is not None:
         check_writable(output, file=True)
     found = evaluate_directory(

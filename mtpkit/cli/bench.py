@@ -143,6 +143,7 @@ def decode(
         )
     if draft_vocab_size is not None:
         config = replace(config, draft_vocab=draft_vocab_size)
+    # The default rates are for random prompts. On real ones the heads' own acceptance is measured.
     if prompts is not None and acceptance is None:
         config = replace(config, acceptance=None)
     shape = get_config(model, pattern, distinct)
@@ -153,9 +154,11 @@ def decode(
         (Decoding.of(shape, k, max(config.batch_sizes), stages) for k in ks),
         key=lambda one: one.drafts,
     )
+    # A file that cannot be read is refused before the model is loaded, which takes minutes.
     token_ids = None if prompts is None else read_token_ids(prompts, model)
 
     def keep(result: "Result[Any]") -> None:
+        # Of the ranks of a split model, one writes.
         if output is not None and first:
             result.save(output)
             kernel_shares(result).save(output)
@@ -232,6 +235,7 @@ def load(
                 f"the workload {workload} has no requests to save", param_hint="--save-requests"
             )
         check_writable(save_requests, file=True)
+        # Not made small for a CPU: other engines serve these requests, perhaps on another machine.
         print(save(save_requests, config, get_config(model or NVIDIA_8B, pattern).vocab_size))
         return
 

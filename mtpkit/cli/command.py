@@ -64,6 +64,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as usual, accept short option names and lists of values as well, and check every
         value."""
+        # First, since lists and errors go by the names in `opts`.
         self.take_short_names(args)
         if all(param.param_type_name == "option" for param in self.params):
             lists = {
@@ -74,6 +75,7 @@ class Command(TyperCommand):
             }
             args = _repeat_names(args, lists)
         try:
+            # The parser empties its list, and `_is_empty` looks at what was typed.
             rest = super().parse_args(ctx, list(args))
         except typer.BadParameter as error:
             error.message = _reworded(error)
@@ -93,6 +95,7 @@ class Command(TyperCommand):
         """Rename options to the short names that the command line uses, so that errors use the same
         names."""
         known = {name for param in self.params for name in param.opts}
+        # Words after `--` are arguments, whatever they look like.
         line = args[: args.index("--")] if "--" in args else args
         typed = {arg.partition("=")[0] for arg in line}
         for short in SHORT_NAMES.keys() & typed - known:
@@ -120,6 +123,8 @@ class Command(TyperCommand):
             for param in self.params:
                 if param.name and param.opts[0].startswith("--"):
                     typed["--" + param.name.replace("_", "-")] = param.opts[0]
+                    # A name of one word, such as model, may be a word of the sentence and not the
+                    # option.
                     typed |= {param.name: param.opts[0]} if "_" in param.name else {}
             text = _NAME.sub(lambda found: typed.get(found[0], found[0]), str(error))
             error.args = (text, *error.args[1:])
@@ -187,6 +192,7 @@ def _repeat_names(args: list[str], lists: set[str]) -> list[str]:
     spread: list[str] = []
     current = None
     for arg in args:
+        # A negative number is a value.
         if arg.startswith("-") and not _is_number(arg):
             name = arg.partition("=")[0]
             current = name if name in lists else None

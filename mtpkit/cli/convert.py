@@ -153,6 +153,7 @@ def verify(
                 " tokens the same"
             )
             same = same and difference <= tolerance
+        # Called first, so that decoding is compared and printed even if logits differ.
         same = _decode_alike(first, second) and same
     raise typer.Exit(0 if same else 1)
 
@@ -162,6 +163,7 @@ def _decode_alike(first: Path, second: Path) -> bool:
     too large to try."""
     from mtpkit.engine.compare import compare_decoding, lack_of_memory
 
+    # Both are looked at before the first is decoded, which alone would say nothing.
     for directory in (first, second):
         if lack := lack_of_memory(directory):
             print(f"not decoded: {directory} {lack}")

@@ -128,6 +128,7 @@ def prepare(
     from mtpkit.data.sources import MANIFEST
     from mtpkit.files import check_destination, staged_directory
 
+    # Before anything is tokenised, which may take hours.
     check_destination(output, force, "prepared data", [MANIFEST])
     tokenizer = _tokenizer(model, chat_template)
     with staged_directory(output) as staging:
@@ -142,6 +143,7 @@ def prepare(
             options,
         )
     _show(build_dataset([output], tokenizer, sequence_length))
+    # The setting is a list in YAML, where other characters need quotes.
     name = (
         str(output)
         if re.fullmatch(r"[\w./-]+", str(output))

@@ -91,6 +91,7 @@ def demo(
     ]
     settings = [*paths, *(overrides or ())]
     training = load_config(CONFIG, settings)
+    # Wrong settings were refused above, while an earlier demo was still there.
     _start_over(out)
     with _stage("1/5 a corpus of the Python standard library's sources"):
         _call(
@@ -115,6 +116,7 @@ def demo(
     print(f"the report is in {out}: report.json, report.md, report.png")
     report.show(as_json)
     report.require_identical()
+    # The least length is known for the settings of the file alone.
     if not overrides:
         _require_learnt(report.rows)
 
@@ -202,6 +204,7 @@ def _train(training: "TrainConfig", settings: list[str]) -> None:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     data = training.data
+    # A divisor, so that the batch keeps the size that the settings give it.
     ranks = max(
         n
         for n in range(1, (torch.cuda.device_count() or cores) + 1)

@@ -121,6 +121,7 @@ def generate(
     first = reports(engine.tensor_parallel_size, engine.pipeline_parallel_size)
     k = engine.num_speculative_tokens
     _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
+    # One rank reads for all: stdin can be read only once.
     given = run_on_first_rank(ranks, lambda: _prompts(prompt, prompts))
     if len(given) < data_parallel_size:
         print(

@@ -82,6 +82,7 @@ class Fields:
         wrong value, which names its option."""
         names = self.names(cls)
         wrong = list[str]()
+        # An option that was not given leaves its field to the class's default.
         given = {
             name: values[option] for name, option in names.items() if values[option] is not None
         }
@@ -95,6 +96,7 @@ class Fields:
                 )
         made = attempt(cls, given, wrong)
         flags = {keys_of(cls)[name]: _flag(option) for name, option in names.items()}
+        # A command line has no None: leaving the option out says the same.
         clauses += [
             re.sub(r"^\w+", lambda key: flags.get(key[0], key[0]), clause.removesuffix(" or None"))
             for clause in wrong

@@ -69,5 +69,6 @@ def speedup(
         print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)
     print(f"the report is in {output}", file=sys.stderr)
     report.show(as_json)
+    # After the report, which shows the rows whose tokens changed. In bf16, near ties may change.
     if sampling.greedy and report.dtype == "float32":
         report.require_identical()

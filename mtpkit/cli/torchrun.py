@@ -28,6 +28,7 @@ def handler() -> object:
     if any(map(_is_own, sys.argv[1:])):
         sys.excepthook = _report
         logger: logging.Logger | None = logging.getLogger(_ITS_LOGGER)
+        # A logger's records also reach the handlers of its parents.
         while logger is not None:
             for shown in logger.handlers:
                 shown.addFilter(lambda record: not record.name.startswith(_ITS_LOGGER))
@@ -58,6 +59,7 @@ def _is_reported(failure: ProcessFailure) -> bool:
 
 
 def _is_explained(failure: ProcessFailure) -> bool:
+    # When one process fails, torchrun ends the others, which then have nothing to report.
     return _is_reported(failure) or failure.exitcode in _ENDED_BY_TORCHRUN
 
 

@@ -106,6 +106,7 @@ def describe_end(config: "TrainConfig") -> list[str]:
             lines.append(f"the best step is {best.iteration}, in {model}: {length}{ahead}")
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     exports = (directory.with_name(f"{directory.absolute().name}-hf{number}") for number in numbers)
+    # The command is printed to be run as it is, and an export refuses a directory that is there.
     free = next(place for place in exports if not place.exists())
     lines.append(f"export it:   {_command('convert', 'export', model, free)}")
     data = config.data

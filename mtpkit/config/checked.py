@@ -76,14 +76,17 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
             validate_by_name=True,
             validate_by_alias=False,
         )
+        # Before pydantic reads the annotations and defaults.
         _share_fields(cls)
         made: Any = pydantic_dataclass(frozen=True, config=config)(cls)
+        # `_fill` calls it, and makes clauses of the errors that it raises.
         made._pydantic_init = made.__init__
 
         @functools.wraps(made.__init__)
         def __init__(self: Any, /, *args: object, **values: object) -> None:
             values |= zip(fields_of(made), args, strict=False)
             clauses = _fill(self, values)
+            # Values can be judged against each other only if each is right by itself.
             if not clauses and hasattr(self, "problems"):
                 clauses += self.problems()
             if clauses:
@@ -187,6 +190,7 @@ def from_json[T](
     try:
         values = read_json(path)
         found = values.get("format")
+        # A format that is no integer is a wrong value like any other: `from_file` reports it.
         if version is not None and type(found) is int:
             known = range(version if oldest is None else oldest, version + 1)
             if found not in known:
@@ -224,6 +228,7 @@ def plain(value: Any) -> Any:
     """Convert numbers and flags to Python's own, lists and ranges to tuples, sets to frozensets;
     keep all else."""
     numpy = sys.modules.get("numpy")  # not imported for this: that takes a third of `--help`
+    # Flags before numbers: a bool is an Integral, too.
     if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
         return bool(value)
     if isinstance(value, Integral):
@@ -247,6 +252,7 @@ def _share_fields(cls: type) -> None:
             continue
         source = shared.source
         written = _bare(cls.__annotations__[name])
+        # Type checkers believe what is written here, not the shared field.
         if written != _bare(source.annotation):
             raise TypeError(
                 f"{cls.__name__}.{name} is written as {written}, but the shared field has"
@@ -305,6 +311,7 @@ def _made(kind: Any, value: Any, key: str, clauses: list[str]) -> Any:
     origin = get_origin(kind)
     inner = get_args(kind)
     members = [member for member in inner if member is not types.NoneType]
+    # T | None: a value is that of T, and None passes through every case below.
     if len(members) == 1 < len(inner):
         return _made(members[0], value, key, clauses)
     if origin is list and is_list(value):
@@ -329,6 +336,7 @@ def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) ->
     keys = keys_of(cls)
     found: dict[str, Any] = {}
     for each in error.errors(include_url=False, include_input=False):
+        # pydantic reports each member of a union; one clause per field says enough.
         found.setdefault(str(each["loc"][0]), each)
     for name, first in found.items():
         if name not in keys:
@@ -342,6 +350,7 @@ def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) ->
 
 def _clause(key: str, info: FieldInfo, error: Mapping[str, Any], value: Any) -> str:
     """Say in plain words why a value does not fit its field, given pydantic's error."""
+    # Down to the entry of a list or dict that is wrong, so that the clause names that entry.
     for place in error["loc"][1:]:
         if get_origin(info.annotation) in (list, dict):
             key = f"{key}[{place!r}]"

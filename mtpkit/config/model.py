@@ -138,6 +138,7 @@ class ModelConfig:
     @field_validator("sections")
     @classmethod
     def _keep_what_differs(cls, sections: tuple[Section, ...]) -> tuple[Section, ...]:
+        # Configs of one model are equal, whether its file wrote the defaults or left them out.
         given = {section.letter: section for section in sections}
         assert len(given) == len(sections), "at most one section of a layer kind"
         kept = (given[letter] for letter in SECTIONS if letter in given)
@@ -149,6 +150,7 @@ class ModelConfig:
         cls, tokens: T, info: ValidationInfo
     ) -> T:
         given = () if tokens is None else tokens if isinstance(tokens, tuple) else (tokens,)
+        # A wrong vocab_size is not in `data`: it is reported by itself.
         size = info.data.get("vocab_size", math.inf)
         if outside := [shown(token) for token in given if not 0 <= token < size]:
             raise ValueError(
@@ -160,6 +162,7 @@ class ModelConfig:
         """Yield one clause for every setting that cannot be built."""
         if not self.pattern:
             yield "pattern is empty"
+        # Physical layers, since limits such as that of all experts are about memory.
         layers = self.pattern + self.mtp.pattern * self.mtp.num_layers
         for letter, section in SECTIONS.items():
             if count := layers.count(letter):
@@ -222,6 +225,7 @@ class ModelConfig:
         Raises:
             UserError: unknown or missing keys, or wrong values, all of them named.
         """
+        # Callers give the fields of the parts, not the parts.
         clauses = [f"{key} is unknown" for key in ("mtp", "sections") if key in values]
         parts: dict[type[Part], Any] = {}
         kinds: list[type[Part]] = [MtpConfig, *SECTIONS.values()]
@@ -229,6 +233,7 @@ class ModelConfig:
             own = {key: values.pop(key) for key in keys_of(part).values() if key in values}
             parts[part] = attempt(part, own, clauses)
         if clauses:
+            # The config's own fields are checked as well: one error names everything that is wrong.
             raise WrongValues(
                 _WHAT, clauses + field_clauses(cls, values | {"mtp": MtpConfig(), "sections": ()})
             )
@@ -291,6 +296,7 @@ class ModelConfig:
         def written(value: object) -> object:
             if isinstance(value, tuple):
                 return list(map(written, value))
+            # JSON has no infinity; a part's `from_file` reads null back.
             return None if value == math.inf else value
 
         return {key: written(value) for key, value in self.values().items()}
@@ -325,6 +331,7 @@ def config_of_file(
     try:
         return ModelConfig.of(**fields)
     except WrongValues as error:
+        # Clauses name keys of `ModelConfig.of`; users know those of their file.
         clauses = [
             re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), clause)
             for clause in error.clauses

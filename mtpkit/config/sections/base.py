@@ -59,6 +59,7 @@ class Section(Part):
         cannot have."""
         keys = keys_of(type(self))
         values = {name: getattr(self, name) for name in keys}
+        # Zeros end the checks: those below divide by such fields.
         if missing := [keys[name] for name in self.positive if values[name] <= 0]:
             yield f"must be positive: {', '.join(missing)}"
             return
@@ -87,6 +88,7 @@ def register_section(section: type[Section]) -> None:
 
 def sections_of(letters: str) -> list[type[Section]]:
     """The sections that layers with these letters have settings in, in the order of files."""
+    # Layers of a kind read the settings of the kinds in `also`, too: files must have them.
     wanted = {
         one for letter in letters if letter in SECTIONS for one in (letter, *SECTIONS[letter].also)
     }

@@ -108,6 +108,7 @@ class MoeConfig(Section):
 
     def _routing_problems(self) -> Iterator[str]:
         grouped = self.router_num_groups > 1
+        # A number of groups of 0 is reported by `positive`, which does not end these checks.
         size = self.num_experts // max(1, self.router_num_groups)
         if self.router_score_function == "softmax":
             if self.router_enable_expert_bias:
