@@ -18,5 +18,6 @@ def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_EXPORTS[name]), name)
+    # Python calls `__getattr__` only for names that the module lacks.
     globals()[name] = value
     return value

@@ -45,6 +45,7 @@ def listed(items: Iterable[object], most: int = 10, width: int = 240, separator:
     """
     texts = [str(item) for item in items]
     lengths = accumulate(len(text) + len(separator) for text in texts)
+    # At least one: a long first item is cut off, not left out.
     count = min(most, max(1, sum(length <= width for length in lengths)))
     more = f" and {len(texts) - count} more" if len(texts) > count else ""
     return (

@@ -249,6 +249,8 @@ def staged_directory(path: Path) -> Iterator[Path]:
         staging.mkdir()
         try:
             yield staging
+            # Before the rename: after a crash of the machine, the name must not stand for empty
+            # files.
             fsync_tree(staging)
             replace_directory(staging, path)
         except BaseException:
@@ -263,6 +265,7 @@ def replace_directory(staging: Path, path: Path) -> None:
     """Rename `staging` to `path`; a previous directory of that name is deleted only after the new
     one is in place."""
     previous = path.parent / f".{path.name}.replaced-{os.getpid()}"
+    # A rename cannot replace a directory that has files.
     if path.exists():
         path.rename(previous)
     staging.rename(path)

@@ -73,6 +73,7 @@ def lack_of_memory(directory: Path | str) -> str:
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     weights = open_directory(directory).weights()
     count = sum(torch.Size(info.shape).numel() for info in weights.tensors.values())
+    # Elements of bfloat16 on a GPU and of float32 on a CPU, as "auto" chooses.
     needed = count * (2 if on_gpu else 4) + _BESIDE_WEIGHTS
     return (
         f"needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
@@ -131,6 +132,8 @@ def _decode(
     directory: Path | str, k: int, prompts: Sequence[list[int]], max_tokens: int
 ) -> tuple[list[list[int]], list[dict[int, list[int]]], float]:
     """Tokens and recorded drafts of each prompt, decoded by itself, and the acceptance length."""
+    # One request, with steps one at a time: `Recorder` counts its known tokens itself. Eagerly,
+    # since the replay of a graph calls no drafter.
     llm = LLM(
         directory,
         k,

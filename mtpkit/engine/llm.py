@@ -142,6 +142,7 @@ class LLM:
             Runner(
                 self.model,
                 self.ranks.stage,
+                # Null rows fill a step up to a captured size, which may exceed the budget.
                 max(config.max_num_batched_tokens, largest_step(config)[0]),
             ),
             drafter,
@@ -272,6 +273,7 @@ class LLM:
         accepted = [request for request in requests if not request.finished]
         unfinished = {request.request_id for request in accepted}
         with self._turn.taken():
+            # Steps would return outputs of these requests, too, which this call does not know.
             if self.engine.has_unfinished:
                 raise UserError(
                     "requests added to llm.engine directly are not finished: call llm.engine.step"
@@ -304,6 +306,7 @@ class LLM:
         served become requests that have ended with an error."""
         listed = list_prompts(prompts)
         params = list_params(sampling_params, len(listed))
+        # A lone prompt raises an error; one of a list must not cost the others their outputs.
         refuse = not is_prompt(prompts)
         intake = self.engine.intake
         with self._making:  # requests are numbered, and tokenizers serve one thread at a time
@@ -352,6 +355,7 @@ def _engine_config(
         async_scheduling=async_scheduling,
         num_batches=ranks.stage.stages,
         graphs=bool(ranks.all_reduce_min(int(graphs))),  # experts of a single stage may forbid them
+        # All ranks must draw the same tokens.
         seed=options.seed if options.seed is not None else ranks.broadcast(secrets.randbits(32)),
     )
 

@@ -202,6 +202,7 @@ def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | No
                 "speculative_num_draft_tokens needs speculative_eagle_topk, the children of a draft"
             )
         return None, depth
+    # One child per draft makes a chain.
     if topk == 1 or not depth:
         return None, depth
     if options.draft_sampling:

@@ -150,12 +150,14 @@ def _answers(
         )
         journal.add(answer)
         answers.append(answer)
+    # After the loop: the other answers of this step are in the journal by then.
     if failed:
         raise MtpkitError(f"{failed[0]}; the {len(journal.done)} answers so far are kept")
     return answers
 
 
 def _seed(seed: int, index: int) -> int:
+    # Without the lowest bit: seeds have 63 bits.
     return int(
         np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1)
     )

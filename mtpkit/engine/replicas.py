@@ -140,6 +140,7 @@ class Replicas:
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_run, args=(theirs, index, count, options), name=name, daemon=True
         )
+        # A child that is spawned inherits the variable before it imports torch.
         before = os.environ.get(_VISIBLE)
         try:
             if gpu:
@@ -161,6 +162,7 @@ class Replicas:
 
     def close(self) -> None:
         """End all processes, whatever they are doing."""
+        # All get the signal before the first is waited for, so that they end side by side.
         for process in self._processes:
             process.terminate()
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -191,6 +193,7 @@ class Replicas:
         listed = list_prompts(prompts)
         drawn = random.Random(self._seed)
         params = list_params(sampling_params, len(listed))
+        # Drawn here, in the order of the prompts: tokens must not depend on the replica.
         seeded = [
             replace(one, seed=drawn.getrandbits(SEED_BITS)) if one.seed is None else one
             for one in params
@@ -223,6 +226,8 @@ class Replicas:
         held = [0] * len(self._connections)
         while waiting or any(held):
             while waiting and min(held) < self._most:
+                # The one that holds fewest, so that none is idle while another has prompts that
+                # wait.
                 replica = held.index(min(held))
                 self._send(replica, waiting.popleft())
                 held[replica] += 1

@@ -23,6 +23,7 @@ class Absent(NamedTuple):
         """Whether the value is neutral, so that the argument can be ignored silently."""
         if value is None or ((is_list(value) or isinstance(value, str | dict)) and not value):
             return True
+        # True equals 1, but a flag in place of a number is a mistake, and the other way round.
         return isinstance(value, bool | int | float | str) and any(
             isinstance(plain(value), bool) is isinstance(one, bool) and value == one
             for one in self.neutral
@@ -206,6 +207,8 @@ def answers_absent[**P, R](
                 name: value for name, value in named.items() if name not in unknown
             }
             try:
+                # Checked before the call: a TypeError from inside the function is a bug, not the
+                # caller's.
                 own.bind(*args, **known)
             except TypeError as error:
                 raise UserError(f"{what}: {error}; see help({what})") from None
@@ -234,6 +237,7 @@ def absent_method(owner: object, name: str) -> AttributeError:
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in LLM_METHODS:
         return AbsentMethod(f"{text}: {LLM_METHODS[name]}")
+    # With name and object, Python's traceback suggests names that are nearly the same.
     return AttributeError(text, name=name, obj=owner)
 
 

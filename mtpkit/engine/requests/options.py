@@ -40,6 +40,7 @@ def _check_tree[T](tree: T) -> T:
 
 def _check_width(budget: int | None, info: ValidationInfo) -> int | None:
     """Refuse a token limit below what one decoding request needs in a step."""
+    # A wrong K or tree is not in `data`: it is reported by itself.
     k = info.data.get("num_speculative_tokens")
     if isinstance(budget, int) and (tree := info.data.get("tree")) and budget < tree.tokens:
         raise ValueError(f"must be at least {tree.tokens}, the tokens of one request's tree")
@@ -186,6 +187,7 @@ class EngineOptions:
     @field_validator("device")
     @classmethod
     def _check_device(cls, device: Any) -> Any:
+        # A torch.device is known by the name of its class: `--help` imports this, but not torch.
         if (
             device is not None
             and type(device) not in (str, int)

@@ -33,6 +33,7 @@ def _finite(value: float) -> float:
 
 
 def _sorted(value: Any) -> Any:
+    # A set is no sequence to pydantic, and its order is arbitrary.
     return tuple(sorted(value)) if isinstance(value, Set) else value
 
 

@@ -111,6 +111,7 @@ def encode(
             raise PromptError(
                 f"{name}: name is {shown(given)}, must be a text: messages use it for the prompt"
             )
+        # Ids before a text: where a dict has both, the ids say exactly what is meant.
         known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not known:
             raise PromptError(
