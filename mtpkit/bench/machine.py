@@ -94,7 +94,7 @@ def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
             for seconds.
     """
     rates = _measure_rates(device, sustained)
-    # The model and the caches that follow need the memory of these tensors.
+    # The caches of engines, or the model to train, need the memory of these tensors.
     release_memory(device)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Machine(describe_device(device), commit(), date, *rates)

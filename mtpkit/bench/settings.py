@@ -58,7 +58,7 @@ def asked_ks[K](ks: tuple[K, ...] | None, tree: object) -> tuple[K | int, ...] |
 
 def tree_settings(k: int | Literal["auto"]) -> dict[str, None]:
     """Engine settings that switch draft trees off for K = 0; none for other K."""
-    # The engine refuses a K that is not the tree's depth, and 0 is none.
+    # The engine refuses K = 0 beside a fixed tree, whose depth K must be.
     names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_draft_tokens")
     return {} if k else dict.fromkeys(names)
 

@@ -162,7 +162,7 @@ class ModelConfig:
         """Yield one clause for every setting that cannot be built."""
         if not self.pattern:
             yield "pattern is empty"
-        # Physical layers, since limits such as that of all experts are about memory.
+        # Physical layers: a repeated head has its experts once, however many depths it has.
         layers = self.pattern + self.mtp.pattern * self.mtp.num_layers
         for letter, section in SECTIONS.items():
             if count := layers.count(letter):

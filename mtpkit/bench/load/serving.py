@@ -117,7 +117,7 @@ def serve(
     def add(stream: Stream) -> None:
         added[engine.add_request(stream.prompt, stream.params)] = stream
 
-    # The next arrival is at the end, where a list pops at once.
+    # The next arrival is at the end, where a list pops in constant time.
     waiting = list(streams)[::-1]
     while waiting or engine.has_unfinished:
         now = clock.now() - began
