@@ -69,12 +69,14 @@ def build_model(
     stage = groups.pp.rank()
     stages = groups.pp.size()
     if sequence_parallel is None:
+        # megatron-core refuses to train experts on several tensor-parallel ranks without it.
         sequence_parallel = tensor_parallel > 1 and any(
             kind.experts(config).count for kind in kinds_in(config.letters)
         )
     patterns = stage_patterns(config, stages, balance)
     pattern = config.hybrid_layer_pattern.removeprefix(config.pattern)
     if base_layers:
+        # megatron-core reads "|" as the end of a pipeline stage.
         pattern = "|".join(patterns) + pattern
     with CpuInsteadOfCuda() if not torch.cuda.is_available() else torch.no_grad():
         model = HybridModel(
@@ -135,12 +137,14 @@ def init_weights(
         if not name.startswith(prefix):
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
+        # crc32, since Python's own hash of a string differs from process to process.
         generator.manual_seed((seed + zlib.crc32(_global_name(name, model).encode())) % 2**32)
         kind = _kind_of(name, model)
         shape = _whole_shape(name, parameter)
         draw = Draw(generator)
         value = kind.initial(name, shape, config, draw) if kind else None
         module, _, leaf = name.rpartition(".")
+        # A linear that norms its input has the norm's weight under the second name.
         if value is None and ("norm" in module.rpartition(".")[2] or leaf == "layer_norm_weight"):
             value = (
                 torch.zeros(shape) if config.layernorm_zero_centered_gamma else torch.ones(shape)

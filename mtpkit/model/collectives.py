@@ -108,12 +108,14 @@ def top_of_ranks(
         [M, n] int64 and [M, n] float32 log-probabilities, see `kernels.draft_head.top_tokens`.
     """
     count = values.shape[1]
+    # float64 holds tokens exactly, so that one gather carries all three.
     parts = all_gather(
         torch.cat([part.double() for part in (values, tokens, log_sums[:, None])], 1), group
     )
     values, tokens, log_sums = parts.split([count, count, 1], 2)
     total = log_sums[..., 0].logsumexp(0)[:, None]
     values, tokens = (part.transpose(0, 1).flatten(1) for part in (values, tokens))
+    # Stable: of equal logits, those of lower ranks, whose tokens are smaller, come first.
     values, order = torch.sort(values, dim=1, descending=True, stable=True)
     values = values[:, :count]
     tokens = tokens.gather(1, order[:, :count]).long()

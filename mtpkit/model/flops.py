@@ -47,6 +47,7 @@ def head_parameters(config: ModelConfig) -> int:
         for name, shape in layer.items()
         if not name.endswith("expert_bias")
     ]
+    # enorm, hnorm and the final norm.
     norms = 3 * config.hidden_size
     return config.mtp.num_layers * (eh_proj_matrix(config) + norms + sum(map(math.prod, shapes)))
 
@@ -66,6 +67,7 @@ def step_flops(config: ModelConfig, num_depths: int, base_layers: bool = True) -
     norms = 3 * hidden + sum(KINDS[letter].vectors(config) for letter in config.mtp.pattern)
     head = head_matrices(config) + norms if config.mtp.num_depths else 0
     applied = num_depths if config.mtp.repeated else config.mtp.num_depths
+    # `hidden` stands for the weights of the final norm.
     base = layers + hidden if base_layers else 0
     return float(
         FORWARD * base + TRAINED * head * applied + FROZEN * config.vocab_size * hidden * num_depths

@@ -48,6 +48,7 @@ class MtpHead(MegatronModule):
             size,
             config=config,
             init_method=config.init_method,
+            # `mtp_forward` gathers, since decoding has collectives of its own.
             gather_output=False,
             bias=False,
             skip_bias_add=False,
@@ -61,6 +62,7 @@ class MtpHead(MegatronModule):
             layer_type_list=validate_segment_layers(mtp_layer_pattern),
             pp_layer_offset=0,
             pre_process=True,
+            # `mtp_forward` decides whether the final norm runs.
             post_layer_norm=False,
             post_process=True,
             pg_collection=pg_collection,

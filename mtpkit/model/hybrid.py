@@ -64,6 +64,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # `init_weights` draws weights that are the same at any parallelism.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         **parallel,

@@ -76,6 +76,7 @@ class SequenceInput(LayerInput):
     def _lens(self) -> tuple[int, ...]:
         assert self.documents is not None
         documents = self.documents.cpu()
+        # A row always begins a document, even if the row before it ends with the same index.
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
         places = [*first.nonzero()[:, 0].tolist(), first.numel()]
         return tuple(end - start for start, end in pairwise(places))
@@ -235,6 +236,7 @@ class StepInput(LayerInput):
             new: [S] int64, number of accepted tokens of each of these rows; ignored for chunks,
                 which are committed whole.
         """
+        # Chunks are committed whole, so their counts are those after any chunk.
         if not self.num_decode_rows:
             return Committed.none(self.committed.counts, len(new), new.device)
         rows = slice(len(new))

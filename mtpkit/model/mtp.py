@@ -43,6 +43,7 @@ DepthAttention = Literal["serving", "per_depth"]
 def embed(model: HybridModel, token_ids: Tensor) -> Tensor:
     """Embeddings [s, b, h] of token_ids [b, s]."""
     table = model.embedding.word_embeddings
+    # `embedding_part` reads plain tables, and its sum over ranks has no gradient.
     plain = isinstance(table, VocabParallelEmbedding) and not torch.is_grad_enabled()
     if _is_alone(model) or model.config.sequence_parallel or not plain:
         return model.embedding(input_ids=token_ids, position_ids=None)
@@ -157,6 +158,7 @@ def greedy_tokens(
     tokens = draft_token_ids
     if _is_alone(model):
         return linear_argmax(hidden, weight, tokens)
+    # With a draft vocabulary, `linear_best` has already turned rows into tokens.
     first = first_token(model) if tokens is None else 0
     return best_of_ranks(*linear_best(hidden, weight, tokens), model.pg_collection.tp, first)[1]
 
@@ -169,6 +171,7 @@ def _gather(model: HybridModel, part: Tensor) -> Tensor:
     """Gather `part` [..., n / tp] of every tensor-parallel rank into [..., n]."""
     if _is_alone(model):
         return part
+    # The collectives of decoding, below, have no gradients.
     if torch.is_grad_enabled():
         return gather_from_tensor_model_parallel_region(part)
     return torch.cat(all_gather(part, model.pg_collection.tp).unbind(), -1)
@@ -206,6 +209,8 @@ def _embedding_rows(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tens
     table = model.embedding.word_embeddings
     if _is_alone(model):
         return token_ids[0], table.rows if isinstance(table, IntegerEmbedding) else table.weight
+    # A rank holds only a part of the table, so `embed` looks the rows up and sums them over ranks;
+    # token i then is row i of the result.
     return torch.arange(token_ids.shape[1], device=token_ids.device), embed(model, token_ids)[:, 0]
 
 
@@ -254,12 +259,15 @@ def mtp_forward(
         )[:, None]
         x, _unused = layer.eh_proj(x)
     else:
+        # The backward makes the normed pair, 2 h per token, again instead of keeping it.
         x, _unused = linear_of(
             layer.eh_proj,
             partial(_normed_pair, layer),
             depth_embedding(model, token_ids, inputs),
             hidden,
         )
+    # `eh_proj` splits its outputs over ranks, while layers read whole hidden states, though only a
+    # part of the sequence under sequence parallelism.
     x = _gather(model, x)
     if model.config.sequence_parallel:
         x = scatter_to_sequence_parallel_region(x)
@@ -290,9 +298,11 @@ def _kept(
     assert isinstance(inputs, StepInput)
     pattern = model.mtpkit_config.mtp.pattern
     last = caching_length(pattern) - 1
+    # Without such a layer, the other tokens need not run at all.
     x = x if last >= 0 else x[keep]
     for index, layer in enumerate(layers):
         narrows = index == last and KINDS[pattern[index]].narrows
+        # A step may keep no token, as in the middle of a prompt.
         if len(x):
             step = replace(inputs, keep=keep) if narrows else inputs
             out = layer(hidden_states=x, attention_mask=None, inference_context=step)
@@ -311,6 +321,7 @@ def shift_tokens(token_ids: Tensor, depth: int) -> Tensor:
 def shift_states(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
     """Shift hidden [s, b, h] (s / tp under sequence parallelism) to the front by `depth`; the end
     is filled with 0."""
+    # The shift moves states from one rank's part of the sequence to another's.
     whole = gather_sequence(model, hidden)
     moved = F.pad(whole[depth:], (0, 0, 0, 0, 0, min(depth, len(whole))))
     return scatter_to_sequence_parallel_region(moved) if model.config.sequence_parallel else moved
@@ -358,6 +369,7 @@ def unroll_depths(
     assert repeated or not serving, "distinct heads have a cache per depth: per_depth"
     rules = model.mtpkit_config.mtp
     streams = DepthStreams()
+    # `mix` combines states of the base and of depths, all before their norm or all after it.
     base = normed_states(model, hidden) if mix is not None and rules.hands_on_normed(1) else hidden
     assert mix is None or rules.hands_on_normed(1) or not rules.hands_on_normed(0), "see `mix`"
     for depth in range(1, num_depths + 1):

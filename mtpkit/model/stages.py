@@ -87,6 +87,7 @@ def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "me
         last = (TRAINED * head_matrices(config) + FROZEN * embedding) * depths + FORWARD * embedding
     elif isinstance(balance, Decoding):
         states = _STATE_BYTES * balance.requests
+        # A request feeds its newest token and its drafts.
         tokens = balance.requests * (1 + balance.drafts)
         costs = [
             _WEIGHT_BYTES * layer.read(tokens) + states * KINDS[letter].memory(config).state
@@ -119,6 +120,7 @@ def stage_patterns(config: ModelConfig, stages: int, balance: StageBalance = "me
             largest, squares, starts = best(stage - 1, start)
             cost = sums[end] - sums[start] + more
             found.append((max(largest, cost), squares + cost**2, (*starts, start)))
+        # Of splits whose largest costs are equal, the sum of squares prefers the more even one.
         return min(found)
 
     starts = best(stages - 1, len(pattern))[2]

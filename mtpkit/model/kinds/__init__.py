@@ -25,6 +25,7 @@ KINDS: dict[str, LayerKind] = {}
 def register(kind: LayerKind) -> None:
     """Register a layer kind, so that models can use it; a kind from outside mtpkit needs nothing
     else."""
+    # Sections of mtpkit's own kinds are in the table from the start.
     if SECTIONS.get(kind.letter) is not kind.section:
         register_section(kind.section)
     KINDS[kind.letter] = kind

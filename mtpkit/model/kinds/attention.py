@@ -91,6 +91,7 @@ class Attention(LayerKind):
         return widths * config.attention.num_attention_heads * config.attention.kv_channels
 
     def states(self, config: ModelConfig, ranks: int = 1) -> tuple[StateSpec, ...]:
+        # With more ranks than groups, several ranks hold the same one.
         return (
             PagedKVSpec(
                 max(1, config.attention.num_query_groups // ranks), config.attention.kv_channels

@@ -79,6 +79,7 @@ class Matrices:
         experts at random."""
         if not self.experts.count:
             return self.always
+        # The probability that no token chooses a given expert.
         missed = (1 - self.experts.chosen / self.experts.count) ** tokens
         return self.always + self.expert * self.experts.count * (1 - missed)
 
@@ -280,6 +281,7 @@ class LayerKind(ABC):
         """Count the elements of a layer's matrices."""
         experts = self.experts(config)
         tensors = self.tensors(config)
+        # Tensors of routed experts have three dimensions, the first of which counts experts.
         always = sum(math.prod(shape) for shape in tensors.values() if len(shape) == 2)
         return Matrices(
             always, sum(math.prod(tensors[name][1:]) for name in experts.names), experts

@@ -65,6 +65,7 @@ class GatedDeltaNet(LayerKind):
     def gpt_layers(self, settings: Settings) -> LayerMarks | bool:
         if settings.get("experimental_attention_variant") != self.attention_variant:
             return False
+        # Megatron counts the layers from 1, and every n-th one is full attention.
         return LayerMarks(
             "linear_attention_freq", None, lambda layer, every: (layer + 1) % every != 0
         )

@@ -54,6 +54,7 @@ class Mla(LayerKind):
         return ModuleSpec(module=AttentionLayer, submodules=parts)
 
     def settings(self, config: ModelConfig) -> dict[str, object]:
+        # Each head has keys and values of its own, made from the latent that all heads share.
         return {"num_query_groups": config.attention.num_attention_heads}
 
     def fixed_settings(self, there: bool) -> Mapping[str, object]:
