@@ -55,7 +55,7 @@ class _Measured:
 
     def __init__(self) -> None:
         self.newest = deque[tuple[float, int, int | None]](maxlen=_KEPT)
-        """Of each step that was timed: its seconds, its prompt tokens, and its level, None without
+        """Seconds, prompt tokens and level of each step that was timed; the level is None without
         decode rows."""
         self.since = 0
         """Steps (for d) or prompt tokens (for c) of the other kind since this one was last measured
