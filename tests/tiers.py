@@ -16,9 +16,8 @@ STARTERS = (subprocess, multiprocessing, torch.multiprocessing)
 """A test whose code names one of these modules, or leads to code that does, starts processes."""
 HANDFUL = (
     "tests/cli/test_boundary.py::test_exit_code_and_line",
-    "tests/engine/test_ranks.py::test_two_ranks_decode_what_one_does",
     "tests/engine/test_replicas.py::test_tokens_are_those_of_one_engine",
-    "tests/engine/test_stages.py::test_two_stages_decode_what_one_rank_does",
+    "tests/engine/test_stages.py::test_two_ranks_decode_what_one_does",
     "tests/model/test_parallel.py::test_tensor_parallel",
     "tests/training/test_kill.py::test_a_killed_run_goes_on_bit_for_bit",
     "tests/training/test_parallel.py::test_two_processes_have_the_gradients_of_one",

@@ -90,6 +90,15 @@ FOUR = [
     (Case("attention", 2), 4, 1),
 ]
 """For four processes: tensor-parallel ranks of each stage, and stages."""
+TWO = [
+    (Case("mamba2", 3, settings=dict(async_scheduling=True, **PREEMPTED)), 2, 1),
+    (Case("latent", 3, True, settings=MIXED), 2, 1),
+    (Case("attention", 2, settings=CACHED), 2, 1),
+    (Case("delta", 2, penalised=True, settings=dict(state_rollback="snapshot")), 1, 2),
+    (Case("distinct heads", 3, settings=PREEMPTED), 1, 2),
+    (Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)), 1, 2),
+]
+"""The same for two processes: few cases, since the fast tier runs them."""
 GRAPHS = [
     Case("mamba2", 3, settings=MIXED),
     Case("delta", 2),
@@ -322,10 +331,10 @@ def command(directory: Path, stages: int) -> list[str]:
     return ["--model", str(directory), *prompts, *sizes]
 
 
-def four_ranks(rank: int, wanted: list, out: Path) -> None:
+def several_ranks(rank: int, tested: list, wanted: list, out: Path) -> None:
     look_at_new_objects()
     found = []
-    for (case, *sizes), truth in zip(FOUR, wanted, strict=True):
+    for (case, *sizes), truth in zip(tested, wanted, strict=True):
         model = split_model(config(case.base, sizes[0]), case.whole_experts, *sizes)
         found.append(measured(model, case, truth))
     (out / f"{rank}.json").write_text(json.dumps(found))
@@ -464,17 +473,30 @@ def test_stages_are_timed_by_the_benchmark(decoded):
     )
 
 
+def run_several(tested: list, ranks: int, path: Path) -> list[list[dict]]:
+    """What each rank did, its tokens being those of one rank."""
+    wanted = [one_rank([case], tensor)[0] for case, tensor, _ in tested]
+    run_ranks(several_ranks, tested, wanted, path, ranks=ranks)
+    found = [read(path / f"{rank}.json") for rank in range(ranks)]
+    for of_rank in found:
+        assert [one["tokens"] for one in of_rank] == wanted
+        assert [one["preemptions"] > 0 for one in of_rank] == [
+            "num_blocks" in case.settings for case, *_ in tested
+        ]
+    return found
+
+
+def test_two_ranks_decode_what_one_does(tmp_path):
+    """Two tensor-parallel ranks, and two stages."""
+    first, second = run_several(TWO, 2, tmp_path)
+    assert [one["opened"] for one in first[3:]] == [2, 2, 2]
+    assert [one["opened"] for one in second[3:]] == [0, 0, 0]
+
+
 def test_four_ranks_decode_what_one_does(tmp_path):
     """Two stages of two tensor-parallel ranks, four stages, and four tensor-parallel ranks."""
-    wanted = [one_rank([case], ranks)[0] for case, ranks, _ in FOUR]
-    run_ranks(four_ranks, wanted, tmp_path, ranks=4)
-    for rank in range(4):
-        found = read(tmp_path / f"{rank}.json")
-        assert [one["tokens"] for one in found] == wanted
-        assert [one["preemptions"] > 0 for one in found] == [
-            "num_blocks" in case.settings for case, *_ in FOUR
-        ]
-        assert found[3]["opened"] == (0 if rank == 3 else 4)
+    found = run_several(FOUR, 4, tmp_path)
+    assert [of_rank[3]["opened"] for of_rank in found] == [4, 4, 4, 0]
 
 
 def stage_of(rank: int, stages: int) -> PipelineStage:
