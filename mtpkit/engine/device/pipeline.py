@@ -20,14 +20,16 @@ from mtpkit.engine.ranks.returned import (
     Column,
     check_returned,
     columns_of,
-    from_bytes,
-    nbytes_of,
+    num_columns,
     pack_returned,
-    to_bytes,
     unpack_returned,
 )
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.steps.plan import Batch, Drafts, Plan, StepResult, StepShape, Verdict
+
+_NULL = -1
+"""Every integer in the results of a null row: no token, no parent, and a count of 0 once it is
+clamped to its column."""
 
 
 class _Open(NamedTuple):
@@ -40,7 +42,7 @@ class _Open(NamedTuple):
     held: list[int | None]
     """The slots of its decode rows in order, if their drafts are trees; else empty."""
     store: Callable[[Tensor], Tensor]
-    """Stores the results, given the message [S, bytes] uint8; returns what goes to the host."""
+    """Stores the results, given the message [S, columns] int32; returns what goes to the host."""
 
     @property
     def is_left(self) -> bool:
@@ -65,12 +67,13 @@ class StageExecutor(Executor):
         self.stores: StepGraphs | None = None
         if self.graphs and not self.stage.last:
             self.stores = StepGraphs(self.builder, self.config, self.num_blocks)
-            nbytes = nbytes_of(self._columns_of(StepShape.decoding(1, self.config.drafts)))
-            self._message = torch.zeros(
-                largest_step(self.config)[2], nbytes, dtype=torch.uint8, device=self.builder.device
+            rows = largest_step(self.config)[2]
+            columns = self._columns_of(StepShape.decoding(1, self.config.drafts))
+            self._message = torch.full(
+                (rows, num_columns(columns)), _NULL, dtype=torch.int32, device=self.builder.device
             )
             """Fixed tensor that `stores` read: each row of a message at its row of the step, and
-            zeros in null rows."""
+            `_NULL` in null rows."""
         self._open: deque[_Open] = deque()
         # one step per batch, as one plan of decode rows and one of chunks
         self._most_open = 2 * self.stage.stages
@@ -101,7 +104,8 @@ class StageExecutor(Executor):
             packed = self.graphs.run(self.execute, plan)
         else:
             packed = self.execute(self.builder.build(plan))
-        self.stage.send_results(to_bytes(packed, self._columns_of(StepShape.of(plan))))
+        # A copy, since the next step writes to the same buffer while this one is sent.
+        self.stage.send_results(packed.to(torch.int32, copy=True))
         return Launched(plan, packed)
 
     def _launch_before(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
@@ -169,7 +173,7 @@ class StageExecutor(Executor):
         plan = first.launched.plan
         columns = self._columns_of(StepShape.of(plan))
         message = self.stage.receive_results(
-            plan.num_sampling_rows, nbytes_of(columns), self.builder.device
+            plan.num_sampling_rows, num_columns(columns), self.builder.device
         )
         first.launched.fetch(first.store(message))
 
@@ -179,7 +183,7 @@ class StageExecutor(Executor):
         assert self.stores is not None
         shape = sent.shape
         decoded = plan.num_decode_rows
-        rows = self._message[: shape.rows, : message.shape[1]].zero_()
+        rows = self._message[: shape.rows, : message.shape[1]].fill_(_NULL)
         rows[:decoded] = message[:decoded]
         rows[shape.decode_rows :][: len(message) - decoded] = message[decoded:]
         return self.stores.sampling_rows(self.stores.replay(self._store, sent), shape, plan)
@@ -188,15 +192,15 @@ class StageExecutor(Executor):
         """Store the results of a batch.
 
         Args:
-            message: [S, bytes] uint8; None: read the fixed tensor `_message`, as graphs do.
+            message: [S, columns] int32; None: read the fixed tensor `_message`, as graphs do.
 
         Returns:
             [S, columns] int64, the results for the host.
         """
-        columns = self._columns_of(batch.shape)
         if message is None:
-            message = self._message[: batch.shape.sampling_rows, : nbytes_of(columns)]
-        packed = from_bytes(message, columns)
+            columns = num_columns(self._columns_of(batch.shape))
+            message = self._message[: batch.shape.sampling_rows, :columns]
+        packed = message.long()
         verdict, drafts = unpack_returned(packed, batch)
         batch, _ = batch.along(verdict)
         self.state.step(batch, verdict, drafts)

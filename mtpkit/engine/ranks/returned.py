@@ -1,9 +1,9 @@
-"""Results of a step that the last pipeline stage sends back: integers, one row per request that
-samples.
+"""Results of a step that the last pipeline stage sends back: one tensor [S, columns] int32, with a
+row for each request that samples.
 
-For chains, they are the integers that the host gets, see `pack_result`. For trees, two things
-follow: the accepted path, along which every stage moves keys, windows and rings, and the new tree.
-Each integer is sent in as few bits as its column needs.
+For chains, the columns are the integers that the host gets, see `pack_result`. For trees, two
+things follow: the accepted path, along which every stage moves keys, windows and rings, and the new
+tree. `columns_of` names the columns in their order.
 
 Shape legend: S rows that sample, K depth, T tokens of a tree.
 """
@@ -26,17 +26,12 @@ _NO_RANK = -2
 
 
 class Column(NamedTuple):
-    """A group of integers in each row: their number, and their smallest and largest values."""
+    """A group of adjacent integers in each row: their number, and their smallest and largest
+    values."""
 
     width: int
-    least: int
-    most: int
-
-    @property
-    def bits(self) -> int:
-        """Bits per integer. They encode its distance from `least - 1`: one code stands for values
-        that are too small, and one for values that are too large."""
-        return (self.most - self.least + 2).bit_length()
+    smallest: int
+    largest: int
 
 
 def columns_of(drafts: DraftShape, decoding: bool, vocab_size: int) -> dict[str, Column]:
@@ -77,43 +72,17 @@ def pack_returned(verdict: Verdict, drafts: Drafts) -> Tensor:
     parts = [packed]
     if verdict.path is not None:
         path = verdict.path[:, 1:]
-        parts.append(F.pad(path, (0, 0, 0, len(packed) - len(path))))
-    parts += [drafts.token_ids] if drafts.parents is None else [drafts.token_ids, drafts.parents]
+        chunks = len(packed) - len(path)
+        parts.append(F.pad(path, (0, 0, 0, chunks)))
+    parts.append(drafts.token_ids)
+    if drafts.parents is not None:
+        parts.append(drafts.parents)
     return torch.cat(parts, 1)
 
 
-def nbytes_of(columns: dict[str, Column]) -> int:
-    """Bytes per row of a message."""
-    return -(-sum(column.width * column.bits for column in columns.values()) // 8)
-
-
-def to_bytes(packed: Tensor, columns: dict[str, Column]) -> Tensor:
-    """[S, nbytes] uint8, the message for the result of `pack_returned`, low bits first. Integers
-    outside their column's range become the nearest value outside it."""
-    bits = []
-    parts = packed.split([column.width for column in columns.values()], 1)
-    for part, column in zip(parts, columns.values(), strict=True):
-        numbers = part.clamp(column.least - 1, column.most + 1) - (column.least - 1)
-        bits.append(
-            (numbers[..., None] >> torch.arange(column.bits, device=packed.device) & 1).flatten(1)
-        )
-    row = torch.cat(bits, 1)
-    row = F.pad(row, (0, 8 * nbytes_of(columns) - row.shape[1])).unflatten(1, (-1, 8))
-    return (row << torch.arange(8, device=packed.device)).sum(-1).to(torch.uint8)
-
-
-def from_bytes(message: Tensor, columns: dict[str, Column]) -> Tensor:
-    """[S, columns] int64, the integers in a message [S, nbytes] uint8; the inverse of
-    `to_bytes`."""
-    row = (message[..., None].long() >> torch.arange(8, device=message.device) & 1).flatten(1)
-    sizes = [column.width * column.bits for column in columns.values()]
-    found = []
-    for part, column in zip(row[:, : sum(sizes)].split(sizes, 1), columns.values(), strict=True):
-        bits = part.unflatten(1, (column.width, column.bits)) << torch.arange(
-            column.bits, device=message.device
-        )
-        found.append(bits.sum(-1) + (column.least - 1))
-    return torch.cat(found, 1)
+def num_columns(columns: dict[str, Column]) -> int:
+    """Integers per row."""
+    return sum(column.width for column in columns.values())
 
 
 def unpack_returned(packed: Tensor, batch: Batch) -> tuple[Verdict, Drafts]:
@@ -126,18 +95,23 @@ def unpack_returned(packed: Tensor, batch: Batch) -> tuple[Verdict, Drafts]:
     """
     shape = batch.shape
     columns = columns_of(shape.drafts, shape.decode_rows > 0, batch.sampling.vocabulary.size)
-    split = packed.split([column.width for column in columns.values()], 1)
+    widths = [column.width for column in columns.values()]
     parts = {
-        name: part.clamp(column.least, column.most)
-        for (name, column), part in zip(columns.items(), split, strict=True)
+        name: values.clamp(column.smallest, column.largest)
+        for (name, column), values in zip(columns.items(), packed.split(widths, 1), strict=True)
     }
+
+    # A verdict also has rows that do not sample.
     missing = (0, 0, 0, len(batch.inputs.state_slots) - len(packed))
-    accepted, token_ids = (F.pad(parts[name], missing) for name in ("accepted drafts", "tokens"))
+    accepted = F.pad(parts["accepted drafts"], missing)[:, 0]
+    token_ids = F.pad(parts["tokens"], missing)
     path = parts.get("places on the path")
     if path is not None:
+        # The first place on every path is token 0, which is not sent.
         path = F.pad(path[: batch.inputs.num_decode_rows], (1, 0))
-    drafts = parts["tokens of the tree" if shape.trees else "drafts"]
-    return Verdict(accepted[:, 0], token_ids, path), Drafts(drafts, None, parts.get("parents"))
+
+    drafts = parts["tokens of the tree"] if shape.trees else parts["drafts"]
+    return Verdict(accepted, token_ids, path), Drafts(drafts, None, parts.get("parents"))
 
 
 def check_returned(packed: np.ndarray, columns: dict[str, Column]) -> None:
@@ -147,11 +121,11 @@ def check_returned(packed: np.ndarray, columns: dict[str, Column]) -> None:
         MtpkitError: a value is outside its column's range.
     """
     ends = np.cumsum([column.width for column in columns.values()])[:-1]
-    for (name, (_, least, most)), values in zip(
-        columns.items(), np.split(packed, ends, axis=1), strict=True
-    ):
-        wrong = values[(values < least) | (values > most)]
+    groups = np.split(packed, ends, axis=1)
+    for (name, column), values in zip(columns.items(), groups, strict=True):
+        wrong = values[(values < column.smallest) | (values > column.largest)]
         if len(wrong):
             raise MtpkitError(
-                f"the last stage sent {wrong[0]} for {name}, which must be from {least} to {most}"
+                f"the last stage sent {wrong[0]} for {name}, which must be from"
+                f" {column.smallest} to {column.largest}"
             )

@@ -42,10 +42,11 @@ class Stage:
         """Hand hidden states [T, 1, h] to the next stage; nothing may write to them afterwards."""
 
     def send_results(self, message: Tensor) -> None:
-        """Send the results of a step, [S, bytes] uint8, from the last stage to all other stages."""
+        """Send the results of a step, [S, columns] int32, from the last stage to all other stages;
+        nothing may write to them afterwards."""
 
-    def receive_results(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
-        """[rows, nbytes] uint8, the results of this step that `send_results` sent; on all stages
+    def receive_results(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """[rows, columns] int32, the results of this step that `send_results` sent; on all stages
         but the last."""
         raise NotImplementedError("the last stage finds the results itself")
 
@@ -119,9 +120,9 @@ class PipelineStage(Stage):
             for stage in range(self.stages - 1):
                 self._begin(message, self._back, stage, 2 * self.stages**2)
 
-    def receive_results(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
+    def receive_results(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """See `Stage.receive_results`."""
-        message = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
+        message = torch.empty(rows, columns, dtype=torch.int32, device=device)
         if rows:
             dist.recv(message, group=self._back, group_src=self.stages - 1)
             self._count(message)
