@@ -71,7 +71,7 @@ class Engine:
         slots = IdPool(config.max_num_seqs)
         graphs = self.executor.graphs
         sizes = (graphs.chunk_sizes, graphs.sizes_beside) if graphs else ()
-        self.pacing = pacing_for(config, device, *sizes)
+        self.pacing = pacing_for(config, device.type == "cuda", *sizes)
         self.scheduler = Scheduler(config, blocks, slots, layout.block_bytes, self.pacing, prefix)
 
         self._arrived = 0.0

@@ -8,14 +8,17 @@ built at the launch. All transfers are outside of graphs.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtpkit.engine.device.executor import Executor, Launched
+from mtpkit.engine.device.executor import Executor, Launched, Verifier
 from mtpkit.engine.device.graphs import Sent, StepGraphs, largest_step
+from mtpkit.engine.device.runner import StepRunner
+from mtpkit.engine.drafting import Drafter
+from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.ranks.returned import (
     Column,
     check_returned,
@@ -24,8 +27,10 @@ from mtpkit.engine.ranks.returned import (
     pack_returned,
     unpack_returned,
 )
+from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.steps.plan import Batch, Drafts, Plan, StepResult, StepShape, Verdict
+from mtpkit.model.state import StateLayout
 
 _NULL = -1
 """Every integer in the results of a null row: no token, no parent, and a count of 0 once it is
@@ -62,8 +67,21 @@ class StageExecutor(Executor):
             steps, if there are graphs.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: StateLayout,
+        num_blocks: int,
+        runner: StepRunner,
+        drafter: Drafter,
+        vocab_size: int,
+        device: torch.device,
+        verifier: Verifier | None,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(
+            config, layout, num_blocks, runner, drafter, vocab_size, device, verifier, ranks
+        )
         self.stores: StepGraphs | None = None
         if self.graphs and not self.stage.last:
             self.stores = StepGraphs(self.builder, self.config, self.num_blocks)

@@ -6,8 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
-import torch
-
 from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.steps.plan import Plan
 
@@ -269,21 +267,24 @@ class Pacing:
 
 def pacing_for(
     config: EngineConfig,
-    device: torch.device,
+    on_gpu: bool,
     alone: Sequence[int] = (),
     beside: Sequence[int] = (),
 ) -> Pacing | None:
-    """The pacing of an engine. `alone` and `beside` are the captured sizes, if graphs are captured:
-    see `Pacing`.
+    """The pacing of an engine.
 
     None on a CPU without graphs and without a bound from the user, so that plans do not depend on
     measured times. With several batches, a request waits for one step of each batch between its
     tokens, so that each step gets an equal part of the user's bound.
+
+    Args:
+        on_gpu: whether steps run on a GPU.
+        alone, beside: the captured sizes, if graphs are captured, see `Pacing`.
     """
     bound = config.max_inter_token_latency
     if bound is not None:
         bound /= config.num_batches
-    if device.type != "cuda" and not config.graphs and bound is None:
+    if not on_gpu and not config.graphs and bound is None:
         return None
     return Pacing(bound, alone, beside, config.max_mixed_tokens)
 
