@@ -29,22 +29,23 @@ class RepeatedDrafter(MtpDrafter):
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         flat, newest = batch.newest(verdict.accepted)
+        depths = batch.shape.num_speculative_tokens
         # With K = 0 no hidden state is needed, but the cache gets its entries.
-        drafting = flat if batch.shape.num_speculative_tokens else flat[:0]
+        drafting = flat if depths else flat[:0]
         shifted = shifted_token_ids(batch, verdict)[None]
         state = mtp_forward(self.model, 1, hidden, shifted, batch.inputs, keep=drafting)
+
         chosen: list[tuple[Tensor, Tensor | None]] = []
         if len(drafting):
             chosen.append(self.choose(state[:, 0], 1, batch, newest))
-            depths = batch.shape.num_speculative_tokens
-            accepted = verdict.accepted[: batch.shape.sampling_rows]
-            # Only deeper depths change the states that depth 1 left, so that only they need a copy.
-            inputs = batch.inputs.continued(accepted) if depths > 1 else batch.inputs
+            inputs = batch.inputs
+            if depths > 1:
+                # Only deeper depths change the states that depth 1 left: only they need a copy.
+                inputs = inputs.continued(verdict.accepted[: batch.shape.sampling_rows])
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + (depth - 1))
-                state = mtp_forward(
-                    self.model, depth, state, embeddable(chosen[-1][0])[None], inputs
-                )
+                draft = embeddable(chosen[-1][0])[None]
+                state = mtp_forward(self.model, depth, state, draft, inputs)
                 chosen.append(self.choose(state[:, 0], depth, batch, newest))
                 inputs = inputs.advanced()
         return self.drafts(chosen, batch)
@@ -71,11 +72,11 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     decoded = decoded.flatten()
     if not inputs.num_chunk_rows:
         return decoded
+
     # The token after the last one of a chunk is not in the step: in the flat order, another row's
     # first token follows there.
     rows = batch.rows[count:]
-    last = (
-        torch.arange(count + 1, len(batch.rows) + 1, device=rows.device)
-        == inputs.query_start[rows + 1]
-    )
-    return torch.cat([decoded, torch.where(last, known[rows, 0], batch.token_ids[count:].roll(-1))])
+    next_index = torch.arange(count + 1, len(batch.rows) + 1, device=rows.device)
+    is_last = next_index == inputs.query_start[rows + 1]
+    following = batch.token_ids[count:].roll(-1)
+    return torch.cat([decoded, torch.where(is_last, known[rows, 0], following)])

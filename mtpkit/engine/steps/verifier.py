@@ -33,6 +33,8 @@ def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = No
     inputs = batch.inputs
     ancestors = None if inputs.tree is None else inputs.tree.ancestors
     logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts, ancestors)
+
+    # Every token of a decode row has a logit, and decode rows come first.
     count = inputs.num_decode_tokens
     if count:
         drafted = logits[:count]
@@ -47,9 +49,11 @@ def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = No
         if not inputs.num_chunk_rows:
             return decoded
 
-    first = _first_tokens(own_tokens(logits[count:], batch, slice(count, None)), batch)
+    chosen = own_tokens(logits[count:], batch, slice(count, None))
+    first = _first_tokens(chosen, batch)
     if not count:
         return first
+
     ranks = decoded.ranks
     if ranks is not None:
         ranks = torch.cat([ranks, torch.full_like(first.token_ids[:, 1:], -2)])
@@ -84,8 +88,11 @@ def _first_tokens(chosen: Tensor, batch: Batch) -> Verdict:
     known = batch.lookahead[batch.inputs.num_decode_rows :, 0]
     token_ids = known.new_zeros(len(known), 1 + batch.shape.num_speculative_tokens)
     token_ids[:, 0] = known
-    sampling = known[: len(chosen)]  # chunks that sample come first
-    token_ids[: len(chosen), 0] = torch.where(sampling < 0, chosen, sampling)
+
+    # Chunks that sample come first.
+    count = len(chosen)
+    sampling = known[:count]
+    token_ids[:count, 0] = torch.where(sampling < 0, chosen, sampling)
     return Verdict(torch.zeros_like(known), token_ids)
 
 
@@ -98,8 +105,10 @@ def _follow(own: Tensor, batch: Batch) -> Verdict:
     own = own.view(batch.inputs.num_decode_rows, -1)
     if batch.inputs.tree is None:
         return Verdict(*accept_matching(batch.drafts, own))
+
     tokens, parents = _tree_tokens(batch)
-    return Verdict(*accept_tree(tokens, parents, own, batch.shape.num_speculative_tokens))
+    depth = batch.shape.num_speculative_tokens
+    return Verdict(*accept_tree(tokens, parents, own, depth))
 
 
 def _tree_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -111,46 +120,50 @@ def _tree_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
     """Verify drafts that were drawn from `draft_probs` [D, K, V]."""
+    assert batch.draft_probs is not None
     rows, depths = batch.drafts.shape
+    shape = rows, 1 + depths
     part = slice(rows * (1 + depths))
     row_of_logit = batch.logit_rows[part]
     positions = _positions(batch, part)
-    token_uniforms, accept_uniforms = (
-        sampler.uniforms(batch.sampling, row_of_logit, positions, stream).view(rows, 1 + depths)
-        for stream in (sampler.TOKEN_STREAM, sampler.ACCEPT_STREAM)
+
+    def uniforms(stream: int) -> Tensor:
+        return sampler.uniforms(batch.sampling, row_of_logit, positions, stream).view(shape)
+
+    token = uniforms(sampler.TOKEN_STREAM)
+    # No draft follows the last token of a row.
+    accept = uniforms(sampler.ACCEPT_STREAM)[:, :-1]
+    probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
+    found = batch.sampling.vocabulary.accept_rejection(
+        batch.drafts, batch.draft_probs, probs, accept, token
     )
-    probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(rows, 1 + depths, -1)
-    assert batch.draft_probs is not None
-    accept = batch.sampling.vocabulary.accept_rejection
-    return Verdict(
-        *accept(batch.drafts, batch.draft_probs, probs, accept_uniforms[:, :-1], token_uniforms)
-    )
+    return Verdict(*found)
 
 
 def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
     """Verify trees whose siblings were drawn without replacement from `draft_probs` [D, E, v]."""
-    rows, drafts = batch.drafts.shape
-    part = slice(rows * (1 + drafts))
-    row_of_logit = batch.logit_rows[part]
-    positions = _positions(batch, part)
+    assert batch.draft_probs is not None
     tree = batch.inputs.tree
     assert tree is not None
-    branches = torch.arange(1 + drafts, device=logits.device).repeat(rows)
-    assert batch.draft_probs is not None
+    rows, drafts = batch.drafts.shape
+    shape = rows, 1 + drafts
+    part = slice(rows * (1 + drafts))
+    row_of_logit = batch.logit_rows[part]
+
     # A draft is accepted at its own position, which is the one after its parent's.
     at_draft = batch.inputs.positions[batch.logit_indices[part]]
-    shape = rows, 1 + drafts
+    branches = torch.arange(1 + drafts, device=logits.device).repeat(rows)
     accept = sampler.uniforms(
         batch.sampling, row_of_logit, at_draft, sampler.ACCEPT_STREAM, branches
-    ).view(shape)
-    token = sampler.uniforms(batch.sampling, row_of_logit, positions, sampler.TOKEN_STREAM).view(
-        shape
     )
+    positions = _positions(batch, part)
+    token = sampler.uniforms(batch.sampling, row_of_logit, positions, sampler.TOKEN_STREAM)
+
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
-    tokens = batch.token_ids[: rows * (1 + drafts)].view(shape)
+    tokens = batch.token_ids[part].view(shape)
     depth = batch.shape.num_speculative_tokens
     found = batch.sampling.vocabulary.accept_drawn_tree(
-        tokens, tree, batch.draft_probs, probs, accept, token, depth
+        tokens, tree, batch.draft_probs, probs, accept.view(shape), token.view(shape), depth
     )
     return Verdict(*found)
 
@@ -169,7 +182,8 @@ class SyntheticAcceptance:
     def __init__(
         self, conditional_rates: Sequence[float], depths: int, device: torch.device
     ) -> None:
-        if len(conditional_rates) < depths or not all(0 <= rate <= 1 for rate in conditional_rates):
+        valid = all(0 <= rate <= 1 for rate in conditional_rates)
+        if len(conditional_rates) < depths or not valid:
             raise UserError(
                 f"synthetic_acceptance is {list(conditional_rates)}, must be {depths} rates from 0"
                 " to 1, one per draft"
@@ -192,19 +206,24 @@ class SyntheticAcceptance:
             _follow(own, batch)
         else:
             _verify_drawn_tree(logits, batch)
+
         tokens, parents = _tree_tokens(batch)
         rows, width = tokens.shape
         own = own.view(rows, width)
         depth = batch.shape.num_speculative_tokens
+
+        # A random number per row and depth
         first_position = batch.inputs.context_lens[:rows, None]
         position = first_position + torch.arange(1, 1 + depth, device=own.device)
         seeds = batch.sampling.seeds[:rows, None].expand_as(position)
         numbers = uniform(seeds.flatten(), position.flatten(), sampler.ACCEPT_STREAM)
         numbers = numbers.view_as(position)
 
+        # The first child of each token; `width`: the token has none
         index = torch.arange(width, device=own.device)
         below = parents[:, None] == index[:, None]  # [D, parent, child]
         first = torch.where(below & (index > 0), index, width).amin(2)
+
         depths = batch.inputs.positions[: rows * width].view_as(own) - first_position
         right = (numbers < self.rates[:depth]).gather(1, depths.clamp_max(depth - 1))
         right &= first < width
@@ -213,7 +232,8 @@ class SyntheticAcceptance:
         # An accepted first child replaces the base's choice. Any other choice becomes -2 - token
         # and matches no draft.
         valid = own != NO_TOKEN
-        own = torch.where(right & valid, drafted, torch.where(valid, -2 - own, own))
+        refused = torch.where(valid, -2 - own, own)
+        own = torch.where(right & valid, drafted, refused)
         accepted, token_ids, path, ranks = accept_tree(tokens, parents, own, depth)
         token_ids = torch.where(token_ids < NO_TOKEN, -2 - token_ids, token_ids)
         return Verdict(accepted, token_ids, path, ranks)
@@ -227,10 +247,12 @@ class SyntheticAcceptance:
             accept_matching(batch.drafts, own)
         else:
             _verify_drawn(logits, batch)
+
         positions = batch.inputs.positions[: rows * (1 + depths)].view(rows, 1 + depths)[:, 1:]
         seeds = batch.sampling.seeds[:rows, None].expand(-1, depths)
         numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM)
-        accepted = (numbers.view(rows, depths) < self.rates[:depths]).long().cumprod(-1).sum(-1)
+        right = numbers.view(rows, depths) < self.rates[:depths]
+        accepted = right.long().cumprod(-1).sum(-1)
 
         place = torch.arange(1 + depths, device=own.device)
         last = accepted[:, None]
