@@ -39,18 +39,6 @@ Options = Annotated[DataOptions, options.Fields()]
 ChatTemplate = Annotated[
     Path | None, typer.Option(help="Jinja file to use in place of the tokenizer's chat template.")
 ]
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    *_PENALTIES,
-)
 _ENGINE = (
     "model",
     "num_speculative_tokens",
@@ -175,7 +163,8 @@ def regenerate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")] = 0,
     *,
     sampling: Annotated[
-        SamplingParams, options.Fields(only=_SAMPLING, defaults=SamplingParams(max_tokens=512))
+        SamplingParams,
+        options.Fields(without=("n", "seed"), defaults=SamplingParams(max_tokens=512)),
     ],
     engine: Annotated[EngineOptions, options.Fields(only=_ENGINE)],
     columns: Annotated[
@@ -217,9 +206,7 @@ def regenerate(
     resolve_drafts(config_of(source), engine.num_speculative_tokens)
     tokenizer = _tokenizer(source.companions, chat_template)
     prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit, rows)
-    settings = journal_settings(model, prompts, sampling, seed, engine.dtype) | _later_settings(
-        sampling
-    )
+    settings = journal_settings(model, prompts, sampling, seed, engine.dtype)
     with Journal(output, settings) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")
@@ -340,13 +327,6 @@ def draft_vocab(
         f"wrote {output}: {size:,} of {config.vocab_size:,} tokens, which cover"
         f" {vocab.coverage:.2%} of the data"
     )
-
-
-def _later_settings(sampling: SamplingParams) -> dict[str, object]:
-    """Penalties and stop tokens that differ from their defaults; leaving the others out keeps
-    journals of earlier versions valid."""
-    values = {name: getattr(sampling, name) for name in (*_PENALTIES, "stop_token_ids")}
-    return {name: value for name, value in values.items() if value != getattr(SamplingParams, name)}
 
 
 def _tokenizer(directory: Path, chat_template: Path | None = None) -> "Tokenizer":

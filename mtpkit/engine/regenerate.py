@@ -19,6 +19,10 @@ from mtpkit.errors import MtpkitError, UserError, listed, shown
 
 logger = logging.getLogger(__name__)
 
+_ALWAYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos")
+"""Sampling parameters that every journal has. Others are left out while they have their defaults,
+so that a journal stays valid when a new version brings a new parameter."""
+
 _REFRESH = 0.5
 """Seconds after which the count of tokens is shown again, whether or not an answer is finished."""
 
@@ -31,14 +35,21 @@ def journal_settings(
     Args:
         params: of all prompts; their seed is not used.
     """
-    sampling = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos")
+    own = {"n", "seed", "stop", *_ALWAYS}
+    usual = vars(SamplingParams())
+    others = {
+        name: value
+        for name, value in vars(params).items()
+        if name not in own and value != usual[name]
+    }
     return {
         "model": str(model.resolve()),
         "prompts": f"{len(prompts)} of digest {digest(prompts)}",
-        **{name: getattr(params, name) for name in sampling},
+        **{name: getattr(params, name) for name in _ALWAYS},
         "stop": params.stop_strings,
         "seed": seed,
         "dtype": dtype,
+        **others,
     }
 
 

@@ -4,6 +4,7 @@ is stopped."""
 import json
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from mtpkit.data.prompts import Prompt, read_prompts, spread
 from mtpkit.data.regenerate import Answer, Journal, digest
 from mtpkit.data.samples import read_samples
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.engine.regenerate import regenerate
+from mtpkit.engine import SamplingParams
+from mtpkit.engine.regenerate import journal_settings, regenerate
 from mtpkit.errors import UserError
 
 SETTINGS = {"model": "m", "stop": ("a",)}
@@ -173,6 +175,21 @@ def test_a_journal_of_other_settings_is_refused(tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "b.jsonl", 0)
     assert not (tmp_path / "b.jsonl.partial").exists(), "nothing was answered"
+
+
+def test_every_sampling_parameter_is_a_setting_of_the_journal() -> None:
+    """But journals of earlier versions, which lack the later parameters, stay valid."""
+
+    def settings(params):
+        return journal_settings(Path("m"), PROMPTS, params, 0, "float32")
+
+    usual = settings(SamplingParams())
+    first = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "stop"]
+    assert list(usual) == ["model", "prompts", *first, "seed", "dtype"]
+    for name in vars(SamplingParams()).keys() - {"n", "seed"}:
+        params = SamplingParams()
+        object.__setattr__(params, name, ("another value",))  # of any type: no check runs
+        assert settings(params) == usual | {name: ("another value",)}
 
 
 def test_a_journal_that_is_damaged_or_in_use_is_refused(tmp_path) -> None:
