@@ -23,6 +23,7 @@ from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import UserError, listed
 from mtpkit.model import build_model
 from mtpkit.model.kinds import KINDS
+from tests.checkpoint import family_models
 from tests.checkpoint.builders import GOLDEN
 from tests.checkpoint.test_cli import convert
 from tests.checkpoint.toy_family import TOY, known
@@ -33,6 +34,14 @@ from tests.toy_config import DELTA, toy_config
 def toy_family():
     with known():
         yield
+
+
+def test_every_family_has_a_tiny_model_and_is_described():
+    """A vision tower more or less makes no other model."""
+    page = (Path(mtpkit.__file__).parent.parent / "docs" / "families.md").read_text()
+    tiny = family_models.FAMILIES
+    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
+    assert [name for name in FAMILIES if name.removesuffix("_text") not in tiny] == []
 
 
 @pytest.fixture

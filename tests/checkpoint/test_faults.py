@@ -4,6 +4,7 @@ every family."""
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from mtpkit.checkpoint.families import FAMILIES, get_family
 from mtpkit.checkpoint.lint import lint
 from mtpkit.checkpoint.stitch import stitch
 from mtpkit.checkpoint.tensors import bits_equal
-from tests.checkpoint import block_models as blocks
 from tests.checkpoint import qwen_models as qwen
 from tests.checkpoint.builders import add_heads, edit, write_base
+from tests.checkpoint.family_models import write_family
 from tests.checkpoint.test_cli import convert
 from tests.checkpoint.test_round_trip import read_all
 
@@ -25,21 +26,6 @@ from tests.checkpoint.test_round_trip import read_all
 def _nemotron(directory: Path) -> None:
     write_base(directory, "M*-E")
     add_heads(directory)
-
-
-def _deepseek(directory: Path) -> None:
-    blocks.write_deepseek(directory)
-    blocks.add_glm_heads(directory, writer=blocks.write_deepseek)
-
-
-def _glm(directory: Path) -> None:
-    blocks.write_glm(directory)
-    blocks.add_glm_heads(directory)
-
-
-def _mimo(directory: Path) -> None:
-    blocks.write_mimo(directory)
-    blocks.add_mimo_heads(directory)
 
 
 def _qwen(family: str) -> Callable[[Path], None]:
@@ -61,7 +47,11 @@ EXPERTS = dict(
     moe_intermediate_size=12,
     shared_expert_intermediate_size=20,
 )
-WRITERS = {"nemotron_h": _nemotron, "deepseek_v3": _deepseek, "glm4_moe": _glm, "mimo": _mimo}
+WRITERS = {
+    "nemotron_h": _nemotron,
+    **{family: _qwen(family) for family in FAMILIES if family.startswith("qwen")},
+}
+"""Of families with more kinds of layers than those of `family_models`, or without a row there."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -69,7 +59,7 @@ INDEX = "model.safetensors.index.json"
 def clean(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a family, with a head, in one file."""
     directory = tmp_path_factory.mktemp("faults") / request.param
-    WRITERS.get(request.param, _qwen(request.param))(directory)
+    WRITERS.get(request.param, partial(write_family, request.param))(directory)
     return directory
 
 
