@@ -142,8 +142,11 @@ def make_llm(model, k: int, **settings) -> LLM:
     return LLM(model, k, **small | settings)
 
 
-def generate(llm: LLM, prompts, params=None, poison: bool = True) -> list[list[int]]:
-    """Output tokens of each prompt; what nobody holds is NaN before each step."""
+def generate(
+    llm: LLM, prompts, params: SamplingParams | None = None, poison: bool = True
+) -> list[list[int]]:
+    """Output tokens of each prompt, all with the same parameters; what nobody holds is NaN before
+    each step."""
     engine = llm.engine
     ids = [engine.add_request(prompt, params or greedy()) for prompt in prompts]
     finished = {}
@@ -166,8 +169,9 @@ def poison_free(engine) -> None:
     if engine.executor.state.earlier is not None:
         engine.executor.state.earlier.hidden[slots] = math.nan
         engine.executor.state.earlier.token_ids[slots] = VOCAB_SIZE - 1
-    engine.executor.state.columns["output_counts"][slots] = 1 << 20
-    engine.executor.state.columns["in_prompt"][slots] = True
+    for column in engine.executor.state.columns.values():
+        if column.dim() > 1:  # the others have a number for every request
+            column[slots] = True if column.dtype == torch.bool else 1 << 20
 
 
 def held_bytes(engine) -> int:

@@ -14,6 +14,7 @@ from mtpkit.errors import UserError, listed, shown
 
 __all__ = ["FAMILIES", "Family", "find_family", "get_family", "only_fit"]
 
+# To support another family, add it here.
 _ALL = (
     NEMOTRON_H,
     DEEPSEEK_V3,
@@ -26,8 +27,7 @@ _ALL = (
     QWEN3_5_MOE_TEXT,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""Families by the `model_type` of their Hugging Face config. To support another family, add it
-here."""
+"""Families by the `model_type` of their Hugging Face config."""
 
 
 def get_family(name: object, where: object = "model config", key: str = "family") -> Family:

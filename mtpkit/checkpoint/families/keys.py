@@ -138,7 +138,8 @@ class Fixed(Line):
     """A setting of which only one value is supported.
 
     Attributes:
-        key: key of the file; empty if the family has no such key.
+        key: key of the file; empty if the family has no such key, as in `Fixed("", None,
+            "layernorm_zero_centered_gamma", True)`.
         value: supported value of the key; None is not written.
         field: field of `ModelConfig`; empty if it has none.
     """

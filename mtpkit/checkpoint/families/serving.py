@@ -178,4 +178,4 @@ WITH_NVFP4 = Unquantized("", ("sglang",), "NVFP4")
 to four bits (NVFP4, NVFP4_AWQ, W4A16_NVFP4)."""
 
 USUAL = Serving()
-"""Expectations for a family that states none of its own."""
+"""Expectations for a family that states none of its own: servers load it as they load others."""

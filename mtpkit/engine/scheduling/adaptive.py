@@ -1,5 +1,9 @@
 """Choice of the drafts of each step: always the same ones, or those with the highest expected
-tokens per second."""
+tokens per second.
+
+A step verifies as many drafts as it makes for the next one, see `Plan.drafts`. After a step with
+K = 0 the next step of its batch therefore has none to verify, whatever its own K is.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +35,8 @@ class FixedSpeculation:
         self.drafts = drafts
 
     def choose(self, num_rows: int) -> DraftShape:
-        """Return K, or the tree, for a step with `num_rows` decode rows."""
+        """Return K, or the tree, for a step with `num_rows` decode rows: the drafts that it
+        verifies and makes."""
         return self.drafts
 
     def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
@@ -125,7 +130,8 @@ class AdaptiveSpeculation:
         return acceptance.expected_length(depth_of(drafts))
 
     def choose(self, num_rows: int) -> DraftShape:
-        """Return K, or the tree, for a step; `num_rows` counts the decode rows of all batches."""
+        """Return K, or the tree, for a step: the drafts that it verifies and makes. `num_rows`
+        counts the decode rows of all batches."""
         size = next((size for size in self._sizes if size >= num_rows), self._sizes[-1])
         best: DraftShape = 0
         for drafts in self._shapes:
@@ -184,3 +190,5 @@ class AdaptiveSpeculation:
 
 
 Speculation = FixedSpeculation | AdaptiveSpeculation
+"""The rule of an engine, `Engine.speculation`: `Engine.step` asks it for the drafts of each step,
+and reports what was accepted."""

@@ -9,12 +9,12 @@ from mtpkit.engine.requests.tree import DraftShape
 class Decision:
     """What the requests and the results of earlier steps leave open about a step.
 
-    It follows from measured times, which differ between ranks. Rank 0 therefore decides, and all
-    ranks plan by its decision.
+    It follows from measured times, which differ between ranks. Rank 0 therefore decides, by
+    `adaptive.py` and `pacing.py`, and all ranks plan by its decision.
     """
 
     drafts: DraftShape
-    """Drafts of the decode rows."""
+    """Drafts of the decode rows, see `Plan.drafts`."""
     prompt_tokens: int | None = None
     """Most prompt tokens of the step. None: the pacing of the rank that plans bounds them, or the
     token budget alone if there is no pacing."""

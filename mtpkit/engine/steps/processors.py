@@ -1,6 +1,8 @@
 """Logits processors: penalties, temperature and filters, in the order in which they are applied.
 
-`PROCESSORS` lists them; a new one is a class here and an entry in that list.
+`PROCESSORS` lists them; a new one that changes logits is a class here and an entry in that list. A
+filter of the distribution, a `Shaping`, is also computed in `kernels.sampling` and, where ranks
+share a vocabulary, in `SplitVocabulary`.
 
 Shape legend: S rows that sample, N logits rows, D decode rows, K drafts, V vocabulary.
 """
@@ -45,6 +47,10 @@ class Processor:
 
     A processor has no state of its own. `DeviceState` owns its columns and is the only caller of
     `admit` and `count`.
+
+    Requests that use a processor share steps with requests that do not, in slots that others had:
+    the columns of the latter must say that nothing changes. `numbers` is called for every request,
+    so one number may switch large columns off, as it does in `Penalties`.
     """
 
     name: str
@@ -59,7 +65,8 @@ class Processor:
         raise NotImplementedError
 
     def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
-        """Values of the columns that hold one number per request, for these parameters."""
+        """Values of the columns that hold one number per request, for these parameters; with values
+        that change nothing if the request does not use the processor."""
         raise NotImplementedError
 
     def admit(
@@ -85,8 +92,8 @@ class Processor:
         drafts: Tensor,
         ancestors: Tensor | None = None,
     ) -> Tensor:
-        """[N, V] changed logits. Called in steps that use the processor; `Shaping` leaves the
-        change to the kernels.
+        """[N, V] changed logits, at least one of them finite in each row. Called in steps that use
+        the processor; `Shaping` leaves the change to the kernels.
 
         Args:
             logits: [N, V]; the first D * (1 + K) belong to the decode rows.
@@ -230,6 +237,7 @@ TOP_P = Shaping("top_p", torch.float32, 1.0, lambda p, _: p.top_p, lambda _: 1.0
 
 PROCESSORS: tuple[Processor, ...] = (Penalties(), TEMPERATURE, MIN_P, TOP_K, TOP_P)
 GREEDY: Use = frozenset()
+"""No processor: the base's best token is chosen."""
 _SHAPING: Use = frozenset(
     processor.name for processor in PROCESSORS if isinstance(processor, Shaping)
 )

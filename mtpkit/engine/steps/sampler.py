@@ -18,7 +18,7 @@ from mtpkit.engine.steps.processors import (
     Columns,
     Use,
 )
-from mtpkit.engine.steps.vocabulary import Shaping, Vocabulary
+from mtpkit.engine.steps.vocabulary import RowShaping, Vocabulary
 from mtpkit.kernels import sampling as ops
 
 TOKEN_STREAM, ACCEPT_STREAM, DRAFT_STREAM = range(3)
@@ -79,7 +79,7 @@ def probabilities(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
     return sampling.vocabulary.probabilities(logits, _shaping(sampling, rows))
 
 
-def _shaping(sampling: Sampling, rows: Tensor) -> Shaping:
+def _shaping(sampling: Sampling, rows: Tensor) -> RowShaping:
     slots = sampling.slots[rows]
     # A filter that no row uses is left out: each one searches the whole vocabulary.
     top_k, top_p, min_p = (

@@ -25,8 +25,8 @@ _DIGIT_BITS = 8
 sums of 8 bytes."""
 _BELOW_ONE = 1 - 2.0**-50
 
-Shaping = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""[N] temperature, top-k, top-p and min-p; None for a filter that no row uses."""
+RowShaping = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""[N] temperature, top-k, top-p and min-p of rows; None for a filter that no row uses."""
 
 
 class Vocabulary(acceptance.Whole):
@@ -44,7 +44,7 @@ class Vocabulary(acceptance.Whole):
         `kernels.draft_head.argmax`."""
         return draft_head.argmax(logits)
 
-    def probabilities(self, logits: Tensor, shaping: Shaping) -> Tensor:
+    def probabilities(self, logits: Tensor, shaping: RowShaping) -> Tensor:
         """[N, v] float32, see `kernels.sampling.probabilities`."""
         return ops.probabilities(logits, *shaping)
 
@@ -66,7 +66,7 @@ class Vocabulary(acceptance.Whole):
         """`weights` [N, v] with 0 at one token per row, `token_ids` [N]."""
         return acceptance.without(weights, self.place(token_ids)[:, None])
 
-    def sample_logits(self, logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
+    def sample_logits(self, logits: Tensor, shaping: RowShaping, uniforms: Tensor) -> Tensor:
         """[N] int64 tokens drawn from logits [N, v], see `kernels.sampling.sample_logits`."""
         return ops.sample_logits(logits, *shaping, uniforms)
 
@@ -159,12 +159,12 @@ class SplitVocabulary(Vocabulary):
         tokens = columns + self.first if token_ids is None else F.pad(token_ids, (0, 1))[columns]
         return top_of_ranks(values, tokens, log_sums, self.group)
 
-    def probabilities(self, logits: Tensor, shaping: Shaping) -> Tensor:
+    def probabilities(self, logits: Tensor, shaping: RowShaping) -> Tensor:
         """See `Vocabulary.probabilities`."""
         weights = self._weights(logits, shaping)
         return (weights / self.sum(weights.sum(-1, dtype=torch.float64))[:, None]).float()
 
-    def sample_logits(self, logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
+    def sample_logits(self, logits: Tensor, shaping: RowShaping, uniforms: Tensor) -> Tensor:
         """See `Vocabulary.sample_logits`."""
         return self.sample(self._weights(logits, shaping), uniforms)
 
@@ -224,7 +224,7 @@ class SplitVocabulary(Vocabulary):
     def _weights(
         self,
         logits: Tensor,
-        shaping: Shaping,
+        shaping: RowShaping,
     ) -> Tensor:
         """[N, v] float32, the rows' distributions up to a factor per row; NaN in invalid rows."""
         temperature, top_k, top_p, min_p = shaping
