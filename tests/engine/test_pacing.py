@@ -70,8 +70,8 @@ def test_a_time_that_says_nothing_of_a_token_is_not_taken_up():
     before = pacing.most_tokens(8192, 16, 1)
     pacing.observe([plan(16, 8)], 10.0)
     assert pacing.most_tokens(8192, 16, 1) == before
-    pacing.observe([plan(0, 512)], 10.0)
-    assert before / 2 < pacing.most_tokens(8192, 16, 1) <= before
+    pacing.observe([plan(0, 512)], 10.0)  # one of nine measurements
+    assert pacing.most_tokens(8192, 16, 1) == before
 
 
 @pytest.mark.parametrize("tokens", [16, 1750])
@@ -81,13 +81,12 @@ def test_results_that_come_together_do_not_stop_prompts(tokens):
     before = pacing.most_tokens(8192, 16, 1)
     for _ in range(2):
         pacing.observe([plan(16, tokens)], 1e-4)
-    assert pacing.most_tokens(8192, 16, 1) > before / 3
+        assert pacing.most_tokens(8192, 16, 1) == before
     for _ in range(40):
         chunk = pacing.most_tokens(8192, 16, 1)
+        assert chunk == before
         pacing.observe([plan(16, chunk)], 0.01 + chunk * 1e-4)
         pacing.observe([plan(16)], 0.01)
-    # chunks of fewer than `_LONG` do not raise a token's time
-    assert pacing.most_tokens(8192, 16, 1) <= 1.5 * before
 
 
 def load(
@@ -138,10 +137,11 @@ def warmed(bound: float | None) -> Pacing:
 @pytest.mark.parametrize("bound", [None, 0.03, 0.012])
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("lost", [0.1, 0.3, 3.0])
-def test_a_late_step_is_forgotten(bound, every, lost):
-    """Whether prompts wait in every step or not, chunks come back to what they were without it."""
-    steady = load(warmed(bound), every=every)[-1]
-    assert load(warmed(bound), every=every, late={40: lost, 41: lost, 90: lost})[-1] == steady
+def test_a_late_step_changes_nothing(bound, every, lost):
+    """Whether prompts wait in every step or not: three of nine measurements do not move a
+    median."""
+    steady = load(warmed(bound), every=every)
+    assert load(warmed(bound), every=every, late={40: lost, 41: lost, 90: lost}) == steady
 
 
 def mixed_steps(
@@ -176,16 +176,35 @@ def begun(bound: float | None) -> Pacing:
     return pacing
 
 
+def are_trials(others: list[int], best: list[int]) -> bool:
+    """Whether each of some steps may be a trial, which comes after 48 times as many tokens of the
+    other kind; the first one may come after tokens that the lists do not have."""
+    return 48 * sum(others) <= sum(best) + 48 * max(others, default=0)
+
+
+def only_trials_beside(tokens: int, taken: list[int]) -> bool:
+    """Whether all steps of other numbers of prompt tokens may be trials."""
+    best = [chosen for chosen in taken if chosen == tokens]
+    return are_trials([chosen for chosen in taken if chosen != tokens], best)
+
+
 @pytest.mark.parametrize(
-    ("bound", "tokens"), [(None, 512), (0.012, 320), (0.02, 512), (0.025, 512), (0.03, 512)]
+    ("bound", "tokens", "first"),
+    [
+        (None, 512, 1),
+        (0.012, 320, 9),  # steps of 192 tokens count for less, and are measured nine times
+        (0.02, 512, 0),
+        (0.025, 512, 0),
+        (0.03, 512, 0),
+    ],
 )
-def test_tokens_that_share_a_pass_have_a_time_of_their_own(bound, tokens):
+def test_tokens_that_share_a_pass_have_a_time_of_their_own(bound, tokens, first):
     """Seconds of a token in one kind of steps do not lead to steps of the other kind that take too
-    long."""
+    long: only the first trial of the other kind may, since its time is not known before."""
     taken = mixed_steps(begun(bound), 5000)
     most = 2.75 * 6.5e-3 if bound is None else bound
-    assert sum(seconds > most for _, seconds in taken) <= 0.005 * len(taken)
-    assert sum(chosen == tokens for chosen, _ in taken) >= 0.98 * len(taken)
+    assert sum(seconds > most for _, seconds in taken) <= 1
+    assert only_trials_beside(tokens, [chosen for chosen, _ in taken[first:]])
 
 
 @pytest.mark.parametrize(("bound", "waiting", "tokens"), [(0.25, 1, 8192), (None, 1000, 2048)])
@@ -202,7 +221,8 @@ def test_while_requests_wait_for_others_to_end_the_cheaper_tokens_are_chosen(
     """Those of long chunks take 24 us, and a second computes more of them than of any that share a
     pass."""
     taken = mixed_steps(begun(None), 300, waiting=1000, token=token, crowded=crowded)
-    assert sum(chosen == tokens for chosen, _ in taken[-100:]) >= 90  # the others are trials
+    # the first three steps measure the kind that was never timed
+    assert only_trials_beside(tokens, [chosen for chosen, _ in taken[3:]])
 
 
 def test_kinds_are_compared_at_what_a_step_may_have():
@@ -219,13 +239,14 @@ def test_mixed_steps_have_their_most_tokens_too():
     assert pacing.most_tokens(8192, 16, 1000, crowded=True) == 4096
 
 
-@pytest.mark.parametrize("late", [1, 5, 10])
-def test_a_kind_of_step_that_was_late_is_tried_again(late):
+@pytest.mark.parametrize(("late", "until"), [(1, 0), (4, 0), (10, 15)])
+def test_a_kind_of_step_that_was_late_is_chosen_again(late, until):
+    """Four late steps of nine change nothing. After ten, five that are not late do, which the
+    steps that were made shorter measure."""
     pacing = Pacing(0.25, SIZES, SIZES, most_mixed=512)
     mixed_steps(pacing, 50)
-    mixed_steps(pacing, 60, late=late)
-    tokens = [chosen for chosen, _ in mixed_steps(pacing, 60)]
-    assert sum(chosen for chosen in tokens if chosen == 8192) >= 0.95 * sum(tokens)
+    taken = [chosen for chosen, _ in mixed_steps(pacing, 60, late=late)]
+    assert only_trials_beside(8192, taken[until:])
 
 
 def crowded_steps(
@@ -276,9 +297,11 @@ def filled() -> Pacing:
 def test_a_late_host_does_not_change_the_kind_of_steps(token, best, late, late_steps, seed):
     """But for trials, also while little has been measured."""
     taken = crowded_steps(filled(), 500, late, token=token, seed=seed, late_steps=late_steps)
-    for part, share in ((taken[:250], 0.15), (taken[250:], 0.06)):
-        others = sum(tokens for tokens in part if tokens not in (0, best))
-        assert others <= share * sum(part)
+    for part in (taken[:250], taken[250:]):
+        others = [tokens for tokens in part if tokens not in (0, best)]
+        # one trial and 2 % of the tokens as without lateness, and another 1 %: a trial is as long
+        # as the times at hand allow, and shorter ones come sooner
+        assert sum(others) - max(others, default=0) <= 0.03 * sum(part)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +314,11 @@ def test_a_kind_whose_times_were_all_wrong_is_chosen_again(token, best, wrong, p
     crowded_steps(pacing, 200, token=token)
     for _ in range(9):
         pacing.observe(plans, wrong)
-    crowded_steps(pacing, 20 if best == 512 else 1200, token=token)
+    # Nine right ones come after nine steps where the kind is still chosen, if for fewer tokens.
+    # Otherwise two trials outvote the wrong ones, each after 48 times its tokens of the other kind.
+    crowded_steps(pacing, 13 if best == 512 else 280, token=token)
     taken = crowded_steps(pacing, 200, token=token)
-    assert sum(tokens for tokens in taken if tokens == best) >= 0.9 * sum(taken)
+    assert only_trials_beside(best, [tokens for tokens in taken if tokens])
 
 
 @pytest.mark.parametrize("seen", [3e-3, 12.3e-3, 30e-3])
@@ -305,9 +330,12 @@ def test_the_time_of_decoding_is_measured_again_while_prompts_always_wait(seen):
     pacing.observe([plan(128)], seen)
     for decode, tokens in ((12.3e-3, 512), (24.6e-3, 384)):
         taken = crowded_steps(pacing, 420, decode=decode, token=13e-6)
+        # times vary, so that single steps have the next size
         assert pacing._token_seconds(True) == pytest.approx(13e-6, rel=0.1)
-        assert taken.count(0) <= 8 and taken[:-1].count(0) >= 3
-        assert sorted(taken[-50:])[25] == pytest.approx(tokens, rel=0.2)
+        assert sorted(taken[-50:])[25] == tokens
+        # After 8 steps twice, while fewer than three are measured, then after 128; of the second
+        # load three times in 420 steps.
+        assert taken.count(0) == (5 if decode == 12.3e-3 else 3)
 
 
 def test_prompts_do_not_wait_for_measurements():
@@ -359,7 +387,7 @@ def test_short_steps_that_seem_to_take_no_time_say_little_of_long_ones(seconds):
         pacing.observe([plan(16), plan(0, 1024)], 30e-3)
     apart = pacing._token_seconds(False)
     pacing.observe([plan(16, 16)], seconds)
-    assert pacing._token_seconds(True) > 0.7 * apart
+    assert pacing._token_seconds(True) == apart
     for _ in range(1000):
         pacing.observe([plan(16)], 6.5e-3)
         pacing.observe([plan(16, 16)], 6.6e-3)
