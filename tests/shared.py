@@ -1,6 +1,7 @@
 """Things that tests of several workers use, made by the worker that needs them first."""
 
 import gc
+import inspect
 import itertools
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -61,20 +63,30 @@ def few_with_all[T](parts: dict[T, set]) -> list[T]:
     return found
 
 
-def each(names: str | tuple[str, ...], rows: Iterable) -> Callable[[Callable], Callable[[], None]]:
+def each(names: str | tuple[str, ...], rows: Iterable) -> Callable[[Callable], Callable[..., None]]:
     """Run a test on each row of a table in one case, as `pytest.mark.parametrize` does in many.
 
     For tables of quick checks of which each is about something else, such as refused values: the
     fast tier, which runs two cases of a function, has all of them then. A failure names its row.
+    The rows share the test's fixtures, but for `tmp_path`.
     """
     names = (names,) if isinstance(names, str) else names
+    rows = list(rows)
+    assert rows, "a test without rows cannot fail"
 
-    def decorate(check: Callable) -> Callable[[], None]:
-        def test() -> None:
-            for row in rows:
+    def decorate(check: Callable) -> Callable[..., None]:
+        parameters = inspect.signature(check).parameters.values()
+        fixtures = [one for one in parameters if one.name not in names]
+
+        def test(**shared: Any) -> None:
+            for number, row in enumerate(rows):
+                given = dict(shared)
+                if "tmp_path" in shared:
+                    given["tmp_path"] = shared["tmp_path"] / f"row{number}"
+                    given["tmp_path"].mkdir()
                 values = (row,) if len(names) == 1 else row
                 try:
-                    check(**dict(zip(names, values, strict=True)))
+                    check(**given, **dict(zip(names, values, strict=True)))
                 except BaseException as error:  # pytest's own too
                     error.add_note(f"row: {row!r}")
                     raise
@@ -82,6 +94,8 @@ def each(names: str | tuple[str, ...], rows: Iterable) -> Callable[[Callable], C
         test.__name__ = check.__name__
         test.__doc__ = check.__doc__
         test.__module__ = check.__module__
+        test.pytestmark = getattr(check, "pytestmark", [])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
         return test
 
     return decorate

@@ -119,6 +119,12 @@ def test_a_table_in_one_case_fails_with_its_row():
     assert caught.value.__notes__ == ["row: (3, 3)"] and seen == [1, 3]
 
 
+@each("number", range(2))
+def test_rows_of_a_table_have_fixtures_and_a_directory_each(tmp_path, request, number):
+    assert not list(tmp_path.iterdir()) and request.node.name == request.function.__name__
+    (tmp_path / "file").touch()
+
+
 def test_the_handful_exists():
     for name in HANDFUL:
         file, _, function = name.partition("::")

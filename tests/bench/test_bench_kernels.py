@@ -39,6 +39,7 @@ from mtpkit.cli.errors import run
 from mtpkit.engine import LLM, SamplingParams
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.dispatch import CHOICE
+from tests.shared import each
 from tests.toy_config import toy_config
 
 OPS = {
@@ -260,10 +261,8 @@ def test_other_numbers_of_drafts(k):
     assert all(check(case, case.make()) == 0 for case in made)
 
 
-@pytest.mark.parametrize("place", range(5))
-@pytest.mark.parametrize(
-    "name", ["depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"]
-)
+@each("place", range(5))
+@each("name", ["depth_attention", "head_losses kl", "head_losses tv", "head_losses ce"])
 def test_a_wrong_output_or_gradient_is_seen(name, place):
     right = case(name, k=4)
     assert check(right, right.make()) < 1e-3
@@ -295,7 +294,7 @@ def test_ops_of_layers_that_a_model_lacks_are_left_out():
     }
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "accept_matching", "linear_argmax", "linear lm_head"])
+@each("name", ["rms_norm", "accept_matching", "linear_argmax", "linear lm_head"])
 def test_a_wrong_result_is_refused(name):
     right = case(name)
 
@@ -310,7 +309,7 @@ def test_a_wrong_result_is_refused(name):
         check(broken(right, wrong), right.make())
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "place"),
     [
         ("ssm_replay_update", 1),
@@ -642,7 +641,7 @@ def test_the_command(command, tmp_path):
     assert settings == settings | given | {"model": "nemotron-h-tiny"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "message"),
     [
         ("", "nemotron-h-8b needs a GPU|kernels need a GPU; --device cpu tries"),

@@ -12,6 +12,7 @@ from mtpkit.bench import machine
 from mtpkit.bench.machine import Machine, measure_machine
 from mtpkit.bench.report import Column, Result, significant
 from mtpkit.bench.timing import mean_seconds, median_seconds
+from tests.shared import each
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def test_a_title_is_one_line_over_the_table(tmp_path):
     ].startswith("|")
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "shown"),
     [(15124.7, "15125"), (1.5124, "1.512"), (-0.00151249, "-0.001512"), (0, "0"), (1e6, "1000000")],
 )

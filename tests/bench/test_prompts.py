@@ -7,6 +7,7 @@ import pytest
 
 from mtpkit.bench.shapes import read_prompts
 from mtpkit.errors import UserError
+from tests.shared import each
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_other_files_hold_one_text_a_line(write):
     ]
 
 
-@pytest.mark.parametrize("end", ["\u2028", "\x0c", "\x85", "\x1c"])
+@each("end", ["\u2028", "\x0c", "\x85", "\x1c"])
 def test_a_line_ends_with_a_line_feed_alone(write, end):
     """JSON allows the other line separators unescaped in a string."""
     assert contents(write(f"a{end}b\nc\r\n", "prompts.txt")) == [f"a{end}b", "c"]
@@ -72,7 +73,7 @@ def test_a_line_ends_with_a_line_feed_alone(write, end):
         assert contents(write(f'{{"prompt": "a{end}b"}}\n')) == [f"a{end}b"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         ("", "prompts.jsonl holds no prompts; write one a line"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results.tables import PAGE, PLACE, filled
+from tests.shared import each
 
 DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = sorted(DIRECTORY.glob("*.json"))
@@ -16,7 +17,7 @@ def test_there_are_results():
     assert FILES
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@each("path", FILES)
 def test_a_file_has_the_form_of_the_readme(path):
     content = json.loads(path.read_text())
     assert [*content] == ["date", "machine", "results"]

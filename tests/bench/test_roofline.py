@@ -20,6 +20,7 @@ from mtpkit.model import build_model
 from mtpkit.model.kinds import KINDS
 from mtpkit.model.state import ReplaySpec
 from tests.engine.fakes import state_sizes
+from tests.shared import each
 from tests.toy_config import toy_config
 
 H200 = (RooflineConfig().bandwidth * 1e12, RooflineConfig().matrix_rate * 1e12)
@@ -30,7 +31,7 @@ def works(cost: Cost, phase: str) -> dict[str, Work]:
     return {work.name: work for work in cost.phases[phase]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("batch_size", "limit"),
     [(1, 723), (4, 2828), (16, 10371), (32, 18676), (64, 25711), (128, 27175)],
 )
@@ -53,7 +54,7 @@ def test_the_sizes_that_the_field_knows():
     assert head / works(cost, "draft 2")["matrices"].bytes == pytest.approx(0.88, abs=0.005)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {},
@@ -61,7 +62,6 @@ def test_the_sizes_that_the_field_knows():
         {"tie_word_embeddings": True},
         {"mtp_use_repeated_layer": False},
     ],
-    ids=["plain", "swiglu", "tied", "distinct"],
 )
 def test_weights_are_those_of_the_model_that_is_built(changes):
     config = toy_config(pattern="MM*--*", mtp_pattern="*-", **changes)
@@ -129,7 +129,7 @@ def test_each_distinct_head_has_a_state_whose_ring_holds_the_positions_it_feeds_
             )
 
 
-@pytest.mark.parametrize("k", [0, 3, 4, 8, 20])
+@each("k", [0, 3, 4, 8, 20])
 def test_the_ring_is_the_engines(k):
     config = EngineConfig(max_model_len=64, num_speculative_tokens=k)
     held = ring_capacity(ReplaySpec((1,), {}).ring(state_sizes(config)).length)

@@ -3,12 +3,11 @@
 import math
 from typing import Any
 
-import pytest
-
 from mtpkit.bench import settings
 from mtpkit.config.checked import WrongValues, keys_of
 from mtpkit.engine import EngineOptions
 from mtpkit.engine.requests.options import EngineConfig
+from tests.shared import each
 
 CLASSES = [
     one
@@ -58,15 +57,14 @@ OWN = {("DecodeConfig", "draft_vocab")}
 """Fields of another meaning: a whole number, or the first so many tokens."""
 
 
-def shared() -> list[Any]:
+def shared() -> list[tuple[Any, str]]:
     """Each class with each field whose name an engine's argument has."""
-    pairs = [
+    return [
         (cls, name)
         for cls in [*CLASSES, EngineConfig]
         for name in keys_of(cls)
         if name in keys_of(EngineOptions)
     ]
-    return [pytest.param(*pair, id=f"{pair[0].__name__}.{pair[1]}") for pair in pairs]
 
 
 def refuses(cls: Any, name: str, value: object) -> bool:
@@ -84,7 +82,7 @@ def test_all_classes_are_found():
     assert len(shared()) > 50
 
 
-@pytest.mark.parametrize(("cls", "name"), shared())
+@each(("cls", "name"), shared())
 def test_what_an_engine_refuses_is_refused(cls, name):
     refused = [value for value in VALUES if refuses(EngineOptions, name, value)]
     taken = [value for value in refused if not refuses(cls, name, value)]

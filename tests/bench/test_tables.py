@@ -2,7 +2,6 @@
 
 import io
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -18,6 +17,7 @@ from mtpkit.bench.report import tabulate
 from mtpkit.bench.speedup import SpeedupRow
 from mtpkit.bench.tables import EMPTY, WideTable, print_tables
 from mtpkit.bench.train import TrainRow
+from tests.shared import each
 
 KINDS = [
     DecodeRow,
@@ -46,7 +46,7 @@ def printed(table, width: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@each("kind", KINDS)
 def test_tables_of_benchmarks_name_the_case_in_each_part(kind):
     table = tabulate("", kind, [])
     assert 1 <= table.keys < len(table.columns)

@@ -27,6 +27,7 @@ from tests.checkpoint.block_models import (
 from tests.checkpoint.builders import differing_after_round_trip, edit
 from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts
 from tests.kernels.recurrence import relative
+from tests.shared import each
 
 IDS = torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(4))
 YARN = dict(
@@ -339,7 +340,7 @@ def test_copies_of_the_base_are_dropped_and_written_again(tmp_path):
         import_checkpoint(hf, tmp_path / "other")
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "changes", "named"),
     [
         (

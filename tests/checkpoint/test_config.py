@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from mtpkit.config.sections import MlaConfig
 from mtpkit.engine.loading import resolve_drafts
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import GOLDEN, edit_config
+from tests.shared import each
 
 
 def test_both_spellings_of_a_pattern(hf_dir):
@@ -43,7 +45,7 @@ def test_both_spellings_of_a_pattern(hf_dir):
     assert load_config(hf_dir) == first
 
 
-@pytest.mark.parametrize(
+@each(
     ("physical", "own", "depths", "repeated", "known"),
     [
         (1, None, 1, True, False),
@@ -94,7 +96,7 @@ def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
 BEFORE = "before_final_norm"
 
 
-@pytest.mark.parametrize(
+@each(
     ("usual", "own", "found"),
     [
         ({}, {}, {}),
@@ -110,7 +112,7 @@ BEFORE = "before_final_norm"
         ),
     ],
 )
-@pytest.mark.parametrize("depths", [{}, {"mtp_num_depths": 3}])
+@each("depths", [{}, {"mtp_num_depths": 3}])
 def test_heads_read_what_their_family_says_or_their_own_file(hf_dir, usual, own, found, depths):
     """What differs from the family is written again, and nothing else; so for a base without
     heads."""
@@ -157,7 +159,7 @@ def test_mtpkits_own_keys_are_checked(hf_dir, own, says):
         load_config(hf_dir)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "says"),
     [
         (
@@ -178,10 +180,11 @@ def test_mtpkits_own_keys_are_checked(hf_dir, own, says):
         ({"eos_token_id": "</s>"}, "eos_token_id .* whole numbers"),
     ],
 )
-def test_values_of_another_type_are_named(hf_dir, changes, says):
-    edit_config(hf_dir, **changes)
+def test_values_of_another_type_are_named(hf_dir, tmp_path, changes, says):
+    directory = shutil.copytree(hf_dir, tmp_path / "model")
+    edit_config(directory, **changes)
     with pytest.raises(UserError, match=says):
-        load_config(hf_dir)
+        load_config(directory)
 
 
 INF = float("inf")
@@ -197,7 +200,6 @@ INF = float("inf")
         ({"time_step_limit": [0.25, {"__float__": "Infinity"}]}, (0.25, INF)),
         ({"time_step_limit": [0, 3]}, (0.0, 3.0)),
     ],
-    ids=str,
 )
 def test_dt_has_the_range_of_time_step_limit(hf_dir, changes, limit):
     """As in Megatron-LM and vLLM: `time_step_min`, which transformers clamps at, is for initial
@@ -232,11 +234,11 @@ def test_transformers_computes_an_exported_range(hf_dir):
     assert (changed["time_step_min"], changed["time_step_limit"][0]) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize(
+@each(
     "limit",
     [3, [1], [], "x", True, {}, [0, 1, 2], [None, 1], [0, "1"], [0, True], [2, 1], [1, 1], [-1, 1],
      [0, float("nan")], [INF, INF], [10**400, 10**401], [0, {"__float__": "NaN"}], [[0], 1]],
-    ids=lambda limit: repr(limit)[:30],
+
 )  # fmt: skip
 def test_a_range_of_dt_that_is_none_is_refused(hf_dir, limit):
     edit_config(hf_dir, time_step_limit=limit)

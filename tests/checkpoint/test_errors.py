@@ -23,6 +23,7 @@ from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import MtpkitError, StorageError, UserError
 from tests.checkpoint.builders import GOLDEN, edit, edit_config
+from tests.shared import each
 
 
 def fails(action, *words: str, error: type[MtpkitError] = UserError) -> None:
@@ -100,7 +101,7 @@ def test_missing_and_misplaced_shards(tmp_path):
     import_checkpoint(tmp_path / "hf", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "words"),
     [
         ({"hybrid_override_pattern": "M*QE"}, ["hybrid_override_pattern", "'Q'"]),
@@ -131,9 +132,10 @@ def test_missing_and_misplaced_shards(tmp_path):
         ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
     ],
 )
-def test_configs_that_cannot_be_represented(hf_dir, changes, words):
-    edit_config(hf_dir, **changes)
-    fails(lambda: load_config(hf_dir), *words)
+def test_configs_that_cannot_be_represented(hf_dir, tmp_path, changes, words):
+    directory = shutil.copytree(hf_dir, tmp_path / "model")
+    edit_config(directory, **changes)
+    fails(lambda: load_config(directory), *words)
 
 
 def test_directories_that_are_no_models(tmp_path, hf_dir):

@@ -16,6 +16,7 @@ from mtpkit.checkpoint.quantized import FP8
 from mtpkit.checkpoint.stitch import stitch
 from tests.checkpoint.builders import edit, edit_config
 from tests.checkpoint.family_models import write_family
+from tests.shared import each
 
 ATTENTION = "mtp.layers.0.self_attn"
 PARTS = [f"{ATTENTION}.{part}_proj" for part in "qkv"]
@@ -47,7 +48,7 @@ COMPRESSED = "ignore"
 FP8_KEY = "modules_to_not_convert"
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "key", "entries", "modules", "found"),
     [
         ("fp8", FP8_KEY, PARTS, PARTS, BOTH),
@@ -85,7 +86,7 @@ def test_names_that_servers_look_for(method, key, entries, modules, found):
     assert by_server({"quant_method": method, key: entries}, modules) == found
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "found"),
     [
         ({"quant_method": "fp8", "ignored_layers": [], "modules_to_not_convert": [OUT]}, VLLM),
@@ -159,7 +160,7 @@ def test_deepseek_in_sglang_is_the_layer_61_of_the_list():
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "found"),
     [("glm4_moe", VLLM), ("mimo", VLLM), ("deepseek_v3", VLLM), ("qwen3_5", BOTH)],
 )

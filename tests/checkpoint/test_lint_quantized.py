@@ -17,6 +17,7 @@ from mtpkit.errors import UserError
 from tests.checkpoint.builders import edit, edit_config
 from tests.checkpoint.family_models import write_family
 from tests.checkpoint.test_cli import convert
+from tests.shared import each
 
 BLOCK = 8
 FP8_CONFIG = {
@@ -178,7 +179,7 @@ def test_quantised_weights_need_a_config(hf):
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("block", "ranks", "says"),
     [
         (8, 1, []),
@@ -358,8 +359,8 @@ def test_settings_beside_the_config(hf):
         lint(hf)
 
 
-@pytest.mark.parametrize("entries", [3, "mtp", [None, 3, "re:(", "-:("], {"-:(": 1, "re:(": {}}])
-@pytest.mark.parametrize("method", METHODS)
+@each("entries", [3, "mtp", [None, 3, "re:(", "-:("], {"-:(": 1, "re:(": {}}])
+@each("method", METHODS)
 def test_entries_that_mean_nothing(method, entries):
     for key in (*METHODS[method].keys, "exclude_modules"):
         ignored = IgnoreList.of({"quant_method": method, key: entries, "quantization": 3})

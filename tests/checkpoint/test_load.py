@@ -40,6 +40,7 @@ from tests.checkpoint.builders import (
     write_base,
     write_megatron_copy,
 )
+from tests.shared import each
 from tests.toy_config import toy_config
 
 CASES = ["tp1/mamba_attention_mlp", "tp1/moe", "tp1/distinct_heads", "tp2/mamba_attention_mlp"]
@@ -354,7 +355,7 @@ def test_saving_starts_no_process(hf_dir, tmp_path):
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {},
@@ -378,7 +379,6 @@ def test_saving_starts_no_process(hf_dir, tmp_path):
         dict(pattern="E", mtp_pattern="", mtp_num_depths=0, moe_shared_expert_intermediate_size=0),
         dict(mtp_use_repeated_layer=False, mtp_pattern="M-"),
     ],
-    ids=str,
 )
 def test_the_table_has_the_names_and_shapes_of_the_model(changes):
     experts = dict(

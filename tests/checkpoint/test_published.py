@@ -264,7 +264,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("hf", "key"),
     [
         (AIR, "rope_scaling"),
@@ -272,7 +272,6 @@ REFUSED = [
         (NEXT_80B, "rope_scaling"),
         (QWEN_4B, "rope_parameters"),
     ],
-    ids=lambda value: value if isinstance(value, str) else value["model_type"],
 )
 def test_longer_contexts_are_those_of_yarn(hf, key):
     """With the key that model cards say to add."""

@@ -12,6 +12,7 @@ from mtpkit.errors import UserError
 from tests.checkpoint.builders import add_heads, edit, edit_config, write_base
 from tests.checkpoint.odd_family import read_config
 from tests.checkpoint.test_round_trip import read_all
+from tests.shared import each
 
 BLOCK = 12
 """Divides none of the toy's sizes but 24 and 48."""
@@ -25,8 +26,8 @@ def widened(weight, scale, rows=BLOCK, columns=BLOCK):
     return weight.double() * scale.double()[..., i // rows, j // columns]
 
 
-@pytest.mark.parametrize("shape", [(576, 300), (128, 128), (1, 5), (129, 127), (3, 200, 140)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each("shape", [(576, 300), (128, 128), (1, 5), (129, 127), (3, 200, 140)])
+@each("dtype", [torch.bfloat16, torch.float32])
 def test_partial_blocks(shape, dtype):
     block = BlockFp8()
     weight = torch.randn(shape).to(FP8)
@@ -99,7 +100,7 @@ def test_a_scale_without_its_weight_is_named(fp8_dir):
         open_directory(fp8_dir).weights()
 
 
-@pytest.mark.parametrize(
+@each(
     "config",
     [
         3,

@@ -30,6 +30,7 @@ from tests.checkpoint.qwen_oracle import Head
 from tests.checkpoint.test_blocks import YARN, read_all
 from tests.engine.tiny import decode, generate, greedy, guide, make_llm, make_prompts
 from tests.kernels.recurrence import relative
+from tests.shared import each
 
 IDS = torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(4))
 ODD = dict(
@@ -288,7 +289,7 @@ def test_what_is_not_rounded_needs_no_record(tmp_path):
     assert not (tmp_path / "megatron" / ORIGINAL).exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "words"),
     [
         ([1.0], "is no tensor"),

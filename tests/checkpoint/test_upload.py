@@ -13,6 +13,7 @@ from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.checkpoint.builders import edit
 from tests.checkpoint.test_values import HF_NAMES, NOT_FINITE, put
+from tests.shared import each
 
 
 class LazyEvent:
@@ -52,7 +53,7 @@ def lazy_gpu(monkeypatch):
     monkeypatch.setattr("mtpkit.checkpoint.tensors.Uploader", LazyUploader)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@each("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_every_bit_arrives(dtype):
     upload = LazyUploader(torch.device("cuda"))
     for count in (0, 1, 7, 8, 9, 31, 32, 33, 64 * BUFFERS, 64 * BUFFERS + 1, 500):

@@ -24,6 +24,7 @@ from mtpkit.checkpoint.verify import compare_logits, compare_weights
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.checkpoint.builders import edit, write_megatron_copy
+from tests.shared import each
 
 NOT_FINITE = [float("nan"), float("inf"), -float("inf"), 3.4e38]
 """The last one is a number in fp32 and infinite in bf16."""
@@ -54,8 +55,8 @@ def refused(action, *words: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("place", [0, 7, 14])
+@each("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@each("place", [0, 7, 14])
 def test_one_number_in_a_tensor(dtype, place):
     tensor = torch.randn(5, 3).to(dtype)
     assert is_finite(tensor) and is_finite(tensor[:0]) and is_finite(tensor[0, 0])

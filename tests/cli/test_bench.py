@@ -9,6 +9,7 @@ import torch
 from mtpkit.bench import shapes, sizes
 from mtpkit.bench.sizes import LARGE_SHAPES
 from mtpkit.cli.bench import app
+from tests.shared import each
 
 
 def last_line(capsys) -> dict:
@@ -196,7 +197,7 @@ def test_load_of_conversations(call, capsys, tmp_path):
     assert json.loads((tmp_path / "load_turns.json").read_text())["settings"]["turn_length"] == 9
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "unused", "workload"),
     [
         ("--turns 3", "--turns", "turns"),
@@ -367,7 +368,7 @@ def test_large_shapes_are_those_of_billions_of_weights():
     assert wide == set(LARGE_SHAPES)
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "error"),
     [
         (

@@ -18,6 +18,7 @@ from mtpkit.cli.main import app as mtpkit
 from mtpkit.cli.options import Fields, takes_options
 from mtpkit.config.checked import checked
 from mtpkit.engine import SamplingParams
+from tests.shared import each
 
 app = typer.Typer()
 
@@ -27,7 +28,7 @@ def show(k: list[int] = typer.Option([0]), name: str = "", flag: bool = False) -
     print(k, name, flag)
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "output"),
     [
         ("", "[0]  False"),
@@ -118,7 +119,7 @@ def test_help_fits_80_columns_and_cuts_nothing(
     assert not [name for name in shorts if re.search(rf"{name}\b(?!-)", result.output)]
 
 
-@pytest.mark.parametrize("command", words(), ids=" ".join)
+@each("command", words())
 def test_help_has_no_path_of_this_machine(command: list[str]) -> None:
     assert str(ROOT) not in "".join(
         CliRunner().invoke(mtpkit, [*command, "--help"], terminal_width=999).output
@@ -150,7 +151,7 @@ def test_a_single_option_takes_one_value() -> None:
     assert CliRunner().invoke(app, ["--name", "a", "b"]).exit_code == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "says"),
     [
         (
@@ -216,7 +217,7 @@ def distinct_dir(save_model) -> Any:
     return save_model(mtp_num_depths=2, mtp_use_repeated_layer=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "says"),
     [
         (

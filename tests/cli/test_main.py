@@ -3,11 +3,11 @@
 from importlib import import_module
 from pathlib import Path
 
-import pytest
 import typer
 
 import mtpkit.cli
 from mtpkit.cli.main import COMMANDS
+from tests.shared import each
 
 HELPERS = {"__init__", "command", "errors", "main", "options", "torchrun"}
 
@@ -17,7 +17,7 @@ def test_every_command_module_is_registered() -> None:
     assert modules - HELPERS == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each("name", COMMANDS)
 def test_a_command_module_has_an_app(name: str) -> None:
     app = import_module(f"mtpkit.cli.{name}").app
     assert isinstance(app, typer.Typer)

@@ -208,7 +208,7 @@ def test_sizes_of_absent_layers_are_not_asked_for():
     assert (config.mtp.num_layers, config.hybrid_layer_pattern) == (0, "*")
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "physical", "pattern"),
     [
         ({}, 1, "M*-E/*-/*-"),

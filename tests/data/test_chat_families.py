@@ -14,6 +14,7 @@ from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Sample
 from mtpkit.data.tokenizer import load_tokenizer
 from tests.data.chat_families import ENDS, SPECIAL, TEMPLATES, TOKENS
+from tests.shared import each
 
 WITH_CALLS = [name for name in TEMPLATES if name != "parts only"]
 TOOLS = [
@@ -107,7 +108,7 @@ ANSWERED = [*QUESTION, assistant("sat on the mat")]
 TWICE = [*ANSWERED, user("def add"), assistant("return left")]
 
 
-@pytest.mark.parametrize("messages", [ANSWERED, TWICE])
+@each("messages", [ANSWERED, TWICE])
 def test_an_answer_is_what_is_served_without_thinking(tokenizer, family, messages) -> None:
     """With `enable_thinking` off, the template's empty reasoning belongs to the prompt, and is not
     learnt."""
@@ -236,8 +237,8 @@ def test_contents_in_parts_are_texts(tokenizer) -> None:
     )
 
 
-@pytest.mark.parametrize("flag", ["weight", "loss_mask", "trainable", "train", "loss"])
-@pytest.mark.parametrize("value", [0, False, 0.0])
+@each("flag", ["weight", "loss_mask", "trainable", "train", "loss"])
+@each("value", [0, False, 0.0])
 @pytest.mark.parametrize("family", ["qwen3", "glm"], indirect=True)
 def test_messages_that_are_not_to_be_learnt(tokenizer, flag, value) -> None:
     first, last = learnt(tokenizer, TWICE)

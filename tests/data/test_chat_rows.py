@@ -19,6 +19,7 @@ from mtpkit.data.prompts import read_prompts
 from mtpkit.data.samples import read_samples
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
+from tests.shared import each
 
 TEMPLATE = (
     "{% if strict and messages | length % 2 %}{{ raise_exception('alternate') }}{% endif %}{% for m"
@@ -128,7 +129,7 @@ def test_rows_of_alpaca(tmp_path, tokenizer) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "says"),
     [
         (

@@ -17,6 +17,7 @@ from mtpkit.data.draft_vocab import (
 from mtpkit.data.prepare import prepare
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError
+from tests.shared import each
 
 TEXTS = ["the cat sat on the mat\n" * 20, "def add(left, right):\n    return left + right\n", ""]
 
@@ -28,7 +29,7 @@ def files(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a.jsonl", tmp_path / "b.txt"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 20, 300, 310])
+@each("size", [1, 2, 5, 20, 300, 310])
 def test_the_most_frequent_tokens_and_their_share(files, tokenizer_dir, size) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     vocab = build_draft_vocab(files, tokenizer, vocab_size=310, size=size)
@@ -72,7 +73,7 @@ def test_prepared_data_counts_as_the_files_that_it_is_from(files, tokenizer_dir,
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"size": 301}, "size is 301, must be 1 to 300"),
@@ -112,7 +113,7 @@ def test_a_saved_vocabulary_is_read_back(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["vocab.json"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         (None, "No such file or directory; write one with mtpkit data draft-vocab"),

@@ -21,7 +21,7 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.regenerate import regenerate
 from mtpkit.errors import UserError
 from tests.mutations import cases, changed, texts
-from tests.shared import told_length
+from tests.shared import each, told_length
 
 LENGTH = 16
 
@@ -83,7 +83,7 @@ def test_manifests_of_prepared_data(prepared, tokenizer) -> None:
             assert told_length(error) < 400, (what, error)
 
 
-@pytest.mark.parametrize("tokenizer_says", [None, {}, "", "0" * 31, 5])
+@each("tokenizer_says", [None, {}, "", "0" * 31, 5])
 def test_a_manifest_ties_the_data_to_a_tokenizer(prepared, tokenizer, tokenizer_says) -> None:
     path = prepared / "mtpkit_data.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": tokenizer_says}))
@@ -96,7 +96,7 @@ def test_a_manifest_ties_the_data_to_a_tokenizer(prepared, tokenizer, tokenizer_
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "files",
     [None, 5, {}, [], {"a.txt": 1}, {"../out/data-00000-of-00001.arrow": 1}, {"a.arrow": "1"}],
 )
@@ -126,7 +126,7 @@ def lists(values: list, kind: pa.DataType) -> pa.Array:
     return pa.array(values, pa.list_(kind))
 
 
-@pytest.mark.parametrize("token", [-1, -(2**31), 300, 99_999, 2**31 - 1])
+@each("token", [-1, -(2**31), 300, 99_999, 2**31 - 1])
 def test_tokens_that_the_model_does_not_have(prepared, tokenizer, token) -> None:
     table = load(prepared)
     ids = table["input_ids"].to_pylist()

@@ -20,7 +20,7 @@ from mtpkit.data.samples import read_samples
 from mtpkit.data.sources import find_files
 from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import UserError
-from tests.shared import told_length
+from tests.shared import each, told_length
 
 LENGTH = 8
 WRONG = [5, 5.5, True, "x", "{}", {}, {"a": 1}]
@@ -64,8 +64,8 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("column", ["prompt_token_ids", "completion_token_ids"])
-@pytest.mark.parametrize("wrong", WRONG_TOKENS)
+@each("column", ["prompt_token_ids", "completion_token_ids"])
+@each("wrong", WRONG_TOKENS)
 def test_token_ids_that_are_none_name_the_row(tmp_path, generated, column, wrong) -> None:
     rows = [generated, b"", {**generated, column: [5, wrong, 6]}]
     assert f"{tmp_path / 'a.jsonl'}:3: {column!r} holds " in refused(
@@ -77,10 +77,8 @@ def test_token_ids_that_are_none_name_the_row(tmp_path, generated, column, wrong
     )
 
 
-@pytest.mark.parametrize(
-    "column", ["prompt_token_ids", "completion_token_ids", "messages", "tools"]
-)
-@pytest.mark.parametrize("wrong", WRONG)
+@each("column", ["prompt_token_ids", "completion_token_ids", "messages", "tools"])
+@each("wrong", WRONG)
 def test_columns_of_lists_that_hold_something_else(tmp_path, generated, column, wrong) -> None:
     row = (
         generated
@@ -140,7 +138,7 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer(tmp_path, tokenizer, ge
     assert len(build_dataset([foreign], tokenizer, 4)), "its text is learnt"
 
 
-@pytest.mark.parametrize("wrong", WRONG_TEXTS)
+@each("wrong", WRONG_TEXTS)
 def test_texts_that_are_none_name_the_row(tmp_path, tokenizer, wrong) -> None:
     for column, row in (
         ("text", {"text": "a"}),
@@ -158,7 +156,7 @@ def test_texts_that_are_none_name_the_row(tmp_path, tokenizer, wrong) -> None:
         read_prompts([write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": wrong})], tokenizer)
 
 
-@pytest.mark.parametrize(
+@each(
     "message",
     [
         *(
@@ -178,7 +176,7 @@ def test_texts_that_are_none_name_the_row(tmp_path, tokenizer, wrong) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("as_text", [False, True])
+@each("as_text", [False, True])
 def test_messages_that_are_none_name_the_row(tmp_path, tokenizer, message, as_text) -> None:
     rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
     rows.append([*rows[0], message])
@@ -190,7 +188,7 @@ def test_messages_that_are_none_name_the_row(tmp_path, tokenizer, message, as_te
         read_prompts([file], tokenizer)
 
 
-@pytest.mark.parametrize("tools", [[5], ["f"], [None], [[]], "[5]"])
+@each("tools", [[5], ["f"], [None], [[]], "[5]"])
 def test_tools_that_are_none_name_the_row(tmp_path, tools) -> None:
     row = {"messages": [{"role": "assistant", "content": "b"}]}
     file = write(tmp_path / "a.jsonl", row, {**row, "tools": tools})
@@ -215,7 +213,7 @@ def test_deep_nesting(tmp_path, tokenizer, depth) -> None:
     refused(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "says"),
     [
         (b"\n \n\t\n\r\n", "has no rows"),
@@ -250,7 +248,7 @@ def test_lines_of_json(tmp_path, content, says) -> None:
     )
 
 
-@pytest.mark.parametrize("place", ["content", "role", "name", "tools"])
+@each("place", ["content", "role", "name", "tools"])
 def test_halves_of_characters_in_conversations(tmp_path, place) -> None:
     row: dict = {"messages": [{"role": "assistant", "content": "a"}], "tools": []}
     if place == "tools":
@@ -300,7 +298,7 @@ def test_bytes_that_were_changed_are_an_error_or_other_rows(tmp_path, generated)
                 assert str(file) in str(error) and told_length(error) < 400
 
 
-@pytest.mark.parametrize(
+@each(
     ("columns", "says"),
     [
         ({"text": pa.array([1, 2])}, ":1: column 'text' holds int"),
@@ -443,7 +441,7 @@ def test_csv_is_read_by_columns(tmp_path, tokenizer, generated) -> None:
     assert "d.csv:2: 'prompt_token_ids' holds 6.5" in refused(tmp_path / "d.csv")
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "says"),
     [
         (b"text\n", " has no rows"),
@@ -466,9 +464,7 @@ def test_csv_that_cannot_be_used(tmp_path, content, says) -> None:
     assert f"{tmp_path / 'a.csv'}{says}" in refused(tmp_path / "a.csv")
 
 
-@pytest.mark.parametrize(
-    "name", ["a.bin", "a.csv.gz", "a.jsonl.gz", "a.pdf", "a.xlsx", "a.arrow", "a", "a.ipynb"]
-)
+@each("name", ["a.bin", "a.csv.gz", "a.jsonl.gz", "a.pdf", "a.xlsx", "a.arrow", "a", "a.ipynb"])
 def test_kinds_that_are_not_known(tmp_path, name) -> None:
     (tmp_path / name).write_text("text\na\n")
     says = refused(tmp_path / name)
@@ -482,9 +478,7 @@ def test_kinds_that_are_not_known(tmp_path, name) -> None:
         list(read_samples([tmp_path / name]))
 
 
-@pytest.mark.parametrize(
-    "name", ["a.txt", "A.MD", "a.rst", "a.py", "a.c", "a.rs", "a.js", "a.tex", "a.yaml", "a.sh"]
-)
+@each("name", ["a.txt", "A.MD", "a.rst", "a.py", "a.c", "a.rs", "a.js", "a.tex", "a.yaml", "a.sh"])
 def test_text_stays_one_document(tmp_path, name) -> None:
     (tmp_path / name).write_text("text\na\n")
     (sample,) = read_samples(find_files([tmp_path / name]))

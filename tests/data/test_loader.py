@@ -15,6 +15,7 @@ from mtpkit.data.documents import Document
 from mtpkit.data.loader import PackedLoader
 from mtpkit.errors import UserError
 from tests.data.packed import in_memory
+from tests.shared import each
 
 SEQUENCES = 10
 
@@ -96,9 +97,7 @@ def test_other_data_of_the_same_size_is_refused() -> None:
         other.load_state_dict(PackedLoader(make_dataset(), 4, 1).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro", "dp_size"), [(0, 1, 1), (4, 0, 1), (6, 4, 1), (4, 2, 4)]
-)
+@each(("batch", "micro", "dp_size"), [(0, 1, 1), (4, 0, 1), (6, 4, 1), (4, 2, 4)])
 def test_batch_sizes_that_do_not_divide(batch: int, micro: int, dp_size: int) -> None:
     with pytest.raises(UserError, match="global_batch_size"):
         PackedLoader(make_dataset(), batch, micro, dp_size=dp_size)

@@ -19,6 +19,7 @@ from mtpkit.data.samples import Columns, Sample, read_samples
 from mtpkit.data.sources import find_files, find_sources, tell_apart
 from mtpkit.data.tokenizer import fingerprint, load_tokenizer
 from mtpkit.errors import UserError
+from tests.shared import each
 
 
 def write_jsonl(path: Path, *rows: dict) -> Path:
@@ -198,7 +199,7 @@ def test_file_name_with_glob_characters(tmp_path: Path) -> None:
     assert read(write_jsonl(tmp_path / "a[1].jsonl", {"text": "one"})) == [Sample("one")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "content", "message"),
     [
         ("missing.txt", None, "missing.txt does not exist"),

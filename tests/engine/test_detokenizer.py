@@ -14,6 +14,7 @@ from mtpkit.engine.requests.detokenizer import Detokenizer
 from mtpkit.engine.requests.token_texts import CleanUp
 from tests.engine import tokenizers
 from tests.engine.fakes import HashModel, fake_engine, run
+from tests.shared import each
 
 
 class Bytes:
@@ -318,10 +319,20 @@ def test_clean_up_sees_the_text_of_the_whole(kind):
         assert text == decode(tokenizer, tokens) and text.startswith("we're the cat, don")
 
 
-@pytest.mark.parametrize(("continued", "expected"), [([], ""), ([97], "a"), ([0x80], "\u00c0")])
+@each(("continued", "expected"), [([], ""), ([0x41], "A"), ([0x80], "\u00c0")])
 def test_what_a_prompt_breaks_is_no_part_of_the_output(continued, expected):
     for tokenizer in (Bytes(), tokenizers.of_kind("byte_level")):
         assert shown_in_steps(tokenizer, [97, 0x80, 0xC3], continued, range(9))[-1] == expected
+
+
+@each(
+    ("continued", "expected"),
+    [([], ""), (["the"], "the"), (["<0x80>"], "\u00c0"), (["<0xC3>"], "\ufffd")],
+)
+def test_bytes_of_a_prompt_that_break_are_no_part_of_the_output(continued, expected):
+    tokenizer = tokenizers.of_kind("byte_fallback")
+    prompt, tokens = map(tokenizer.convert_tokens_to_ids, (["the", "<0xC3>"], continued))
+    assert shown_in_steps(tokenizer, prompt, tokens, range(9))[-1] == expected
 
 
 @pytest.mark.parametrize("kind", ["word_piece", "unigram", "byte_level"])

@@ -417,11 +417,13 @@ def test_more_is_accepted_than_of_the_chain_inside():
     assert lengths["tree"] > lengths["chain"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "parents"),
     [
         ([2, 1], (-1, 0, 0, 1, 2)),
         ("[3]", (-1, 0, 0, 0)),
+        ([1, 1], (-1, 0, 1)),
+        ([1, 2], (-1, 0, 1, 1)),
         ([[0], [1], [0, 0], [0, 1], [0, 0, 0]], (-1, 0, 0, 1, 1, 3)),
         ("[(1,), (0,), (1, 0)]", (-1, 0, 0, 2)),
     ],
@@ -429,6 +431,13 @@ def test_more_is_accepted_than_of_the_chain_inside():
 def test_trees_are_read(given, parents):
     tree = parse_tree(given)
     assert tree == TokenTree(parents) and tree.depth == max(tree.depths)
+    assert tree.is_chain == (given == [1, 1])
+
+
+def test_the_drafts_of_a_grown_tree_are_counted():
+    """3 at depth 1, and 3 of each of 3 at both of the others; the heads run on 3 at two depths."""
+    grown = DynamicTree(depth=3, topk=3, tokens=12)
+    assert (grown.candidates, grown.entries, grown.most_children) == (3 + 9 + 9, 6, 3)
 
 
 @each(
@@ -480,6 +489,11 @@ def test_what_is_no_tree_is_refused(given, why):
 def test_settings_that_cannot_work_are_refused(settings, why):
     with pytest.raises(UserError, match=why):
         tree_llm(tiny_model(), settings)
+
+
+def test_a_step_may_have_just_the_tokens_of_one_tree():
+    llm = tree_llm(tiny_model(), dict(speculative_token_tree=[2, 2], max_num_batched_tokens=7))
+    assert llm.engine.config.max_num_batched_tokens == llm.engine.config.decode_width == 7
 
 
 @pytest.mark.parametrize("tree", [FIXED, GROWN], ids=["fixed", "grown"])
