@@ -1,8 +1,11 @@
 """Break the package one line at a time and see which tests notice.
 
-    python -m tests.faults --record             run the tests and note which of them run the lines
-    python -m tests.faults --tier fast|all      break each line in turn and run those tests
-    python -m tests.faults --report             caught and survived, per room and tier
+    python -m tests.faults --tier fast --record    run a tier; note which tests run the lines
+    python -m tests.faults --tier fast             break each line in turn and run those tests
+    python -m tests.faults --report                caught and survived, per room and tier
+
+Of the tier `all`, only faults that the fast tier did not catch are tried, with the tests that the
+fast tier leaves out.
 
 `--only mtpkit/engine/steps` restricts any of them to faults in these files. Each command goes on
 where an earlier one ended. Notes and results are under `outputs/faults`; remove a line there to do
@@ -104,27 +107,30 @@ def add_line(path: Path, entry: dict) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def record(faults: list[Fault]) -> None:
-    """Note for each file of tests which of them run these faults' lines, unless that was done."""
+def record(faults: list[Fault], tier: str) -> None:
+    """Note for each folder of tests which of a tier run these faults' lines, unless that was
+    done."""
     noted: dict[str, set[str]] = defaultdict(set)
     for entry in read_lines(NOTES):
-        if "recorded" in entry:
-            noted[entry["file"]] |= set(entry["recorded"])
+        if entry.get("tier") == tier:
+            noted[entry["folder"]] |= set(entry["recorded"])
 
+    files: dict[str, list[str]] = defaultdict(list)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        file = str(path.relative_to(ROOT))
-        missing = [fault for fault in faults if fault.place not in noted[file]]
+        folder = "/".join(path.relative_to(ROOT).parts[:2])
+        # a file beside the folders is one of those of `tests` itself
+        files[folder if (ROOT / folder).is_dir() else "tests"].append(str(path.relative_to(ROOT)))
+
+    for folder, own in files.items():
+        missing = [fault for fault in faults if fault.place not in noted[folder]]
         if missing:
-            print(file, flush=True)
-            record_file(file, missing)
-
-
-def record_file(file: str, faults: list[Fault]) -> None:
-    """Run a file of tests with the plugin `tests.line_notes`."""
-    wanted = {fault.place: (str(ROOT / fault.file), fault.number(ROOT)) for fault in faults}
-    environment = {**os.environ, "MTPKIT_LINE_NOTES": json.dumps([str(NOTES), wanted])}
-    run_tests(["-p", "tests.line_notes", file], ROOT, environment)
-    add_line(NOTES, {"file": file, "recorded": list(wanted)})
+            print(folder, flush=True)
+            wanted = {
+                fault.place: (str(ROOT / fault.file), fault.number(ROOT)) for fault in missing
+            }
+            environment = {**os.environ, "MTPKIT_LINE_NOTES": json.dumps([str(NOTES), wanted])}
+            run_tests(["-p", "tests.line_notes", "--tier", tier, *own], ROOT, environment)
+            add_line(NOTES, {"folder": folder, "tier": tier, "recorded": list(wanted)})
 
 
 def run_tests(
@@ -260,18 +266,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--record", action="store_true")
     what.add_argument("--tier", choices=TIERS)
     what.add_argument("--report", action="store_true")
+    parser.add_argument("--record", action="store_true", help="note the lines, break none")
     parser.add_argument("--only", default="", metavar="PATH", help="faults in mtpkit/config, say")
     arguments = parser.parse_args()
     faults = read_faults(arguments.only)
-    if arguments.record:
-        record(faults)
-    elif arguments.tier:
-        measure(faults, arguments.tier)
-    else:
+    if arguments.report:
         report(faults)
+    elif arguments.record:
+        record(faults, arguments.tier)
+    else:
+        measure(faults, arguments.tier)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ class Notes:
         self._of_children = of_children
         self._fast: set[str] = set()
         self._starting: set[str] = set()
+        self._module: object = None
         self._entries: list[dict] = []
+        """Of the tests of this module, so far."""
         self._seconds = 0.0
         self._passed = False
 
@@ -90,6 +92,9 @@ class Notes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if item.module is not self._module:
+            self._write()
+            self._module = item.module
         _seen.clear()
         self._seconds = 0.0
         self._passed = False
@@ -111,13 +116,19 @@ class Notes:
             self._passed = report.passed
 
     def pytest_sessionfinish(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        """Write the notes of a module, when its processes have added theirs."""
         in_children = self._of_children.read_text().splitlines()
+        self._of_children.write_text("")
         with self._path.open("a") as file:
             for entry in self._entries:
                 if entry["test"] in self._starting:
                     entry["runs"] = sorted({*entry["runs"], *in_children})
                 if entry["runs"]:
                     file.write(json.dumps(entry) + "\n")
+        self._entries.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:

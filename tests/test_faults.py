@@ -124,8 +124,10 @@ def test_tests_that_run_a_line_are_noted(tree):
     for name in ("line_notes.py", "tiers.py"):
         shutil.copy(Path(__file__).with_name(name), tree / "tests")
     (tree / "tests" / "test_process.py").write_text(PROCESS)
+    option = "def pytest_addoption(parser):\n    parser.addoption('--tier')\n"
+    (tree / "tests" / "conftest.py").write_text(option)
     places = [Fault("package.py", line, "") for line in ("if a < b:", "return a", "return b")]
-    faults.record(places)
+    faults.record(places, "all")
     noted = [entry for entry in faults.read_lines(faults.NOTES) if "test" in entry]
     condition, smaller, other = [place.place for place in places]
     assert {Path(entry["test"]).name: (entry["runs"], entry["fast"]) for entry in noted} == {
@@ -134,5 +136,5 @@ def test_tests_that_run_a_line_are_noted(tree):
         "test_process.py::test_process": ([condition, smaller], False),
     }
     size = faults.NOTES.stat().st_size
-    faults.record(places)
+    faults.record(places, "all")
     assert faults.NOTES.stat().st_size == size
