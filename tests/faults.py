@@ -161,16 +161,18 @@ def run_tests(
 
 
 def choose_tests(fault: Fault, tier: str) -> list[str]:
-    """Tests of a tier that ran the line, the quickest first, for `PLANNED` seconds.
+    """The quickest tests of a tier that ran the line, for `PLANNED` seconds.
 
-    Those of the fast tier are not repeated in the full one: a fault that the fast tier catches
-    is caught by both.
+    Those that run few of the lines come first: they are about this one. Those of the fast tier are
+    not repeated in the full one: a fault that the fast tier catches is caught by both.
     """
-    seconds = {
-        entry["test"]: entry["seconds"]
-        for entry in read_lines(NOTES)
-        if fault.place in entry.get("runs", ()) and entry["fast"] == (tier == "fast")
-    }
+    seconds = {}
+    lines = {}
+    for entry in read_lines(NOTES):
+        if fault.place in entry.get("runs", ()) and entry["fast"] == (tier == "fast"):
+            seconds[entry["test"]] = entry["seconds"]
+            lines[entry["test"]] = len(entry["runs"])
+
     chosen = []
     left = PLANNED
     for test in sorted(seconds, key=seconds.__getitem__):
@@ -178,7 +180,7 @@ def choose_tests(fault: Fault, tier: str) -> list[str]:
             break
         chosen.append(test)
         left -= seconds[test]
-    return chosen
+    return sorted(chosen, key=lines.__getitem__)
 
 
 def measure(faults: list[Fault], tier: str) -> None:
