@@ -90,15 +90,20 @@ FAMILIES = {"glm": (write_glm, add_glm_heads, GLM), "mimo": (write_mimo, add_mim
 CASES = [(family, case) for family, (*_, cases) in FAMILIES.items() for case in cases]
 
 
+CLASSES = {
+    "glm4_moe": ("Glm4MoeForCausalLM", {"experts_implementation": "eager"}),
+    "mimo": ("Qwen2ForCausalLM", {}),
+}
+"""transformers' class of each `model_type`, with settings."""
+
+
 @torch.no_grad()
 def transformers_logits(directory):
-    from transformers import Glm4MoeForCausalLM, Qwen2ForCausalLM
+    import transformers
 
-    own = json.loads((directory / "config.json").read_text())["model_type"] == "glm4_moe"
-    kind, more = (
-        (Glm4MoeForCausalLM, {"experts_implementation": "eager"}) if own else (Qwen2ForCausalLM, {})
-    )
-    model = kind.from_pretrained(directory, dtype=torch.float32, **more).eval()
+    name, settings = CLASSES[json.loads((directory / "config.json").read_text())["model_type"]]
+    kind = getattr(transformers, name)
+    model = kind.from_pretrained(directory, dtype=torch.float32, **settings).eval()
     return model(IDS).logits
 
 
