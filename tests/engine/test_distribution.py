@@ -185,6 +185,11 @@ def test_plain_sampling_follows_the_law(params):
     check(plain(**params), SamplingParams(**params))
 
 
+def test_of_one_token_the_best_is_drawn():
+    best = decode(0, seeds=range(5), temperature=0)
+    assert torch.equal(decode(0, seeds=range(5), temperature=5, top_k=1), best)
+
+
 @pytest.mark.parametrize("params", SETTINGS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_drawn_drafts_leave_the_law_alone(heads, params):

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import deque
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.engine import LLM, EngineOptions, Replicas, SamplingParams
 from mtpkit.engine.replicas import gpus_of_replicas
+from mtpkit.engine.requests.request import RequestOutput
+from mtpkit.engine.requests.stats import AcceptanceStats, EngineStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
@@ -83,6 +86,23 @@ def test_tokens_are_those_of_one_engine(model_dir):
         and stats.generated_tokens == llm.stats().generated_tokens
     )
     assert stats.state_bytes_per_request == llm.stats().state_bytes_per_request
+
+
+def test_a_prompt_goes_to_the_replica_that_holds_fewest(monkeypatch):
+    """Each holds three at most, so that none is idle while prompts wait."""
+    replicas = object.__new__(Replicas)
+    replicas._connections = [None, None]
+    replicas._most = 3
+    sent = []
+    stats = EngineStats(AcceptanceStats.for_depths(2), 0, 0.0, 0, 0, 0, 0)
+    output = object.__new__(RequestOutput)
+    ended = [[(1, output)], [(1, output)], [(0, output)] * 3 + [(1, output)] * 3]
+    monkeypatch.setattr(replicas, "_send", lambda replica, work: sent.append((replica, work)))
+    monkeypatch.setattr(replicas, "_receive", lambda: ended.pop(0))
+    monkeypatch.setattr(replicas, "_one_of_each", lambda kind: [stats] * 2)
+    assert len(list(replicas._serve(deque("abcdefgh")))) == 8
+    assert sent[:6] == [(0, "a"), (1, "b"), (0, "c"), (1, "d"), (0, "e"), (1, "f")]
+    assert sent[6:] == [(1, "g"), (1, "h"), (0, None), (1, None)]
 
 
 def test_prompts_that_cannot_be_served_have_outputs_with_their_errors(model_dir):
