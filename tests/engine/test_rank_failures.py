@@ -305,32 +305,36 @@ def require_end(
 
 
 def test_programs_that_are_no_rank_connect():
-    """One says nothing and ends, one sends what a rank does not; the rank comes last."""
-    server = watch.listen()
+    """One says nothing and ends, one sends what a rank does not, one has another secret; the rank
+    comes last."""
+    secret = bytes(range(16))
+    listener = watch.listen(secret)
+    address = ("localhost", listener.address[1])
     found = []
-    port = server.getsockname()[1]
-    secret = bytes(range(watch.SECRET_LENGTH))
-    accept = threading.Thread(
-        target=lambda: found.append(watch.Watch._accept(Known(secret), server, 2))
-    )
-    accept.start()
-    for sent in (b"", b"GET / HTTP/1.1", bytes(watch.SECRET_LENGTH + 4), secret + b"\0\0"):
-        with socket.create_connection(("localhost", port)) as connection:
+    accepting = threading.Thread(target=lambda: found.append(watch.accept(listener, 2)))
+    accepting.start()
+    for sent in (b"", b"GET / HTTP/1.1", bytes(100)):
+        with socket.create_connection(address) as connection:
             connection.sendall(sent)
-    rank = Known(secret, 1)
-    connection = watch.Watch._connect(rank, ("localhost", port))
-    accept.join(30)
+    with pytest.raises(MtpkitError, match="rank 1 cannot reach rank 0 at localhost:"):
+        watch.connect(1, address, secret[::-1])
+    own = watch.connect(1, address, secret)
+    accepting.join(30)
     assert [list(peers) for peers in found] == [[1]]
+    found[0][1].send("heard")
+    assert own[0].recv() == "heard"
     found[0][1].close()
-    connection.close()
+    own[0].close()
 
 
-class Known(watch.Watch):
-    """A watch of nothing, that knows the ranks' secret."""
-
-    def __init__(self, secret: bytes, rank: int = 0) -> None:
-        self._secret = secret
-        self.rank = rank
+def test_a_rank_that_does_not_connect_is_named(monkeypatch):
+    """Although a program that says nothing keeps its connection."""
+    monkeypatch.setattr(watch, "_CONNECTING", 0.5)
+    listener = watch.listen(b"secret")
+    message = r"ranks \[1, 2\] did not connect within 0 s"
+    silent = socket.create_connection(("localhost", listener.address[1]))
+    with silent, pytest.raises(MtpkitError, match=message):
+        watch.accept(listener, 3)
 
 
 @pytest.mark.parametrize("place", [0, 0.999])

@@ -113,7 +113,7 @@ class SplitRanks(Ranks):
         self,
         tensor_group: ProcessGroup,
         control_group: ProcessGroup,
-        watch: Watch | None,
+        watch: Watch,
         stage: Stage,
     ) -> None:
         self.rank = control_group.rank()
@@ -148,7 +148,8 @@ class SplitRanks(Ranks):
         else:
             received = Announcement.unpack(self._broadcast([0] * len(fields(Announcement))))
             plans = scheduler.plan(received.decision(scheduler.config.tree))
-            if wrong := received.differences(self._announcement(scheduler, plans)):
+            wrong = received.differences(self._announcement(scheduler, plans))
+            if wrong:
                 raise MtpkitError(
                     f"rank 0 plans another step than rank {self.rank}: {listed(wrong)}; all ranks"
                     " must be given the same requests in the same order"
@@ -189,7 +190,7 @@ class SplitRanks(Ranks):
 
     def working(self) -> AbstractContextManager[object]:
         """See `Ranks.working`."""
-        return self._watch.working() if self._watch else nullcontext()
+        return self._watch.working()
 
     def _send(self, values: Sequence[int]) -> None:
         """Send integers from rank 0 without waiting for the other ranks, which may still compute

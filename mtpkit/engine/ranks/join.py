@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from mtpkit.config import ModelConfig
 from mtpkit.engine.ranks.follow import Ranks, SplitRanks
 from mtpkit.engine.ranks.stages import PipelineStage, Stage
-from mtpkit.engine.ranks.watch import SECRET_LENGTH, Watch, listen
+from mtpkit.engine.ranks.watch import Watch, accept, connect, listen
 from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.errors import UserError, counted, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
@@ -54,7 +54,9 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
     if processes == 1:
         _require_processes(tensor_parallel_size, pipeline_parallel_size)
         return True
-    if processes != (asked := tensor_parallel_size * pipeline_parallel_size):
+
+    asked = tensor_parallel_size * pipeline_parallel_size
+    if processes != asked:
         sizes = f"is {tensor_parallel_size}"
         remedy = f"set it to {processes}"
         if pipeline_parallel_size > 1:
@@ -67,6 +69,7 @@ def reports(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> bool:
             f"there are {processes} processes, but --tensor-parallel-size {sizes}: {remedy}, or"
             f" start {asked}"
         )
+
     init_processes()
     if dist.get_rank() == 0:
         return True
@@ -124,7 +127,8 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
     ensure_distributed(size, stages, size if whole_experts else 1, 1 if whole_experts else None)
     from megatron.core import parallel_state
 
-    return SplitRanks(parallel_state.get_tensor_model_parallel_group(), control, watch, _stage())
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    return SplitRanks(tensor_group, control, watch, _stage())
 
 
 def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
@@ -160,11 +164,9 @@ def _stage() -> Stage:
     from megatron.core import parallel_state
 
     forward = parallel_state.get_pipeline_model_parallel_group()
-    return (
-        Stage()
-        if forward.size() == 1
-        else PipelineStage(forward, _group_back(forward, dist.get_world_size()))
-    )
+    if forward.size() == 1:
+        return Stage()
+    return PipelineStage(forward, _group_back(forward, dist.get_world_size()))
 
 
 @cache
@@ -178,18 +180,24 @@ def _group_back(forward: ProcessGroup, processes: int) -> ProcessGroup:
 
 
 def _problems(config: ModelConfig, ranks: int, whole_experts: bool) -> Iterator[str]:
+    """The sizes of a model that `ranks` ranks cannot share, in words."""
     whole = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     uneven = [UnevenSize(key, size, False) for key, size in whole.items() if size % ranks]
     for key, size, shared in (*uneven, *uneven_sizes(config, ranks, whole_experts)):
-        how = "do not divide each other" if shared else "cannot be divided evenly"
-        yield (
-            f"the model's {key} {size} {how}; take"
-            f" {'a divisor or a multiple' if shared else 'a divisor'} of it"
-        )
+        if shared:
+            yield (
+                f"the model's {key} {size} do not divide each other; take a divisor or a multiple"
+                " of it"
+            )
+        else:
+            yield f"the model's {key} {size} cannot be divided evenly; take a divisor of it"
+
+    if not whole_experts:
+        return
     counts = [count for kind in kinds_in(config.letters) if (count := kind.experts(config).count)]
-    if whole_experts and not counts:
+    if not counts:
         yield "enable_expert_parallel is set, but the model has no experts; leave it out"
-    for count in counts if whole_experts else ():
+    for count in counts:
         if count % ranks:
             yield (
                 f"the model's {count} experts cannot be shared out; leave"
@@ -208,20 +216,18 @@ def _control_group() -> ProcessGroup:
 def _watch(control: ProcessGroup) -> Watch:
     """The watch of this process, made with the first engine."""
     rank = dist.get_rank()
-    server = None
-    address: list[Any] = [None, None]
     if rank == 0:
-        server = listen()
-        address = [server.getsockname()[1], secrets.token_bytes(SECRET_LENGTH)]
-    dist.broadcast_object_list(address, group=control, group_src=0)
-    port, secret = address
-    watch = Watch(
-        rank,
-        dist.get_world_size(),
-        server,
-        (os.environ.get("MASTER_ADDR", "localhost"), port),
-        secret,
-    )
+        secret = secrets.token_bytes(16)
+        listener = listen(secret)
+        dist.broadcast_object_list([listener.address[1], secret], group=control, group_src=0)
+        peers = accept(listener, dist.get_world_size())
+    else:
+        sent: list[Any] = [None, None]
+        dist.broadcast_object_list(sent, group=control, group_src=0)
+        port, secret = sent
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        peers = connect(rank, (host, port), secret)
+    watch = Watch(rank, peers)
     before_closing.extend([_watch.cache_clear, watch.leave])
     return watch
 
@@ -258,7 +264,9 @@ def _entries(options: EngineOptions, config: ModelConfig) -> dict[str, str]:
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
     """Names and values of a dataclass's fields, including the fields of inner dataclasses."""
-    for name, inner in vars(value).items() if is_dataclass(value) else ():
+    if not is_dataclass(value):
+        return
+    for name, inner in vars(value).items():
         if is_dataclass(inner) and not isinstance(inner, type):
             yield from ((f"{prefix}{name}.{key}", repr(one)) for key, one in asdict(inner).items())
         elif not name.startswith("_"):
@@ -272,9 +280,8 @@ def _digest(directory: Path) -> str:
     differ only in the middle are taken for equal, such as a copy that a disk has damaged.
     """
     found = hashlib.blake2b(digest_size=8)
-    for path in sorted(
-        path for path in directory.rglob("*") if path.is_file() and path.suffix not in _NOT_WEIGHTS
-    ):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    for path in sorted(path for path in files if path.suffix not in _NOT_WEIGHTS):
         size = path.stat().st_size
         found.update(f"{path.relative_to(directory)} {size}".encode())
         with path.open("rb") as file:
