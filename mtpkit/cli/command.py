@@ -1,7 +1,6 @@
 """Base classes of all commands: plain help, checks of every value, lists of values, short names of
 options."""
 
-import itertools
 import math
 import re
 import reprlib
@@ -29,7 +28,9 @@ SHORT_NAMES = {
 }
 """Short names of options, each with the names that it stands for. Help does not list them."""
 
-_NAME = re.compile(r"(?<![\w./=-])(--)?[a-z]\w*(-\w+)*(?![\w/=-]|\.\w)")
+_EMPTY = "it is empty: name one, or leave it out"
+
+_NAME = re.compile(r"(?<![\w./=-])[a-z]\w*(?![\w/=-]|\.\w)")
 """Matches a word of a message that may be an option's name, but not a part of a path, a key or
 `key=value`."""
 
@@ -53,8 +54,7 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that refuses values no option accepts: empty texts, huge or infinite numbers, paths
-    with link loops.
+    """A command that refuses values no option accepts: empty texts, huge or infinite numbers.
 
     Use it as `@app.command(cls=Command)`. Its list options take several values at once, up to the
     next option: `--k 0 1 2 3` means `--k 0 --k 1 --k 2 --k 3`. A command with positional arguments
@@ -64,54 +64,57 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as usual, accept short option names and lists of values as well, and check every
         value."""
-        # First, since lists and errors go by the names in `opts`.
-        self.take_short_names(args)
-        if all(param.param_type_name == "option" for param in self.params):
-            lists = {
-                name
-                for param in self.params
-                if getattr(param, "multiple", False)
-                for name in param.opts
-            }
-            args = _repeat_names(args, lists)
+        words = self._spelt_out(args)
         try:
-            # The parser empties its list, and `_is_empty` looks at what was typed.
-            rest = super().parse_args(ctx, list(args))
+            # The parser empties the list that it gets.
+            rest = super().parse_args(ctx, list(words))
         except typer.BadParameter as error:
             error.message = _reworded(error)
             raise
         params: list[Any] = self.params
         for param in params:
-            value = ctx.params.get(param.name or "")
+            value = ctx.params.get(param.name)
             values = value if isinstance(value, list | tuple) else [value]
-            problems = _problems(param.name or "", values)
-            if _is_empty(param, values, args):
-                problems.append("it is empty: name one, or leave it out")
-            if problems:
-                raise typer.BadParameter(problems[0], ctx=ctx, param=param)
+            problem = _problem(param.name, values)
+            # A path that is an empty text means this directory by now.
+            if param.param_type_name == "argument" and Path() in values and "" in words:
+                problem = _EMPTY
+            if problem:
+                raise typer.BadParameter(problem, ctx=ctx, param=param)
         return rest
 
-    def take_short_names(self, args: list[str]) -> None:
-        """Rename options to the short names that the command line uses, so that errors use the same
-        names."""
-        known = {name for param in self.params for name in param.opts}
-        # Words after `--` are arguments, whatever they look like.
-        line = args[: args.index("--")] if "--" in args else args
-        typed = {arg.partition("=")[0] for arg in line}
-        for short in SHORT_NAMES.keys() & typed - known:
-            for param in self.params:
-                if set(param.opts) & set(SHORT_NAMES[short]):
-                    param.opts = [short, *(name for name in param.opts if name in typed)]
-                    break
+    def _spelt_out(self, args: list[str]) -> list[str]:
+        """Replace short names of options, and repeat the name of a list option before each further
+        value.
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help with the full names of options, even if the command line uses short
-        ones."""
-        for param in self.params:
-            full = f"--{(param.name or '').replace('_', '-')}"
-            if full in SHORT_NAMES.get(param.opts[0], ()):
-                param.opts = [full]
-        super().format_help(ctx, formatter)
+        Raises:
+            typer.BadParameter: an option has an empty text as its value.
+        """
+        options: list[Any] = [param for param in self.params if param.param_type_name == "option"]
+        # In a command with positional arguments, one could follow a list.
+        has_lists = len(options) == len(self.params)
+        lists = {name for one in options if one.multiple and has_lists for name in one.opts}
+        full = {name: name for one in options if not one.is_flag for name in one.opts}
+        for short, names in SHORT_NAMES.items():
+            for name in full.keys() & set(names):
+                full.setdefault(short, name)
+        words: list[str] = []
+        name = ""
+        for place, arg in enumerate(args):
+            if arg == "--":
+                return words + args[place:]
+            # A negative number is a value.
+            if re.match(r"-(?![\d.])", arg):
+                typed, equals, value = arg.partition("=")
+                name = full.get(typed, typed)
+                words.append(f"{name}{equals}{value}")
+            elif name in lists and words[-1] != name:
+                words += [name, arg]
+            else:
+                words.append(arg)
+            if name in full and (words[-1] == f"{name}=" or words[-2:] == [name, ""]):
+                raise typer.BadParameter(_EMPTY, param_hint=repr(name))
+        return words
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors name its options as the command line does, not by their internal
@@ -119,14 +122,13 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            typed = {}
-            for param in self.params:
-                if param.name and param.opts[0].startswith("--"):
-                    typed["--" + param.name.replace("_", "-")] = param.opts[0]
-                    # A name of one word, such as model, may be a word of the sentence and not the
-                    # option.
-                    typed |= {param.name: param.opts[0]} if "_" in param.name else {}
-            text = _NAME.sub(lambda found: typed.get(found[0], found[0]), str(error))
+            # A name of one word, such as model, may be a word of the sentence and not the option.
+            flags = {
+                param.name: param.opts[0]
+                for param in self.params
+                if "_" in param.name and param.param_type_name == "option"
+            }
+            text = _NAME.sub(lambda found: flags.get(found[0], found[0]), str(error))
             error.args = (text, *error.args[1:])
             raise
 
@@ -150,63 +152,15 @@ def _reworded(error: typer.BadParameter) -> str:
     return f"must be {kind}, not {given}" if kind else error.message
 
 
-def _problems(name: str, values: Sequence[object]) -> list[str]:
-    """Say what makes the values of an option or argument wrong for any of them."""
+def _problem(name: str, values: Sequence[object]) -> str | None:
+    """Say what makes a value of an option or argument wrong for any of them, or return None."""
     limit = _LARGEST if name.endswith(("seed", "_bytes")) else LARGEST_COUNT
     endless = [math.inf] if name in _MAY_BE_INFINITE else []
-    problems = [_problem(value, limit) for value in values if value not in endless]
-    if name == "seed" and isinstance(seed := values[0], int) and seed < 0:
-        problems.append(f"must be at least 0, not {seed}")
-    return [problem for problem in problems if problem]
-
-
-def _problem(value: object, limit: int) -> str | None:
-    """Say what makes a value wrong for any option, or return None; `limit`: the largest absolute
-    value of an int."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if isinstance(value, int) and abs(value) > limit:
-        return f"it is beyond {limit}"
-    if isinstance(value, Path):
-        try:
-            value.stat()
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return None  # an output need not exist yet; a missing input gets a better message later
-        except OSError as error:
-            return f"{value}: {error.strerror}"
+    for value in values:
+        if isinstance(value, float) and not math.isfinite(value) and value not in endless:
+            return "must be a finite number"
+        if isinstance(value, int) and abs(value) > limit:
+            return f"it is beyond {limit}"
+        if name == "seed" and isinstance(value, int) and value < 0:
+            return f"must be at least 0, not {value}"
     return None
-
-
-def _is_empty(param: Any, values: Sequence[object], args: Sequence[str]) -> bool:
-    """Whether an option, or an argument that is a path, was given an empty text; an argument that
-    is a text may be empty."""
-    if param.param_type_name == "argument":
-        return "" in args and Path() in values
-    joined = any(f"{name}=" in args for name in param.opts)
-    apart = any(before in param.opts and not arg for before, arg in itertools.pairwise(args))
-    return (joined or apart) and ("" in values or Path() in values)
-
-
-def _repeat_names(args: list[str], lists: set[str]) -> list[str]:
-    """Repeat the name of a list option before each further value."""
-    spread: list[str] = []
-    current = None
-    for arg in args:
-        # A negative number is a value.
-        if arg.startswith("-") and not _is_number(arg):
-            name = arg.partition("=")[0]
-            current = name if name in lists else None
-            spread.append(arg)
-        elif current is not None and spread[-1] != current:
-            spread += [current, arg]
-        else:
-            spread.append(arg)
-    return spread
-
-
-def _is_number(arg: str) -> bool:
-    try:
-        float(arg)
-    except ValueError:
-        return False
-    return True

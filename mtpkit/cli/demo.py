@@ -65,7 +65,7 @@ def demo(
 ) -> None:
     """Train MTP heads on the tiny base, export and import them, and measure the speedup on held-out
     prompts."""
-    out = (ROOT / OUTPUT if output is None else output).resolve()
+    out = (ROOT / OUTPUT if output is None else output).absolute()
     out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)  # the examples use paths relative to the checkout
     _check_place(out)

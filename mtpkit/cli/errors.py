@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from typing import NoReturn
 
 import typer
 
+from mtpkit.cli.command import SHORT_NAMES
 from mtpkit.errors import MtpkitError, on_failure
 
 USAGE_EXIT_CODE = 2
@@ -69,13 +71,13 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
         else:
             command()
     except MtpkitError as error:
-        _fail(str(error), error.exit_code)
+        _fail(_as_typed(str(error), args), error.exit_code)
     except typer.TyperException as error:
         # pydantic's prefix
         message = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")
         if not message:  # a group without a command has already printed its help
             sys.exit(USAGE_EXIT_CODE)
-        _fail(f"{message} (see --help)", USAGE_EXIT_CODE)
+        _fail(f"{_as_typed(message, args)} (see --help)", USAGE_EXIT_CODE)
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE  # the code that typer uses
     except BrokenPipeError:
@@ -92,6 +94,14 @@ def run(command: typer.Typer | Callable[[], object], args: Sequence[str] | None 
 
         atexit.register(close_distributed)  # runs after the command's objects are freed
     sys.exit(code)
+
+
+def _as_typed(message: str, args: Sequence[str] | None) -> str:
+    """Name options in a message by the short names that the command line uses."""
+    typed = {arg.partition("=")[0] for arg in (sys.argv[1:] if args is None else args)}
+    for short in SHORT_NAMES.keys() & typed:
+        message = re.sub(rf"(?:{'|'.join(SHORT_NAMES[short])})(?![\w-])", short, message)
+    return message
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

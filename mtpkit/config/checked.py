@@ -18,6 +18,7 @@ by dotted keys. Problems between several fields (`beta` against `kind`) are foun
 
 import dataclasses
 import functools
+import operator
 import sys
 import types
 import typing
@@ -26,8 +27,16 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, dataclass_transform, get_args, get_origin
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    field_validator,
+)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from mtpkit.errors import UserError, listed, shown
@@ -78,8 +87,13 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
         )
         # Before pydantic reads the annotations and defaults.
         _share_fields(cls)
+        extended: Any = cls
+        extended.__annotations__ = {
+            name: _open(kind) for name, kind in vars(cls).get("__annotations__", {}).items()
+        }
+        extended._plain = field_validator("*", mode="before")(staticmethod(plain))
         made: Any = pydantic_dataclass(frozen=True, config=config)(cls)
-        # `_fill` calls it, and makes clauses of the errors that it raises.
+        # `field_clauses` calls it, and makes clauses of the errors that it raises.
         made._pydantic_init = made.__init__
 
         @functools.wraps(made.__init__)
@@ -96,6 +110,24 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
         return cast(C, made)
 
     return decorate
+
+
+def _open(kind: Any) -> Any:
+    """Let mappings be given for a checked class inside a type, and other collections for its lists,
+    tuples and dicts; the values inside stay strict."""
+    origin = get_origin(kind)
+    inner = get_args(kind)
+    if origin is Annotated:
+        return Annotated[_open(inner[0]), *inner[1:]]
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_open, inner))
+    if origin in (list, tuple, dict):
+        return Annotated[origin[tuple(map(_open, inner))], Strict(False)]
+    if isinstance(kind, type) and is_pydantic_dataclass(kind):
+        cls: type = kind
+        made = BeforeValidator(lambda given: cls(**given) if isinstance(given, Mapping) else given)
+        return Annotated[cls, made]
+    return kind
 
 
 def fields_of(cls: Any) -> dict[str, FieldInfo]:
@@ -225,8 +257,8 @@ def is_list(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Convert numbers and flags to Python's own, lists and ranges to tuples, sets to frozensets;
-    keep all else."""
+    """Convert numbers and flags to Python's own, sets to frozensets, and other collections that
+    have such numbers to tuples; keep all else."""
     numpy = sys.modules.get("numpy")  # not imported for this: that takes a third of `--help`
     # Flags before numbers: a bool is an Integral, too.
     if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
@@ -235,8 +267,11 @@ def plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    if is_list(value):
-        return (frozenset if isinstance(value, Set) else tuple)(map(plain, value))
+    if isinstance(value, Set):
+        return frozenset(map(plain, value))
+    # Long lists, such as token ids, are seldom other than plain already.
+    if is_list(value) and not set(map(type, value)) <= {int, float, str}:
+        return tuple(map(plain, value))
     return value
 
 
@@ -283,68 +318,34 @@ def _bare(annotation: Any) -> Any:
 def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
     """Give a new object of a checked class its values; return a clause for each wrong value."""
     cls: Any = type(blank)
-    clauses = list[str]()
     names = {key: name for name, key in keys_of(cls).items()}
     named = {names.get(key, key): value for key, value in values.items()}
     try:
-        cls._pydantic_init(blank, **_converted(cls, named, clauses))
+        cls._pydantic_init(blank, **named)
     except ValidationError as error:
-        clauses += _clauses(cls, error, named)
-    return clauses
-
-
-def _converted(cls: type, values: Mapping[str, object], clauses: list[str]) -> dict[str, object]:
-    """Convert values to what strict pydantic takes: plain values, and objects of checked classes in
-    place of mappings. Values that cannot be converted are left out, and `clauses` says why."""
-    converted: dict[str, object] = {}
-    for name, value in values.items():
-        kind = fields_of(cls)[name].annotation if name in fields_of(cls) else None
-        before = len(clauses)
-        made = _made(kind, value, keys_of(cls).get(name, name), clauses)
-        converted |= {name: made} if len(clauses) == before else {}
-    return converted
-
-
-def _made(kind: Any, value: Any, key: str, clauses: list[str]) -> Any:
-    """Convert a value of a field, or of a list or dict in it, to what pydantic takes; `clauses`
-    says what is wrong."""
-    origin = get_origin(kind)
-    inner = get_args(kind)
-    members = [member for member in inner if member is not types.NoneType]
-    # T | None: a value is that of T, and None passes through every case below.
-    if len(members) == 1 < len(inner):
-        return _made(members[0], value, key, clauses)
-    if origin is list and is_list(value):
-        if set(map(type, value)) <= {int, float, str}:  # fast for long lists, such as token ids
-            return list(value)
-        return [
-            _made(inner[0], entry, f"{key}[{place}]", clauses) for place, entry in enumerate(value)
-        ]
-    if isinstance(value, Mapping):
-        if origin is dict:
-            return {
-                name: _made(inner[1], entry, f"{key}[{name!r}]", clauses)
-                for name, entry in value.items()
-            }
-        if dataclasses.is_dataclass(kind):
-            return attempt(cast(type, kind), value, clauses, f"{key}.")
-    return plain(value)
+        return [*_clauses(cls, error, named)]
+    return []
 
 
 def _clauses(cls: type, error: ValidationError, values: Mapping[str, object]) -> Iterator[str]:
-    """Yield one clause for each field with a wrong value."""
+    """Yield the clauses of each wrong object inside, then one for each field with a wrong value."""
     keys = keys_of(cls)
     found: dict[str, Any] = {}
     for each in error.errors(include_url=False, include_input=False):
-        # pydantic reports each member of a union; one clause per field says enough.
-        found.setdefault(str(each["loc"][0]), each)
+        inside = each.get("ctx", {}).get("error")
+        if isinstance(inside, WrongValues):
+            first, *places = each["loc"]
+            key = "".join([keys[str(first)], *(f"[{place!r}]" for place in places)])
+            yield from (f"{key}.{clause}" for clause in inside.clauses)
+        else:
+            # pydantic reports each member of a union; one clause per field says enough.
+            found.setdefault(str(each["loc"][0]), each)
     for name, first in found.items():
         if name not in keys:
             yield f"{name if name.isidentifier() and len(name) <= 60 else shown(name)} is unknown"
         elif name not in values:
             yield f"{keys[name]} is missing"
-        # otherwise `_converted` left it out and reported it
-        elif first["type"] != "missing" or len(first["loc"]) > 1:
+        else:
             yield _clause(keys[name], fields_of(cls)[name], first, values[name])
 
 

@@ -339,9 +339,9 @@ def test_the_listing_is_a_config_of_all_defaults_with_a_comment_for_each(tmp_pat
         load_config(tmp_path / "all.yaml", NEEDED[1:])
     keys = yaml.safe_load(text)
     assert {name: set(value) for name, value in keys.items() if isinstance(value, dict)} == {
-        field.name: {inner.name for inner in dataclasses.fields(field.type)}
-        for field in dataclasses.fields(TrainConfig)
-        if dataclasses.is_dataclass(field.type)
+        name: {inner.name for inner in dataclasses.fields(hint)}
+        for name, hint in get_type_hints(TrainConfig).items()
+        if dataclasses.is_dataclass(hint)
     }
     assert keys.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
 
