@@ -2,16 +2,17 @@
 rates."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from mtpkit.bench.decode_run import Contender, Window
 from mtpkit.bench.machine import Machine, measure_machine
 from mtpkit.bench.report import Column, Result
 from mtpkit.bench.roofline import check_draft_vocab_size
-from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, too_many_tokens
+from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, asked_drafts, too_many_tokens
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.config.parts import options_of
 from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.errors import counted, raise_problems
 from mtpkit.model.hybrid import HybridModel
@@ -64,7 +65,7 @@ def measure_decode(
     output must have the requested length, and tokens that the base chose must be those of a plain
     forward pass, except near ties (one request of each batch is compared). Synthetic acceptance
     must match the requested rates. With real acceptance, outputs in fp32 must equal those of K = 0,
-    if that is among `ks`. Kernels are traced after all timing, see `trace_kernels`.
+    if that is measured. Kernels are traced after all timing, see `trace_kernels`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -80,13 +81,15 @@ def measure_decode(
     model_config = model.mtpkit_config
     weight = next(model.parameters())
     # What cannot be measured is refused before anything is timed.
-    config = replace(config, ks=choose_drafts(model_config, config.asked_ks, USUAL_DRAFTS))
-    if isinstance(config.draft_vocab, int):
-        check_draft_vocab_size(config.draft_vocab, model_config)
+    drafts = choose_drafts(
+        model_config, asked_drafts(config.num_speculative_tokens, config.engine), USUAL_DRAFTS
+    )
+    config = replace(config, num_speculative_tokens=drafts)
+    check_draft_vocab_size(config.draft_vocab_size, model_config)
     if prompts is None:
         raise_problems(
             "decode benchmark",
-            too_many_tokens(config.prompt_len, max(config.batch_sizes), config.repeats),
+            too_many_tokens(config.prompt_length, max(config.batch_size), config.repeats),
         )
     machine = measure_machine(weight.device)
     synthetic = config.acceptance is not None
@@ -103,8 +106,8 @@ def measure_decode(
         else ""
     )
     sizes = (
-        ("tensor-parallel rank", config.tensor_parallel_size),
-        ("pipeline stage", config.pipeline_parallel_size),
+        ("tensor-parallel rank", config.engine.tensor_parallel_size),
+        ("pipeline stage", config.engine.pipeline_parallel_size),
     )
     split = "".join(f", {counted(size, noun)}" for noun, size in sizes if size > 1)
     title = (
@@ -118,10 +121,10 @@ def measure_decode(
         "synthetic": synthetic,
     }
     result = Result(
-        "decode", title, DecodeRow, [], machine, {**asdict(config), **about}, details=("kernels",)
+        "decode", title, DecodeRow, [], machine, options_of(config) | about, details=("kernels",)
     )
-    ks = sorted(config.ks or (), key=lambda k: k != 0)  # 0 first
-    pairs = [(size, k) for size in config.batch_sizes for k in ks]
+    ks = sorted(drafts, key=lambda k: k != 0)  # 0 first
+    pairs = [(size, k) for size in config.batch_size for k in ks]
     plain: dict[int, list[list[int]]] = {}
     # Tracing slows all later launches, so that every case is timed first; a second engine of each
     # case is then traced.

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,12 +11,11 @@ import torch
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.roofline import Roofline, expected_length, length_deviation
-from mtpkit.bench.settings import DecodeConfig, engine_settings, tree_settings
+from mtpkit.bench.settings import DecodeConfig, engine_arguments
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.timing import Trace, synchronize, trace_kernels
-from mtpkit.data.draft_vocab import load_draft_vocab
 from mtpkit.engine import LLM, require_whole
-from mtpkit.engine.loading import DTYPES
+from mtpkit.engine.loading import DTYPES, draft_token_ids
 from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
@@ -87,26 +85,24 @@ class Contender:
         vocab_size = self.model_config.vocab_size
         # Each run has its own prompts: nothing that an engine keeps of earlier runs must help.
         count = batch_size * (config.repeats + 1)
-        self.prompts = prompts or random_prompts(count, config.prompt_len, vocab_size, config.seed)
+        self.prompts = prompts or random_prompts(
+            count, config.prompt_length, vocab_size, config.seed
+        )
         self.runs = 0
         self.outputs: dict[str, list[int]] = {}
         """Tokens of the newest run's requests so far, in the order of its prompts."""
         self.lengths: dict[str, list[int]] = {}
         """Number of tokens that each of these requests had after each of its steps."""
-        vocab: Path | int | list[int] | None = config.draft_vocab if self.depths else None
-        if isinstance(vocab, int):
-            vocab = list(range(vocab))
-        self.draft_vocab = load_draft_vocab(vocab, vocab_size) if isinstance(vocab, Path) else vocab
-        settings = engine_settings(
-            config,
-            num_speculative_tokens=k,
+        self.draft_vocab = _draft_vocab(config, vocab_size) if self.depths else None
+        settings = engine_arguments(
+            config.engine,
+            k,
             max_model_len=max(map(len, self.prompts)) + config.max_tokens,
             max_num_seqs=batch_size,
             draft_vocab=self.draft_vocab,
             synthetic_acceptance=config.rates(self.depths) if self.depths else None,
             warm_up=False,  # the first run, which is not timed, captures what the others need
             max_inter_token_latency=_PATIENCE,
-            **tree_settings(k),
         )
         self.llm = LLM(model, **settings)
 
@@ -187,8 +183,8 @@ class Contender:
         roofline = Roofline(
             self.model_config,
             next(self.llm.model.parameters()).dtype,
-            DTYPES[self.config.state_dtype],
-            self.config.state_rollback,
+            DTYPES[self.config.engine.state_dtype],
+            self.config.engine.state_rollback,
             ring_entries=ring_capacity(ring_length(1 + self.depths)),
             draft_vocab_size=None if self.draft_vocab is None else len(self.draft_vocab),
         )
@@ -282,7 +278,7 @@ class Contender:
             if drawn
             else range(len(self.outputs[name]))
         )
-        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
+        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.engine.state_dtype])
         # A state in bf16 brings near ties to an fp32 model, too.
         precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         try:
@@ -320,3 +316,15 @@ class Contender:
                 f" {stats.acceptance_length:.3f} over {stats.steps} steps, but synthetic rates"
                 f" {rates} make {expected:.3f}: the engine does not draw them"
             )
+
+
+def _draft_vocab(config: DecodeConfig, vocab_size: int) -> list[int] | None:
+    """Tokens to draft among; None: all.
+
+    Raises:
+        UserError: see `draft_token_ids`.
+    """
+    if config.draft_vocab_size is not None:
+        return list(range(config.draft_vocab_size))
+    ids = draft_token_ids(config.engine.draft_vocab, vocab_size)
+    return None if ids is None else ids.tolist()

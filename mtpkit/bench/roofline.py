@@ -348,28 +348,29 @@ def tabulate_limits(
         UserError: the heads cannot make K drafts, or the draft vocabulary is larger than the
             model's.
     """
-    dtypes = getattr(torch, config.dtype), getattr(torch, config.state_dtype)
+    dtypes = getattr(torch, config.dtype), getattr(torch, config.engine.state_dtype)
     roofline = Roofline(
-        model, *dtypes, config.state_rollback, config.ring_entries, config.draft_vocab_size
+        model, *dtypes, config.engine.state_rollback, config.ring_entries, config.draft_vocab_size
     )
     acceptance = [
-        depth_rates(config.acceptance, k) for k in choose_drafts(model, config.ks, USUAL_DRAFTS)
+        depth_rates(config.acceptance, k)
+        for k in choose_drafts(model, config.num_speculative_tokens, USUAL_DRAFTS)
     ]
     rates = bandwidth, matrix_rate = config.bandwidth * 1e12, config.matrix_rate * 1e12
     settings = {
         "model": name,
-        "context_len": config.context_len,
+        "context_length": config.context_length,
         "bandwidth": bandwidth,
         "matrix_rate": matrix_rate,
         "acceptance": acceptance,
-        "state_rollback": config.state_rollback,
+        "state_rollback": config.engine.state_rollback,
         "ring_entries": [roofline.entries(len(one)) for one in acceptance],
         "draft_vocab_size": config.draft_vocab_size,
     }
     steps = []
     works = []
-    for size, drawn in itertools.product(config.batch_sizes, acceptance):
-        cost = roofline.decode(size, drawn, config.context_len)
+    for size, drawn in itertools.product(config.batch_size, acceptance):
+        cost = roofline.decode(size, drawn, config.context_length)
         k = len(drawn)
         totals = (cost.bytes, cost.flops, cost.seconds(*rates), cost.limit_tokens_per_s(*rates))
         steps.append(StepRow(size, k, cost.tokens / size, *totals))

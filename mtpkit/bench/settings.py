@@ -5,15 +5,16 @@ Torch is not imported here, so that `--help` answers at once.
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from mtpkit.config import LARGEST_COUNT, Balance, LossKind
-from mtpkit.config.checked import checked, field_of, keys_of
-from mtpkit.engine import EngineOptions, SamplingParams
-from mtpkit.engine.requests.options import Count, Drafts, Rollback
+from mtpkit.config.checked import checked, field_of
+from mtpkit.config.parts import Part
+from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions, SamplingParams
+from mtpkit.engine.requests.options import Drafts
 from mtpkit.engine.requests.tree import parse_tree
 from mtpkit.training.config.settings import HeadAttention, HeadsConfig, ParallelConfig, TrainConfig
 
@@ -32,9 +33,30 @@ FirstSeed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Counts = Annotated[
     tuple[Positive, ...], Field(min_length=1, title="a list of one or more whole numbers")
 ]
-StateDtype = Literal["float32", "bfloat16"]
+Rates = Annotated[tuple[Rate, ...], Field(min_length=1)]
+DraftCounts = Annotated[
+    tuple[Drafts, ...] | None, Field(min_length=1, title="a list of one or more whole numbers")
+]
+DraftCountsOrAuto = Annotated[
+    tuple[Drafts | Literal["auto"], ...] | None,
+    Field(min_length=1, title="a list of one or more numbers or 'auto'"),
+]
+"""The engine's `num_speculative_tokens`, of which a benchmark measures several."""
 
-BATCH_SIZES = (1, 4, 16, 32, 64, 128)
+LARGE_SHAPES = (
+    "nemotron-h-8b",
+    "nemotron-3-nano",
+    "deepseek-v3",
+    "deepseek-v3-slice",
+    "qwen3-next-slice",
+    "qwen3.5-slice",
+)
+"""Names of published sizes, which `mtpkit.bench.sizes` has: billions of weights, too many for a CPU
+to hold, or to run in reasonable time."""
+
+SMALL_SHAPES = ("nemotron-h-tiny", "nemotron-3-tiny", "deepseek-v3-tiny", "qwen3-next-tiny")
+"""Names of small models with the layer kinds of large ones."""
+
 USUAL_DRAFTS = (0, 1, 3)
 SPEEDUP_DRAFTS = (0, 1, 2, 3)
 LOAD_DRAFTS = (0, 3)
@@ -42,170 +64,120 @@ LOAD_DRAFTS = (0, 3)
 trained for."""
 
 
-def _with_plain(ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def _with_plain(counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
     # Speedups are over K = 0, which is measured even if it was not asked for.
-    return None if ks is None else tuple(sorted({0, *ks}))
+    return None if counts is None else tuple(sorted({0, *counts}))
 
 
 def _sorted(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def asked_ks[K](ks: tuple[K, ...] | None, tree: object) -> tuple[K | int, ...] | None:
-    """`ks`, or else 0 and the depth of a `speculative_token_tree`; None if neither is given."""
-    return (0, parse_tree(tree).depth) if ks is None and tree is not None else ks
-
-
-def tree_settings(k: int | Literal["auto"]) -> dict[str, None]:
-    """Engine settings that switch draft trees off for K = 0; none for other K."""
-    # The engine refuses K = 0 beside a fixed tree, whose depth K must be.
-    names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    return {} if k else dict.fromkeys(names)
-
-
 @checked("speedup")
 class SpeedupConfig:
     """Settings of `measure_speedup`."""
 
-    ks: Annotated[tuple[Drafts, ...] | None, AfterValidator(_with_plain)] = Field(
-        default=None, validation_alias="num_speculative_tokens"
-    )
+    num_speculative_tokens: Annotated[DraftCounts, AfterValidator(_with_plain)] = None
     """Numbers of drafts per step (K); 0 is always measured. By default 0 to 3, up to the depths
     that the heads were trained for."""
-    batch_sizes: Annotated[Counts, AfterValidator(_sorted)] = Field(
-        default=(1, 8), validation_alias="batch_size"
-    )
+    batch_size: Annotated[Counts, AfterValidator(_sorted)] = (1, 8)
     """Numbers of requests that run at once, at most the number of prompts."""
     repeats: Positive = 3
     """Number of measurements; their median is reported."""
-    sampling: SamplingParams = SamplingParams(temperature=0, max_tokens=128)
+    sampling: Annotated[SamplingParams, Part(without=("n",))] = COMMAND_DEFAULTS
     """Sampling of the prompts. Its seed (0 if None) is the first prompt's; each further prompt has
     the next seed."""
-    block_size: int = field_of(EngineOptions, "block_size")
-    max_model_len: int | None = field_of(EngineOptions, "max_model_len")
-    max_num_batched_tokens: int | None = field_of(EngineOptions, "max_num_batched_tokens")
-    gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
-    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
-    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
-    draft_sampling: bool = field_of(EngineOptions, "draft_sampling")
-    draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = field_of(
-        EngineOptions, "draft_vocab"
+    engine: Annotated[EngineOptions, Part(without=("max_num_seqs", "warm_up", "seed"))] = (
+        EngineOptions(enable_prefix_caching=False)
     )
-    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(
-        EngineOptions, "draft_embedding_dtype"
-    )
-    speculative_token_tree: str | list | tuple | None = field_of(
-        EngineOptions, "speculative_token_tree"
-    )
-    speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
-    speculative_num_draft_tokens: int | None = field_of(
-        EngineOptions, "speculative_num_draft_tokens"
-    )
-    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
-    """Let prompts reuse the cache of earlier requests. Off by default, since repeats would find
-    their own prompts."""
-    enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
-    tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
-    pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
-    enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
-    disable_custom_all_reduce: bool = field_of(EngineOptions, "disable_custom_all_reduce")
+    """Options of all engines. The prefix cache is off, since repeats would find their own prompts.
+    Requests have seeds, and each engine has room for one batch."""
 
-    @property
-    def asked_ks(self) -> tuple[int, ...] | None:
-        """See `asked_ks`."""
-        return asked_ks(self.ks, self.speculative_token_tree)
+
+@checked("decode steps")
+class StepsConfig:
+    """Settings of benchmarks of decode steps, measured or computed."""
+
+    batch_size: Counts = (1, 4, 16, 32, 64, 128)
+    """Numbers of requests that run at once."""
+    draft_vocab_size: Positive | None = None
+    """Draft only among this many first tokens of the vocabulary; by default among all."""
 
 
 @checked("decode benchmark")
-class DecodeConfig:
-    """Settings of `measure_decode`."""
+class DecodeConfig(StepsConfig):
+    """Settings of `measure_decode`. Drafts are verified if `acceptance` is None."""
 
-    batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
-    """Numbers of requests that run at once."""
-    ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
-        default=None,
-        validation_alias="num_speculative_tokens",
-        title="a list of one or more numbers or 'auto'",
-    )
+    num_speculative_tokens: DraftCountsOrAuto = None
     """Numbers of drafts per step (K); auto: the engine chooses. By default 0, 1 and 3, up to the
     depths that the heads were trained for."""
-    prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
+    prompt_length: Positive = 512
     """Tokens of a random prompt."""
     max_tokens: Annotated[int, Field(ge=2)] = 256
     """Tokens generated for each prompt."""
-    acceptance: tuple[Rate, ...] | None = (0.85,)
+    acceptance: Rates | None = (0.85,)
     """Synthetic rate at which the draft of each depth is accepted, given that all before it were.
-    The last rate holds for all further depths. None: drafts are verified."""
-    draft_vocab: Path | Positive | None = None
-    """Tokens to draft among: a file of them, or how many of the first tokens. By default all
-    tokens."""
-    draft_embedding_dtype: Literal["auto", "int8", "int4"] = field_of(
-        EngineOptions, "draft_embedding_dtype"
-    )
-    speculative_token_tree: str | list | tuple | None = field_of(
-        EngineOptions, "speculative_token_tree"
-    )
-    speculative_eagle_topk: int | None = field_of(EngineOptions, "speculative_eagle_topk")
-    speculative_num_draft_tokens: int | None = field_of(
-        EngineOptions, "speculative_num_draft_tokens"
-    )
-    presence_penalty: float = field_of(SamplingParams, "presence_penalty")
-    frequency_penalty: float = field_of(SamplingParams, "frequency_penalty")
-    repetition_penalty: float = field_of(SamplingParams, "repetition_penalty")
+    The last rate holds for all further depths."""
+    penalties: Annotated[
+        SamplingParams,
+        Part(only=("presence_penalty", "frequency_penalty", "repetition_penalty")),
+    ] = SamplingParams()
+    """Penalties of the greedy sampling."""
     repeats: Positive = 3
     """Number of measurements, which are added up."""
-    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
-    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
-    block_size: int = field_of(EngineOptions, "block_size")
-    max_num_batched_tokens: int | None = field_of(
-        EngineOptions, "max_num_batched_tokens", default=8192
-    )
-    """Most tokens of a prefill step. The default exceeds the engine's 2048, since prompts are not
-    timed."""
-    enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
-    tensor_parallel_size: int = field_of(EngineOptions, "tensor_parallel_size")
-    pipeline_parallel_size: int = field_of(EngineOptions, "pipeline_parallel_size")
-    enable_expert_parallel: bool = field_of(EngineOptions, "enable_expert_parallel")
-    disable_custom_all_reduce: bool = field_of(EngineOptions, "disable_custom_all_reduce")
+    engine: Annotated[
+        EngineOptions,
+        Part(
+            without=("max_model_len", "max_num_seqs", "max_inter_token_latency", "warm_up", "seed")
+        ),
+    ] = EngineOptions(max_num_batched_tokens=8192, enable_prefix_caching=False)
+    """Options of all engines. Prompts are not timed, so that steps may have more of their tokens
+    than by default, and all are computed."""
     trace: bool = True
     """On a GPU, trace kernels after all timing; without the trace, host gaps are not reported."""
     seed: FirstSeed = 0
     """Seed of the random prompts."""
 
-    @property
-    def asked_ks(self) -> tuple[int | Literal["auto"], ...] | None:
-        """See `asked_ks`."""
-        return asked_ks(self.ks, self.speculative_token_tree)
-
     def largest(self, k: int | Literal["auto"], heads: "MtpConfig") -> int:
         """The largest K of a step."""
         if k != "auto":
             return k
-        tree = self.speculative_token_tree
+        tree = self.engine.speculative_token_tree
         return heads.most_adaptive_drafts if tree is None else parse_tree(tree).depth
 
     def spine(self, k: int) -> int:
         """Drafts that are sure to lie on the path of first children, where synthetic acceptance
         accepts drafts."""
-        if self.speculative_token_tree is not None:
-            return parse_tree(self.speculative_token_tree).spine
-        return k if self.speculative_eagle_topk is None else 1
+        if self.engine.speculative_token_tree is not None:
+            return parse_tree(self.engine.speculative_token_tree).spine
+        return k if self.engine.speculative_eagle_topk is None else 1
 
     @property
     def sampling(self) -> SamplingParams:
         """Greedy sampling of all requests, with the penalties."""
-        return SamplingParams(
-            temperature=0,
-            max_tokens=self.max_tokens,
-            ignore_eos=True,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-        )
+        return replace(self.penalties, temperature=0, max_tokens=self.max_tokens, ignore_eos=True)
 
     def rates(self, k: int) -> list[float] | None:
         """Synthetic acceptance rates of K depths; None if drafts are verified."""
         return None if self.acceptance is None else depth_rates(self.acceptance, k)
+
+
+_NOT_IN_A_LOAD = (
+    # One process serves a load.
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enable_expert_parallel",
+    "disable_custom_all_reduce",
+    "draft_embedding_dtype",
+    # The limit of a load, and the checks of its acceptance, are those of chains.
+    "speculative_token_tree",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    # The requests say how long they are and how they are drawn.
+    "max_model_len",
+    "seed",
+)
+"""Options of an engine that do not apply to a load, or that a load sets itself."""
 
 
 @checked("load benchmark")
@@ -231,46 +203,25 @@ class LoadConfig:
     """Shortest output: outputs that are drawn shorter get this length."""
     output_max: Length = 1000
     """Longest output: outputs that are drawn longer get this length."""
-    request_rates: Annotated[
+    request_rate: Annotated[
         tuple[Annotated[float, Field(gt=0, allow_inf_nan=True)], ...],
         Field(min_length=1, title="a list of one or more positive numbers"),
-    ] = Field(default=(math.inf,), validation_alias="request_rate")
+    ] = (math.inf,)
     """Requests per second, arriving as a Poisson process; inf: all requests are queued at once."""
-    ks: Annotated[tuple[Drafts | Literal["auto"], ...] | None, Field(min_length=1)] = Field(
-        default=None,
-        validation_alias="num_speculative_tokens",
-        title="a list of one or more numbers or 'auto'",
-    )
+    num_speculative_tokens: DraftCountsOrAuto = None
     """Numbers of drafts per step (K); auto: the engine chooses. By default 0 and 3, up to the
     depths that the heads were trained for."""
-    acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
+    acceptance: Rates = (0.85,)
     """Synthetic rate at which the draft of each depth is accepted, given that all before it were.
     The last rate holds for all further depths."""
-    max_num_seqs: int = field_of(EngineOptions, "max_num_seqs", default=128)
-    """Most requests that run at once. The default exceeds the engine's 64, since a load measures
-    throughput."""
-    max_num_batched_tokens: Count = 8192
-    """Most tokens of a step. The default exceeds the engine's 2048, since a load measures
-    throughput."""
-    max_mixed_tokens: int = field_of(EngineOptions, "max_mixed_tokens")
-    max_inter_token_latency: float | None = field_of(EngineOptions, "max_inter_token_latency")
     repeats: Positive = 3
     """Runs of each engine after its start. The first run is reported separately from the later
     ones."""
-    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
-    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
-    enable_prefix_caching: bool = field_of(EngineOptions, "enable_prefix_caching", default=False)
-    """Keep a prefix cache of earlier requests. Off by default, since the prompts of the load share
-    no prefixes."""
-    prefix_cache_bytes: int | None = field_of(EngineOptions, "prefix_cache_bytes")
-    prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = field_of(
-        EngineOptions, "prefix_cache_dtype"
+    engine: Annotated[EngineOptions, Part(without=_NOT_IN_A_LOAD)] = EngineOptions(
+        max_num_seqs=128, max_num_batched_tokens=8192, enable_prefix_caching=False
     )
-    prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
-    block_size: int = field_of(EngineOptions, "block_size")
-    gpu_memory_utilization: float = field_of(EngineOptions, "gpu_memory_utilization")
-    enforce_eager: bool = field_of(EngineOptions, "enforce_eager")
-    warm_up: bool = field_of(EngineOptions, "warm_up")
+    """Options of all engines. A load measures throughput, for which more requests run at once, and
+    steps are larger, than by default. Its prompts share no prefixes that a cache could find."""
     trace: bool = True
     """On a GPU, trace kernels after all timing; without the trace, the GPU's idle share is not
     known."""
@@ -308,9 +259,9 @@ class StallConfig:
     --workload stall."""
     arriving_length: Length = 4096
     """Tokens of each arriving prompt, with --workload stall."""
-    lone_lengths: Annotated[
+    lone_length: Annotated[
         tuple[Length, ...], Field(min_length=1, title="a list of one or more whole numbers")
-    ] = Field(default=(128, 4096), validation_alias="lone_length")
+    ] = (128, 4096)
     """Lengths in tokens of lone prompts, which arrive while nothing else runs, with --workload
     stall."""
 
@@ -319,7 +270,7 @@ class StallConfig:
         yield from too_many_tokens(
             self.arriving_length, self.arriving_prompts, 0, "arriving_length"
         )
-        yield from too_many_tokens(max(self.lone_lengths), 1, 0, "lone_length")
+        yield from too_many_tokens(max(self.lone_length), 1, 0, "lone_length")
 
 
 @checked("turns benchmark")
@@ -370,12 +321,12 @@ class PrefillConfig:
 
     batch_size: Positive = 64
     """Number of prompts, with --workload prefill."""
-    prompt_len: Positive = Field(default=512, validation_alias="prompt_length")
+    prompt_length: Positive = 512
     """Tokens of a prompt, with --workload prefill."""
 
     def problems(self) -> Iterator[str]:
         """Yield a clause if the random prompts of one run have too many tokens."""
-        yield from too_many_tokens(self.prompt_len, self.batch_size, 0)
+        yield from too_many_tokens(self.prompt_length, self.batch_size, 0)
 
 
 @checked("training benchmark")
@@ -437,33 +388,23 @@ class TrainBenchConfig:
 
 
 @checked("roofline")
-class RooflineConfig:
+class RooflineConfig(StepsConfig):
     """Settings of `mtpkit bench roofline`."""
 
-    batch_sizes: Counts = Field(default=BATCH_SIZES, validation_alias="batch_size")
-    """Numbers of requests that run at once."""
-    ks: Annotated[tuple[Drafts, ...] | None, Field(min_length=1)] = Field(
-        default=None,
-        validation_alias="num_speculative_tokens",
-        title="a list of one or more whole numbers",
-    )
+    num_speculative_tokens: DraftCounts = None
     """Numbers of drafts per step (K); by default 0, 1 and 3, up to the depths that the heads were
     trained for."""
-    acceptance: Annotated[tuple[Rate, ...], Field(min_length=1)] = (0.85,)
+    acceptance: Rates = (0.85,)
     """Rate at which the draft of each depth is accepted, given that all before it were. The last
     rate holds for all further depths."""
-    context_len: Annotated[float, Field(ge=0)] = Field(
-        default=512, validation_alias="context_length"
-    )
+    context_length: Annotated[float, Field(ge=0)] = 512
     """Mean tokens that a request attends to."""
-    dtype: StateDtype = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights, keys and values."""
-    state_dtype: StateDtype = field_of(EngineOptions, "state_dtype")
-    state_rollback: Rollback = field_of(EngineOptions, "state_rollback")
+    engine: Annotated[EngineOptions, Part(only=("state_dtype", "state_rollback"))] = EngineOptions()
+    """The options of an engine that change the work of a step."""
     ring_entries: Positive | None = None
     """Committed entries that a replay ring holds; by default as many as the engine's ring for K."""
-    draft_vocab_size: Positive | None = None
-    """Draft only among this many first tokens of the vocabulary; by default among all."""
     bandwidth: Annotated[float, Field(ge=0.001)] = 4.3
     """Memory bandwidth in TB/s; a copy reaches the default on an H200."""
     matrix_rate: Annotated[float, Field(ge=0.001)] = 790.0
@@ -471,7 +412,7 @@ class RooflineConfig:
 
 
 ON_CPU: Mapping[type, Mapping[str, Any]] = {
-    DecodeConfig: {"batch_sizes": (1, 4), "prompt_len": 64, "max_tokens": 32, "repeats": 1},
+    DecodeConfig: {"batch_size": (1, 4), "prompt_length": 64, "max_tokens": 32, "repeats": 1},
     LoadConfig: {
         "num_prompts": 16,
         "prompt_median": 40,
@@ -484,10 +425,10 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
         "decoding_requests": 4,
         "arriving_prompts": 2,
         "arriving_length": 256,
-        "lone_lengths": (32, 256),
+        "lone_length": (32, 256),
     },
     TurnsConfig: {"turn_length": 16, "conversations": 2},
-    PrefillConfig: {"batch_size": 4, "prompt_len": 128},
+    PrefillConfig: {"batch_size": 4, "prompt_length": 128},
     TrainBenchConfig: {
         "sequence_lengths": (128,),
         "losses": ("kl",),
@@ -498,11 +439,38 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
 """Settings that commands start with on a CPU, which would need hours for the defaults."""
 
 
-def engine_settings(config: object, **others: object) -> dict[str, Any]:
-    """Collect the settings of `config` that `LLM` has under the same names; `others` override them.
-    Unless one of them sets it, the prefix cache is off, so that all prompts are computed."""
-    shared = {name: value for name, value in vars(config).items() if name in keys_of(EngineOptions)}
-    return {"enable_prefix_caching": False} | shared | others
+_OF_DRAFTS = (
+    "speculative_token_tree",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "draft_vocab",
+    "draft_embedding_dtype",
+)
+
+
+def asked_drafts[K](
+    given: tuple[K, ...] | None, engine: EngineOptions
+) -> tuple[K | int, ...] | None:
+    """The K that are asked for: those given, or else 0 and the depth of a `speculative_token_tree`;
+    None if there are neither."""
+    tree = engine.speculative_token_tree
+    return (0, parse_tree(tree).depth) if given is None and tree is not None else given
+
+
+def engine_arguments(
+    engine: EngineOptions, k: int | Literal["auto"], **own: object
+) -> dict[str, Any]:
+    """Arguments of `LLM` for K drafts: the options, without those of drafts if K is 0, and those
+    that a benchmark sets itself."""
+    # A fixed tree must have the depth K, and a warning would say that the others do nothing.
+    chosen = engine if k else without_drafts(engine)
+    return vars(chosen) | {"num_speculative_tokens": k} | own
+
+
+def without_drafts(engine: EngineOptions) -> EngineOptions:
+    """The options with the usual values of those that say what is drafted."""
+    usual = EngineOptions()
+    return replace(engine, **{name: getattr(usual, name) for name in _OF_DRAFTS})
 
 
 def depth_rates(acceptance: tuple[float, ...] | list[float], k: int) -> list[float]:

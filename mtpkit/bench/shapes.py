@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from mtpkit.bench.sizes import LARGE_SHAPES, SHAPES
+from mtpkit.bench.settings import LARGE_SHAPES
+from mtpkit.bench.sizes import SHAPES
 from mtpkit.checkpoint import load_config, load_model, open_directory
 from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer

@@ -198,14 +198,5 @@ SHAPES = {
     "deepseek-v3-tiny": DEEPSEEK_V3_TINY,
     "qwen3-next-tiny": QWEN3_NEXT_TINY,
 }
-"""The shapes by the name that commands take in place of a model directory."""
-
-LARGE_SHAPES = (
-    "nemotron-h-8b",
-    "nemotron-3-nano",
-    "deepseek-v3",
-    "deepseek-v3-slice",
-    "qwen3-next-slice",
-    "qwen3.5-slice",
-)
-"""Shapes with billions of weights: too many for a CPU to hold, or to run in reasonable time."""
+"""The shapes by the name that commands take in place of a model directory, one of `LARGE_SHAPES`
+or `SMALL_SHAPES`."""

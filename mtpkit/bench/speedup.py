@@ -10,16 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from tqdm import tqdm
 
 from mtpkit.bench.machine import commit, describe_device
 from mtpkit.bench.report import Column, Report, tabulate
-from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, engine_settings, tree_settings
+from mtpkit.bench.settings import (
+    SPEEDUP_DRAFTS,
+    SpeedupConfig,
+    asked_drafts,
+    engine_arguments,
+    without_drafts,
+)
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.tables import WideTable
+from mtpkit.config.parts import options_of
 from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.loading import config_of
 from mtpkit.engine.requests.prompts import Prompt, encode, list_prompts
@@ -245,7 +252,6 @@ def measure_speedup(
     model: str | Path | HybridModel,
     prompts: Sequence[Prompt],
     config: SpeedupConfig,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> SpeedupReport:
     """Decode all prompts at every batch size and K.
@@ -261,31 +267,30 @@ def measure_speedup(
         UserError: the model lacks the heads, or a prompt cannot be served.
         RequestError: the logits of a prompt became NaN or infinite.
     """
-    ks = choose_drafts(config_of(model), config.asked_ks, SPEEDUP_DRAFTS)
+    ks = choose_drafts(
+        config_of(model), asked_drafts(config.num_speculative_tokens, config.engine), SPEEDUP_DRAFTS
+    )
     # Loads the model for all engines, encodes the prompts and knows the model's longest sequence.
     # Its own caches are never used, so they are for one request.
     first = LLM(
         model,
-        num_speculative_tokens=max(ks),  # pipeline stages are balanced for this K and one request
-        dtype=dtype,
-        tokenizer=tokenizer,
-        max_num_seqs=1,
-        max_model_len=config.max_model_len,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        tensor_parallel_size=config.tensor_parallel_size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        enable_expert_parallel=config.enable_expert_parallel,
-        disable_custom_all_reduce=config.disable_custom_all_reduce,
-        enable_prefix_caching=config.enable_prefix_caching,
-        warm_up=False,
+        **engine_arguments(
+            without_drafts(config.engine),
+            max(ks),  # pipeline stages are balanced for this K and one request
+            tokenizer=tokenizer,
+            max_num_seqs=1,
+            num_blocks=None,
+            prefix_cache_bytes=None,
+            warm_up=False,
+        ),
     )
     encoded = [
         {"prompt_token_ids": encode(prompt, first.tokenizer, name)[1], "name": name}
         for name, prompt in list_prompts(prompts)
     ]
-    config = replace(_at_most(config, len(prompts)), ks=ks)
+    config = replace(_at_most(config, len(prompts)), num_speculative_tokens=ks)
     contenders = [
-        _Contender(first, encoded, config, size, k) for size in config.batch_sizes for k in ks
+        _Contender(first, encoded, config, size, k) for size in config.batch_size for k in ks
     ]
     _run_all(contenders, config)
     baselines = {contender.batch_size: contender for contender in contenders if contender.k == 0}
@@ -298,14 +303,14 @@ def measure_speedup(
         device=describe_device(weight.device),
         dtype=str(weight.dtype).removeprefix("torch."),
         commit=commit(),
-        settings={"prompts": len(prompts), **asdict(config)},
+        settings={"prompts": len(prompts), **options_of(config)},
     )
 
 
 def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
     """The settings, with batch sizes limited to the number of prompts."""
     # A batch that never fills would be reported under a size that it never had.
-    larger = [size for size in config.batch_sizes if size > prompts]
+    larger = [size for size in config.batch_size if size > prompts]
     if not larger:
         return config
     _logger.warning(
@@ -314,14 +319,14 @@ def _at_most(config: SpeedupConfig, prompts: int) -> SpeedupConfig:
         listed(larger),
         prompts,
     )
-    return replace(config, batch_sizes=tuple(min(size, prompts) for size in config.batch_sizes))
+    return replace(config, batch_size=tuple(min(size, prompts) for size in config.batch_size))
 
 
 def _run_all(contenders: list["_Contender"], config: SpeedupConfig) -> None:
     # All K of a batch size are neighbours in time, since a speedup compares them.
     turns = [
         (contender, start)
-        for size in config.batch_sizes
+        for size in config.batch_size
         for start in range(0, len(contenders[0].prompts), _ROUNDS_PER_TURN * size)
         for contender in contenders
         if contender.batch_size == size
@@ -392,16 +397,13 @@ class _Contender:
         # All engines exist at the same time, so each has caches for its own requests and no more.
         longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts)
         room = first.engine.config.max_model_len
-        settings = engine_settings(
-            config,
-            num_speculative_tokens=k,
+        settings = engine_arguments(
+            config.engine,
+            k,
             max_model_len=min(longest + (sampling.max_tokens or room), room),
             max_num_seqs=batch_size,
-            draft_vocab=config.draft_vocab if k else None,
-            draft_embedding_dtype=config.draft_embedding_dtype if k else "auto",
             tokenizer=first.tokenizer,
             warm_up=False,  # the first run, which is not timed, captures what the others need
-            **tree_settings(k),
         )
         self.llm = LLM(first.model, **settings)
         self.seconds: list[list[float]] = []

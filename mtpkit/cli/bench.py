@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtpkit.bench.settings import (
+    LARGE_SHAPES,
     LOAD_DRAFTS,
     ON_CPU,
+    SMALL_SHAPES,
     USUAL_DRAFTS,
     DecodeConfig,
     LoadConfig,
@@ -19,8 +21,8 @@ from mtpkit.bench.settings import (
     StallConfig,
     TrainBenchConfig,
     TurnsConfig,
+    asked_drafts,
 )
-from mtpkit.bench.sizes import LARGE_SHAPES, SHAPES
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.config.checked import keys_of
@@ -35,10 +37,9 @@ if TYPE_CHECKING:
 
 app = new_app(no_args_is_help=True, help=__doc__)
 
-_TINY = [name for name in SHAPES if name not in LARGE_SHAPES]
 _SHAPES = (
     f"A model directory, or published sizes with random weights: {', '.join(LARGE_SHAPES)} on a"
-    f" GPU; {', '.join(_TINY)}, small ones of their kinds, on a CPU."
+    f" GPU; {', '.join(SMALL_SHAPES)}, small ones of their kinds, on a CPU."
 )
 NVIDIA_8B = "nemotron-h-8b"
 TINY = "nemotron-h-tiny"
@@ -79,25 +80,8 @@ def decode(
             )
         ),
     ] = None,
-    acceptance: Annotated[
-        list[float] | None,
-        typer.Option(
-            help=(
-                "Synthetic rate at which the draft of each depth is accepted, given that all before"
-                " it were; the last "
-                "one holds for all further depths."
-            )
-        ),
-    ] = None,
-    draft_vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of first tokens to draft among.")
-    ] = None,
-    draft_vocab: Annotated[
-        Path | None, typer.Option(help="File of the tokens to draft among.")
-    ] = None,
     *,
     config: Annotated[DecodeConfig, options.Fields()],
-    dtype: options.Dtype = "auto",
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")
     ] = False,
@@ -123,12 +107,9 @@ def decode(
     from mtpkit.platform import default_device
 
     model, (config,), small = _fitting(context, model, default_device(), config)
-    sizes = (
-        config.tensor_parallel_size,
-        config.enable_expert_parallel,
-        config.pipeline_parallel_size,
-    )
-    first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
+    engine = config.engine
+    stages = engine.pipeline_parallel_size
+    first = reports(engine.tensor_parallel_size, stages)
     if kernels and not config.trace:
         raise typer.BadParameter(
             "kernels are timed by tracing: leave one out", param_hint="--kernels / --no-trace"
@@ -137,21 +118,20 @@ def decode(
         raise typer.BadParameter(
             "tracing needs a GPU, and there is none: leave it out", param_hint="--kernels"
         )
-    if draft_vocab is not None and draft_vocab_size is not None:
+    if engine.draft_vocab is not None and config.draft_vocab_size is not None:
         raise typer.BadParameter(
             "give a size or a file", param_hint="--draft-vocab-size / --draft-vocab"
         )
-    if draft_vocab_size is not None:
-        config = replace(config, draft_vocab=draft_vocab_size)
     # The default rates are for random prompts. On real ones the heads' own acceptance is measured.
-    if prompts is not None and acceptance is None:
+    if prompts is not None and "acceptance" not in _given(context, config).values():
         config = replace(config, acceptance=None)
     shape = get_config(model, pattern, distinct)
-    stages = config.pipeline_parallel_size
-    ks = choose_drafts(shape, config.asked_ks, USUAL_DRAFTS)
-    config = replace(config, ks=ks)
+    ks = choose_drafts(
+        shape, asked_drafts(config.num_speculative_tokens, config.engine), USUAL_DRAFTS
+    )
+    config = replace(config, num_speculative_tokens=ks)
     balance = max(
-        (Decoding.of(shape, k, max(config.batch_sizes), stages) for k in ks),
+        (Decoding.of(shape, k, max(config.batch_size), stages) for k in ks),
         key=lambda one: one.drafts,
     )
     # A file that cannot be read is refused before the model is loaded, which takes minutes.
@@ -163,7 +143,16 @@ def decode(
             result.save(output)
             kernel_shares(result).save(output)
 
-    opened = _open(model, dtype, pattern, distinct, *sizes, balance)
+    opened = _open(
+        model,
+        engine.dtype,
+        pattern,
+        distinct,
+        engine.tensor_parallel_size,
+        engine.enable_expert_parallel,
+        stages,
+        balance,
+    )
     result = measure_decode(opened, config, token_ids, model, keep)
     _say(small)
     if kernels:
@@ -202,7 +191,6 @@ def load(
             ),
         ),
     ] = None,
-    dtype: options.Dtype = "auto",
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
@@ -241,8 +229,9 @@ def load(
 
     chosen = [rule for name, rule in rules.items() if name == workload]
     model, (config, *fitted), small = _fitting(context, model, default_device(), config, *chosen)
-    config = replace(config, ks=choose_drafts(get_config(model, pattern), config.ks, LOAD_DRAFTS))
-    opened = _open(model, dtype, pattern)
+    drafts = choose_drafts(get_config(model, pattern), config.num_speculative_tokens, LOAD_DRAFTS)
+    config = replace(config, num_speculative_tokens=drafts)
+    opened = _open(model, config.engine.dtype, pattern)
     rule = fitted[0] if fitted else None
     result = measure_load(opened, config, rule, model, _keep(output))
     _say(small)
@@ -311,7 +300,7 @@ def _given(context: typer.Context, config: object) -> dict[str, str]:
     return {
         f"--{key.replace('_', '-')}": name
         for name, key in keys_of(type(config)).items()
-        if getattr(context.get_parameter_source(key), "name", "") != "DEFAULT"
+        if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT"
     }
 
 

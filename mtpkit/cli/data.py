@@ -16,7 +16,7 @@ from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns
-from mtpkit.engine import EngineOptions, SamplingParams
+from mtpkit.engine import LLMOptions, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.data.dataset import PackedDataset, SourceCounts
@@ -166,7 +166,7 @@ def regenerate(
         SamplingParams,
         options.Fields(without=("n", "seed"), defaults=SamplingParams(max_tokens=512)),
     ],
-    engine: Annotated[EngineOptions, options.Fields(only=_ENGINE)],
+    engine: Annotated[LLMOptions, options.Fields(only=_ENGINE)],
     columns: Annotated[
         Columns, options.Fields(only=("text", "prompt", "messages"), suffix="_column")
     ],

@@ -84,6 +84,7 @@ def demo(
     run = out / "run"
     hf = out / "hf"
     config = SpeedupConfig(repeats=1, sampling=SamplingParams(temperature=0, max_tokens=max_tokens))
+    exact = replace(config, engine=replace(config.engine, dtype="float32"))
     paths = [
         f"output={run}",
         f"data.train=[{corpus / 'train.jsonl'}]",
@@ -111,7 +112,7 @@ def demo(
     with _stage("4/5 conversion to the Hugging Face layout and back"):
         _convert(run, hf, out / "back")
     with _stage("5/5 decoding with the trained heads"):
-        report = replace(measure_speedup(hf, prompts, config, dtype="float32"), before=before)
+        report = replace(measure_speedup(hf, prompts, exact), before=before)
     report.save(out)
     print(f"the report is in {out}: report.json, report.md, report.png")
     report.show(as_json)
@@ -189,7 +190,7 @@ def _measure_untrained(
 
     fresh = replace(training, heads=replace(training.heads, init="fresh"))
     model = build_with_heads(*resolve(fresh), default_device())
-    only = replace(config, ks=(training.heads.num_depths,), batch_sizes=(1,))
+    only = replace(config, num_speculative_tokens=(training.heads.num_depths,), batch_size=(1,))
     report = measure_speedup(model, prompts, only, tokenizer=load_tokenizer(training.model))
     report.require_identical()
     return report.rows

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
-from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions, SamplingParams
+from mtpkit.engine import COMMAND_DEFAULTS, LLMOptions, SamplingParams
 from mtpkit.errors import MtpkitError, UserError, counted
 from mtpkit.files import JsonObject
 
@@ -26,33 +26,8 @@ app = new_app()
 
 _HEADING = 60
 """Most characters of a prompt in its heading."""
-_ENGINE = (
-    "num_speculative_tokens",
-    "dtype",
-    "block_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "state_rollback",
-    "state_dtype",
-    "enable_prefix_caching",
-    "prefix_cache_bytes",
-    "prefix_cache_dtype",
-    "prefix_cache_interval",
-    "draft_sampling",
-    "speculative_token_tree",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "draft_vocab",
-    "draft_embedding_dtype",
-    "enforce_eager",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "enable_expert_parallel",
-    "disable_custom_all_reduce",
-)
-"""Settings of the engine that are options."""
+_NOT_OPTIONS = ("seed", "warm_up", "synthetic_acceptance", "device", "tokenizer")
+"""Settings of the engine that are no options: `--seed` is that of the prompts."""
 
 
 @app.command(cls=Command)
@@ -74,7 +49,7 @@ def generate(
     ] = None,
     *,
     sampling: Annotated[SamplingParams, options.Fields(without=("n",), defaults=COMMAND_DEFAULTS)],
-    engine: Annotated[EngineOptions, options.Fields(only=("model", *_ENGINE))],
+    engine: Annotated[LLMOptions, options.Fields(without=_NOT_OPTIONS)],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")
     ] = False,
@@ -176,7 +151,7 @@ def _destination(output: Path | None) -> Iterator[TextIO]:
 
 
 @contextmanager
-def _decoder(engine: EngineOptions, replicas: int, prompts: int) -> Iterator["LLM | Replicas"]:
+def _decoder(engine: LLMOptions, replicas: int, prompts: int) -> Iterator["LLM | Replicas"]:
     """Start what decodes the prompts: one engine in this process, or several replicas in other
     processes."""
     from mtpkit.engine import LLM, Replicas

@@ -5,16 +5,17 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from pydantic.fields import FieldInfo
 
-from mtpkit.config.checked import attempt, fields_of, keys_of
+from mtpkit.config.checked import attempt, field_clauses, fields_of, keys_of
+from mtpkit.config.parts import Part, part_of
 from mtpkit.engine import EngineOptions
 from mtpkit.errors import UserError, listed
 
@@ -23,50 +24,48 @@ _OBJECT = "JSON"
 
 
 @dataclass(frozen=True)
-class Fields:
+class Fields(Part):
     """Marks a command's parameter as an object of a checked class, to be made from options, one
-    option per field.
+    option per field. The fields of a checked class in a field are options like the others.
 
     `takes_options` makes the options.
     """
 
-    only: Sequence[str] = ()
-    """Fields that become options, in this order; by default all fields."""
-    without: Sequence[str] = ()
-    """Fields that become no options and keep the default of the class."""
     defaults: object = None
-    """An object whose fields are the defaults of the options; by default the class's defaults are
-    used."""
+    """An object whose fields are the defaults of the options, and the values of fields that are no
+    options; by default the class's defaults are used."""
     suffix: str = ""
     """Text that follows the field's name in the option's name."""
 
-    def names(self, cls: type) -> dict[str, str]:
+    def options(self, cls: type) -> dict[str, str]:
         """Map each field to its option's parameter name: the field's key in messages, followed by
         the suffix."""
         keys = keys_of(cls)
-        return {
-            name: keys[name] + self.suffix for name in self.only or keys if name not in self.without
-        }
+        return {name: keys[name] + self.suffix for name in self.names(cls)}
+
+    def inner(self, cls: type, name: str) -> "Fields | None":
+        """The options that a field stands for if its type is a checked class, else None."""
+        part = part_of(_field(cls, name))
+        if part is None:
+            return None
+        return Fields(part.only, part.without, self._default(cls, name), self.suffix)
 
     def parameters(self, cls: type) -> Iterator[inspect.Parameter]:
         """Yield the options as parameters that typer understands."""
-        for name, option in self.names(cls).items():
+        for name, option in self.options(cls).items():
             info = _field(cls, name)
-            default = (
-                inspect.Parameter.empty
-                if info.is_required()
-                else info.get_default(call_default_factory=True)
-            )
-            if self.defaults is not None:
-                default = getattr(self.defaults, name)
+            if inner := self.inner(cls, name):
+                yield from inner.parameters(cast(type, info.annotation))
+                continue
+            default = self._default(cls, name)
             if isinstance(default, tuple):
                 default = list(default) or None
             if isinstance(default, dict):
                 default = json.dumps(default) if default else None
             kind, metavar = _kind(info.annotation)
-            # Typer adds the twin `--no-...` of a flag that is on by default, but only if no names
-            # are given here.
-            flags = [_flag(option)] if kind is bool and not default else []
+            # Typer adds the twin `--no-...` of a flag that is not off by default, but only if no
+            # names are given here.
+            flags = [_flag(option)] if kind is bool and default is False else []
             yield inspect.Parameter(
                 option,
                 inspect.Parameter.KEYWORD_ONLY,
@@ -80,28 +79,43 @@ class Fields:
     def make[T](self, cls: type[T], values: Mapping[str, Any], clauses: list[str]) -> T | None:
         """Make the object from the options' values, or return None. `clauses` gets one clause per
         wrong value, which names its option."""
-        names = self.names(cls)
+        options = self.options(cls)
+        # An option that was not given leaves its field to the default.
+        given = dict(vars(self.defaults)) if self.defaults else {}
+        whole = True
+        for name, option in options.items():
+            info = _field(cls, name)
+            if inner := self.inner(cls, name):
+                part = inner.make(cast(type, info.annotation), values, clauses)
+                if part is None:
+                    whole = False
+                else:
+                    given[name] = part
+            elif values[option] is not None:
+                given[name] = _parsed(values[option], _kind(info.annotation)[1])
         wrong = list[str]()
-        # An option that was not given leaves its field to the class's default.
-        given = {
-            name: values[option] for name, option in names.items() if values[option] is not None
-        }
-        for name in given:
-            if _kind(_field(cls, name).annotation)[1] == _OBJECT:
-                given[name] = _object(given[name])
-            elif _kind(_field(cls, name).annotation)[1]:
-                texts = given[name]
-                given[name] = (
-                    [_number(text) for text in texts] if isinstance(texts, list) else _number(texts)
-                )
-        made = attempt(cls, given, wrong)
-        flags = {keys_of(cls)[name]: _flag(option) for name, option in names.items()}
+        made: T | None = None
+        # Fields are judged against each other only if each is right by itself.
+        if whole:
+            made = attempt(cls, given, wrong)
+        else:
+            wrong = field_clauses(cls, given)
+        flags = {keys_of(cls)[name]: _flag(option) for name, option in options.items()}
         # A command line has no None: leaving the option out says the same.
         clauses += [
             re.sub(r"^\w+", lambda key: flags.get(key[0], key[0]), clause.removesuffix(" or None"))
             for clause in wrong
         ]
         return made
+
+    def _default(self, cls: type, name: str) -> Any:
+        """The default of a field's option; `inspect.Parameter.empty` if it must be given."""
+        info = _field(cls, name)
+        if self.defaults is not None:
+            return getattr(self.defaults, name)
+        if info.is_required():
+            return inspect.Parameter.empty
+        return info.get_default(call_default_factory=True)
 
 
 def takes_options[R](command: Callable[..., R]) -> Callable[..., R]:
@@ -195,6 +209,15 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
     if len(members) == 1:
         return members[0], None
     return str, "|".join(["INTEGER", *(word for one in members for word in typing.get_args(one))])
+
+
+def _parsed(value: Any, metavar: str | None) -> Any:
+    """Parse an option's text, or each of its texts, as its metavar says."""
+    if metavar == _OBJECT:
+        return _object(value)
+    if metavar:
+        return [_number(text) for text in value] if isinstance(value, list) else _number(value)
+    return value
 
 
 def _object(text: str) -> object:

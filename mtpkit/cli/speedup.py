@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig
+from mtpkit.bench.settings import SPEEDUP_DRAFTS, SpeedupConfig, asked_drafts
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
-from mtpkit.engine import COMMAND_DEFAULTS, SamplingParams
 
 app = new_app()
 
@@ -38,13 +37,8 @@ def speedup(
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Only this many, evenly spread over the file.")
     ] = None,
-    dtype: options.Dtype = "auto",
     *,
-    config: Annotated[SpeedupConfig, options.Fields(without=("sampling",))],
-    sampling: Annotated[
-        SamplingParams,
-        options.Fields(without=("n", "stop", "stop_token_ids"), defaults=COMMAND_DEFAULTS),
-    ],
+    config: Annotated[SpeedupConfig, options.Fields()],
     as_json: options.PrintJson = False,
 ) -> None:
     """Decode prompts at several batch sizes and K, and report tokens/s, speedup and acceptance.
@@ -59,16 +53,20 @@ def speedup(
     from mtpkit.checkpoint import load_config
     from mtpkit.engine.ranks import reports
 
-    first = reports(config.tensor_parallel_size, config.pipeline_parallel_size)
-    ks = choose_drafts(load_config(model), config.asked_ks, SPEEDUP_DRAFTS)
-    chosen = replace(config, ks=ks, sampling=sampling)
-    report = measure_speedup(model, read_prompts(prompts, num_prompts), chosen, dtype)
+    first = reports(config.engine.tensor_parallel_size, config.engine.pipeline_parallel_size)
+    ks = choose_drafts(
+        load_config(model),
+        asked_drafts(config.num_speculative_tokens, config.engine),
+        SPEEDUP_DRAFTS,
+    )
+    chosen = replace(config, num_speculative_tokens=ks)
+    report = measure_speedup(model, read_prompts(prompts, num_prompts), chosen)
     if first:
         report.save(output)
-    if config.ks is None and ks == (0,):
+    if config.num_speculative_tokens is None and ks == (0,):
         print(f"{model} has no MTP heads: K = 0 was measured alone", file=sys.stderr)
     print(f"the report is in {output}", file=sys.stderr)
     report.show(as_json)
     # After the report, which shows the rows whose tokens changed. In bf16, near ties may change.
-    if sampling.greedy and report.dtype == "float32":
+    if config.sampling.greedy and report.dtype == "float32":
         report.require_identical()

@@ -11,9 +11,9 @@
 Types are strict: True is not a number, 2.0 is not a whole number, and "3" is neither. numpy's
 numbers become Python's own, and lists become tuples unless a field's type is a list. Floats are
 finite unless a field allows other values (`Field(allow_inf_nan=True)`). A field whose type is
-itself a checked class, or a list or dict of one, takes mappings too; problems inside them are named
-by dotted keys. Problems between several fields (`beta` against `kind`) are found by a method
-`problems`, which yields a clause for each problem.
+itself a checked class, or a list or dict of one, takes mappings too, whose values replace those of
+the field's default; problems inside them are named by dotted keys. Problems between several fields
+(`beta` against `kind`) are found by a method `problems`, which yields a clause for each problem.
 """
 
 import dataclasses
@@ -93,6 +93,11 @@ def checked[C: type](what: str, prefix: str = "") -> Callable[[C], C]:
         }
         extended._plain = field_validator("*", mode="before")(staticmethod(plain))
         made: Any = pydantic_dataclass(frozen=True, config=config)(cls)
+        # pydantic reads the docstrings of the class itself alone.
+        for base in cls.__mro__[1:]:
+            for name, info in getattr(base, "__pydantic_fields__", {}).items():
+                own = fields_of(made)[name]
+                own.description = own.description or info.description
         # `field_clauses` calls it, and makes clauses of the errors that it raises.
         made._pydantic_init = made.__init__
 
@@ -320,6 +325,11 @@ def _fill(blank: Any, values: Mapping[str, object]) -> list[str]:
     cls: Any = type(blank)
     names = {key: name for name, key in keys_of(cls).items()}
     named = {names.get(key, key): value for key, value in values.items()}
+    for name, value in named.items():
+        info = fields_of(cls).get(name)
+        # A mapping says how an object differs from the default one.
+        if isinstance(value, Mapping) and info and dataclasses.is_dataclass(info.default):
+            named[name] = vars(info.default) | dict(value)
     try:
         cls._pydantic_init(blank, **named)
     except ValidationError as error:

@@ -8,7 +8,7 @@ use.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpkit.engine.requests.options import EngineConfig, EngineOptions
+from mtpkit.engine.requests.options import EngineConfig, EngineOptions, LLMOptions
 from mtpkit.engine.requests.params import COMMAND_DEFAULTS, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "EngineConfig",
     "EngineOptions",
     "EngineStats",
+    "LLMOptions",
     "Replicas",
     "RequestError",
     "RequestOutput",

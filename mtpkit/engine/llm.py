@@ -27,7 +27,7 @@ from mtpkit.engine.requests.absent import (
     absent_method,
     answers_absent,
 )
-from mtpkit.engine.requests.options import DEFAULT_BUDGET, EngineConfig, EngineOptions, takes_fields
+from mtpkit.engine.requests.options import DEFAULT_BUDGET, EngineConfig, LLMOptions, takes_fields
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.prompts import Prompt, is_prompt, list_params, list_prompts
 from mtpkit.engine.requests.request import Request, RequestOutput
@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 class LLM:
     """A model that is ready to decode.
 
-    The arguments are the fields of `EngineOptions`, by name or in their order; see
+    The arguments are the fields of `LLMOptions`, by name or in their order; see
     `help(LLM.__init__)`.
 
     Raises:
@@ -53,8 +53,8 @@ class LLM:
     """
 
     @answers_absent("LLM", LLM_ARGUMENTS)
-    @takes_fields(EngineOptions)
-    def __init__(self, options: EngineOptions) -> None:
+    @takes_fields(LLMOptions)
+    def __init__(self, options: LLMOptions) -> None:
         """Load a model and allocate its caches."""
         source = loading.opened(options.model)
         model_config = loading.config_of(source)
@@ -317,7 +317,7 @@ class LLM:
 
 
 def _engine_config(
-    options: EngineOptions,
+    options: LLMOptions,
     model: ModelConfig,
     depths: int,
     tree: Tree | None,

@@ -12,7 +12,7 @@ import torch
 from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.memory import MemoryPlan
-from mtpkit.engine.requests.options import EngineConfig, EngineOptions
+from mtpkit.engine.requests.options import EngineConfig, EngineOptions, LLMOptions
 from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError
@@ -170,7 +170,7 @@ def resolve_drafts(config: ModelConfig, k: int | Literal["auto"] | None) -> int:
     return config.mtp.most_adaptive_drafts if k == "auto" else k
 
 
-def resolve_tree(options: EngineOptions, config: ModelConfig) -> tuple[Tree | None, int]:
+def resolve_tree(options: LLMOptions, config: ModelConfig) -> tuple[Tree | None, int]:
     """Return the tree of the drafts, or None for a chain, and the largest number of drafts on a
     path.
 

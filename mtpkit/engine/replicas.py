@@ -30,7 +30,7 @@ import torch
 
 from mtpkit.engine.llm import LLM
 from mtpkit.engine.memory import MemoryPlan
-from mtpkit.engine.requests.options import EngineOptions
+from mtpkit.engine.requests.options import LLMOptions
 from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
 from mtpkit.engine.requests.prompts import (
     Prompt,
@@ -110,7 +110,7 @@ class Replicas:
         MtpkitError: a replica failed or died; it is named.
     """
 
-    def __init__(self, options: EngineOptions, count: int) -> None:
+    def __init__(self, options: LLMOptions, count: int) -> None:
         self._seed = options.seed
         self._most = options.max_num_seqs + max(1, options.max_num_seqs // 4)
         """Most prompts that a replica holds at once. Some of them wait, so that the next step can
@@ -130,7 +130,7 @@ class Replicas:
         """The memory plan of replica 0."""
         self.has_tokenizer = loaded[0].has_tokenizer
 
-    def _start(self, options: EngineOptions, index: int, count: int, gpu: str | None) -> None:
+    def _start(self, options: LLMOptions, index: int, count: int, gpu: str | None) -> None:
         # CUDA cannot be used in a process that is forked from one that has looked for GPUs. Without
         # GPUs, replicas are forked from one process that has imported everything.
         context = multiprocessing.get_context("spawn" if gpu else "forkserver")
@@ -289,7 +289,7 @@ class Replicas:
         )
 
 
-def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
+def gpus_of_replicas(options: LLMOptions, count: int) -> list[str]:
     """Names of the GPUs of the replicas for CUDA_VISIBLE_DEVICES; empty without GPUs.
 
     Raises:
@@ -325,7 +325,7 @@ def gpus_of_replicas(options: EngineOptions, count: int) -> list[str]:
     return names
 
 
-def _run(connection: Connection, index: int, count: int, options: EngineOptions) -> None:
+def _run(connection: Connection, index: int, count: int, options: LLMOptions) -> None:
     """Main function of a replica's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # runs exit handlers, if it can
@@ -368,7 +368,7 @@ def _take_in(connection: Connection, inbox: _Inbox) -> None:
     os._exit(1)
 
 
-def _serve(connection: Connection, inbox: _Inbox, options: EngineOptions) -> None:
+def _serve(connection: Connection, inbox: _Inbox, options: LLMOptions) -> None:
     llm = LLM(**vars(options))
     engine = llm.engine
     connection.send(_Loaded(llm.memory_plan, llm.has_tokenizer))

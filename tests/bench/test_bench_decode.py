@@ -40,9 +40,9 @@ def model(models, device):
 
 def test_every_batch_size_and_k_is_measured(model, device):
     config = DecodeConfig(
-        batch_sizes=(1, 3),
-        ks=(0, 2),
-        prompt_len=20,
+        batch_size=(1, 3),
+        num_speculative_tokens=(0, 2),
+        prompt_length=20,
         max_tokens=48,
         repeats=1,
         acceptance=(0.9, 0.5),
@@ -71,7 +71,12 @@ def test_requests_may_have_penalties(model, monkeypatch):
     without."""
     penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 5.0}
     config = DecodeConfig(
-        batch_sizes=(2,), ks=(0, 2), prompt_len=20, max_tokens=80, repeats=1, **penalties
+        batch_size=(2,),
+        num_speculative_tokens=(0, 2),
+        prompt_length=20,
+        max_tokens=80,
+        repeats=1,
+        penalties=penalties,
     )
     result = measure_decode(model, config)
     assert len(result.rows) == 2 and penalties.items() <= result.to_dict()["settings"].items()
@@ -83,21 +88,21 @@ def test_requests_may_have_penalties(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "tree", [dict(speculative_token_tree="[2, 2]"), dict(speculative_eagle_topk=2, ks=(0, 2))]
+    ("tree", "drafts"),
+    [({"speculative_token_tree": "[2, 2]"}, None), ({"speculative_eagle_topk": 2}, (0, 2))],
 )
-def test_trees_are_timed(device, tree):
+def test_trees_are_timed(device, tree, drafts):
     """A fixed one accepts along its first children as asked for; K is its depth."""
     # outputs differ at near ties in bfloat16
     model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     config = DecodeConfig(
-        **{
-            "batch_sizes": (2,),
-            "prompt_len": 20,
-            "max_tokens": 60,
-            "repeats": 1,
-            "acceptance": (0.9, 0.5),
-        }
-        | tree
+        batch_size=(2,),
+        num_speculative_tokens=drafts,
+        prompt_length=20,
+        max_tokens=60,
+        repeats=1,
+        acceptance=(0.9, 0.5),
+        engine=tree,
     )
     result = measure_decode(model, config)
     assert [row.k for row in result.rows] == [0, 2]
@@ -113,21 +118,25 @@ def test_trees_are_timed(device, tree):
 def test_auto_among_a_tree_and_chains_is_timed(device, acceptance):
     model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     config = dict(
-        batch_sizes=(2,),
-        ks=(0, "auto"),
-        prompt_len=20,
+        batch_size=(2,),
+        num_speculative_tokens=(0, "auto"),
+        prompt_length=20,
         max_tokens=40,
         repeats=1,
         acceptance=acceptance,
     )
-    result = measure_decode(model, DecodeConfig(speculative_token_tree=[2, 2], **config))
+    result = measure_decode(
+        model, DecodeConfig(engine={"speculative_token_tree": [2, 2]}, **config)
+    )
     assert [row.k for row in result.rows] == [0, "auto"]
     assert result.rows[1].same_tokens == (1 if acceptance is None else None)
 
 
 def test_distinct_heads_are_named(device):
     model = open_model("nemotron-h-tiny", torch.device(device), distinct=True)
-    config = DecodeConfig(batch_sizes=(2,), ks=(3,), prompt_len=20, max_tokens=40, repeats=1)
+    config = DecodeConfig(
+        batch_size=(2,), num_speculative_tokens=(3,), prompt_length=20, max_tokens=40, repeats=1
+    )
     result = measure_decode(model, config)
     assert "distinct heads *" in result.title and result.settings["mtp_use_repeated_layer"] is False
 
@@ -146,7 +155,12 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
     monkeypatch.setattr(decode_run, "trace_kernels", trace)
     monkeypatch.setattr("mtpkit.bench.decode.can_trace", lambda device: True)
     config = DecodeConfig(
-        batch_sizes=(2,), ks=(0, 1), prompt_len=8, max_tokens=60, repeats=2, acceptance=(0.5,)
+        batch_size=(2,),
+        num_speculative_tokens=(0, 1),
+        prompt_length=8,
+        max_tokens=60,
+        repeats=2,
+        acceptance=(0.5,),
     )
     kept = []
     result = measure_decode(model, config, keep=kept.append)
@@ -168,7 +182,7 @@ def test_nothing_is_timed_after_something_was_traced(model, device, monkeypatch)
         lambda self: order.append(self.llm.engine.speculation) or run(self),
     )
     order.clear()
-    measure_decode(model, replace(config, ks=("auto",), repeats=1))
+    measure_decode(model, replace(config, num_speculative_tokens=("auto",), repeats=1))
     assert len(order) == 2 and order[0] is order[1]
     monkeypatch.setattr(decode_run.Contender, "run", lambda self: order.append("run") or run(self))
     order.clear()
@@ -224,7 +238,12 @@ def measured(k, dtype):
     """A model and settings that a whole engine passes with."""
     model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
     config = DecodeConfig(
-        batch_sizes=(2,), ks=(k,), prompt_len=64, max_tokens=80, repeats=1, acceptance=(0.6,)
+        batch_size=(2,),
+        num_speculative_tokens=(k,),
+        prompt_length=64,
+        max_tokens=80,
+        repeats=1,
+        acceptance=(0.6,),
     )
     measure_decode(model, config)
     return model, config
@@ -249,7 +268,9 @@ def test_a_broken_engine_is_not_timed(sabotage, k, dtype, monkeypatch):
 
 def test_only_random_prompts_may_be_too_many():
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
-    config = DecodeConfig(batch_sizes=(2,), ks=(0,), max_tokens=4, prompt_len=1 << 40, repeats=1)
+    config = DecodeConfig(
+        batch_size=(2,), num_speculative_tokens=(0,), max_tokens=4, prompt_length=1 << 40, repeats=1
+    )
     with pytest.raises(
         UserError,
         match=r"decode benchmark: the random prompts have .* tokens in all, must be at most",
@@ -296,7 +317,12 @@ def test_broken_experts_are_not_timed(sabotage, says, dtype, monkeypatch):
     """Though the plain pass has the same."""
     model = open_model("nemotron-3-tiny", torch.device("cpu"), dtype)
     config = DecodeConfig(
-        batch_sizes=(2,), ks=(2,), prompt_len=64, max_tokens=40, repeats=1, acceptance=(0.6,)
+        batch_size=(2,),
+        num_speculative_tokens=(2,),
+        prompt_length=64,
+        max_tokens=40,
+        repeats=1,
+        acceptance=(0.6,),
     )
     measure_decode(model, config)
     sabotage(monkeypatch)
@@ -308,13 +334,20 @@ def test_broken_experts_are_not_timed(sabotage, says, dtype, monkeypatch):
 def test_a_mixture_of_experts_is_measured(device, pattern):
     model = open_model("nemotron-3-tiny", torch.device(device), pattern=pattern)
     config = DecodeConfig(
-        batch_sizes=(3,), ks=(0, 2), prompt_len=20, max_tokens=48, repeats=1, acceptance=(0.9, 0.5)
+        batch_size=(3,),
+        num_speculative_tokens=(0, 2),
+        prompt_length=20,
+        max_tokens=48,
+        repeats=1,
+        acceptance=(0.9, 0.5),
     )
     assert all(0 < row.limit_share < 1 for row in measure_decode(model, config).rows)
 
 
 def test_drafts_are_verified_where_no_acceptance_is_given(model):
-    config = DecodeConfig(batch_sizes=(2,), ks=(1,), max_tokens=12, repeats=1, acceptance=None)
+    config = DecodeConfig(
+        batch_size=(2,), num_speculative_tokens=(1,), max_tokens=12, repeats=1, acceptance=None
+    )
     result = measure_decode(model, config, prompts=[[1, 2, 3], [4], [5, 6]])
     assert "real acceptance" in result.title and not result.settings["synthetic"]
     (row,) = result.rows
@@ -324,7 +357,9 @@ def test_drafts_are_verified_where_no_acceptance_is_given(model):
 def test_outputs_are_compared_with_those_of_k_0(device, monkeypatch):
     model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
-    config = DecodeConfig(batch_sizes=(2, 4), ks=(2, 0), max_tokens=16, repeats=1, acceptance=None)
+    config = DecodeConfig(
+        batch_size=(2, 4), num_speculative_tokens=(2, 0), max_tokens=16, repeats=1, acceptance=None
+    )
     drafted = {
         row.batch_size: row.same_tokens
         for row in measure_decode(model, config, prompts=prompts).rows
@@ -332,11 +367,15 @@ def test_outputs_are_compared_with_those_of_k_0(device, monkeypatch):
     }
     plain = [
         row.same_tokens
-        for row in measure_decode(model, replace(config, ks=(0,)), prompts=prompts).rows
+        for row in measure_decode(
+            model, replace(config, num_speculative_tokens=(0,)), prompts=prompts
+        ).rows
     ]
     unmatched = [
         row.same_tokens
-        for row in measure_decode(model, replace(config, ks=(1,)), prompts=prompts).rows
+        for row in measure_decode(
+            model, replace(config, num_speculative_tokens=(1,)), prompts=prompts
+        ).rows
     ]
     assert plain == unmatched == [None, None] and drafted == {2: 1, 4: 1}
 
@@ -360,7 +399,12 @@ def test_what_the_base_chose_is_compared_with_a_plain_forward_pass(k, device, mo
     """Synthetic acceptance too: after the accepted drafts comes the base's own token."""
     model = open_model("nemotron-h-tiny", torch.device(device), "float32")
     config = DecodeConfig(
-        batch_sizes=(3,), ks=(k,), prompt_len=9, max_tokens=60, repeats=1, acceptance=(0.5,)
+        batch_size=(3,),
+        num_speculative_tokens=(k,),
+        prompt_length=9,
+        max_tokens=60,
+        repeats=1,
+        acceptance=(0.5,),
     )
     measure_decode(model, config)
     own_tokens = verifier.own_tokens
@@ -372,7 +416,9 @@ def test_what_the_base_chose_is_compared_with_a_plain_forward_pass(k, device, mo
 
 
 def test_k_as_the_engine_chooses(model):
-    config = DecodeConfig(batch_sizes=(2,), ks=("auto",), prompt_len=8, max_tokens=40, repeats=1)
+    config = DecodeConfig(
+        batch_size=(2,), num_speculative_tokens=("auto",), prompt_length=8, max_tokens=40, repeats=1
+    )
     result = measure_decode(model, config)
     (row,) = result.rows
     assert row.k == "auto" and len(row.conditional_acceptance) == model.mtpkit_config.mtp.num_depths
@@ -390,7 +436,7 @@ def test_a_pruned_vocabulary_raises_the_limit(model):
     machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e12)
     limits = {}
     for size in (None, 64):
-        config = DecodeConfig(prompt_len=4, max_tokens=12, draft_vocab=size)
+        config = DecodeConfig(prompt_length=4, max_tokens=12, draft_vocab_size=size)
         limits[size] = decode_run.Contender(model, config, 1, 1, None).limit(machine, [0.85])
     assert limits[64] > limits[None]
 
@@ -403,7 +449,7 @@ def test_each_batch_of_pipeline_stages_reads_the_weights(model, batch, stages, a
     a time."""
     machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e15)  # bytes are what takes time
     one, split = (
-        decode_run.Contender(model, DecodeConfig(prompt_len=4, max_tokens=12), size, 1, None)
+        decode_run.Contender(model, DecodeConfig(prompt_length=4, max_tokens=12), size, 1, None)
         for size in (alone, batch)
     )
     monkeypatch.setattr(split.llm.ranks, "stage", SimpleNamespace(stages=stages))
@@ -500,7 +546,12 @@ MODEL = SimpleNamespace(mtpkit_config=NEMOTRON_H_TINY, parameters=lambda: iter([
 def test_only_steps_in_which_all_decode_are_timed(fake):
     engines = fake(accepts=1)
     config = DecodeConfig(
-        batch_sizes=(4,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=(1.0,), repeats=2
+        batch_size=(4,),
+        num_speculative_tokens=(1,),
+        prompt_length=3,
+        max_tokens=64,
+        acceptance=(1.0,),
+        repeats=2,
     )
     (row,) = measure_decode(MODEL, config).rows
     assert row.tokens_per_s == pytest.approx(8) and row.step_ms == pytest.approx(1000)
@@ -511,7 +562,11 @@ def test_only_steps_in_which_all_decode_are_timed(fake):
 def test_synthetic_acceptance_must_come_out_as_asked_for(fake):
     fake(accepts=1)
     config = DecodeConfig(
-        batch_sizes=(64,), ks=(2,), prompt_len=3, max_tokens=400, acceptance=(0.85,)
+        batch_size=(64,),
+        num_speculative_tokens=(2,),
+        prompt_length=3,
+        max_tokens=400,
+        acceptance=(0.85,),
     )
     with pytest.raises(
         MtpkitError, match=r"batch 64, K = 2: acceptance length 2\.000 over \d+ steps.*make 2\.57"
@@ -523,7 +578,12 @@ def test_synthetic_acceptance_must_come_out_as_asked_for(fake):
 def test_the_limit_is_at_the_acceptance_that_was_drawn(fake, asked):
     fake(accepts=1)
     config = DecodeConfig(
-        batch_sizes=(1,), ks=(1,), prompt_len=3, max_tokens=64, acceptance=asked, repeats=1
+        batch_size=(1,),
+        num_speculative_tokens=(1,),
+        prompt_length=3,
+        max_tokens=64,
+        acceptance=asked,
+        repeats=1,
     )
     (row,) = measure_decode(MODEL, config).rows
     drawn = Roofline(NEMOTRON_H_TINY, torch.float32).decode(1, [1.0], context_len=3 + 32)
@@ -534,14 +594,18 @@ def test_the_limit_is_at_the_acceptance_that_was_drawn(fake, asked):
 
 def test_outputs_must_have_their_length(fake):
     fake(cut=3)
-    config = DecodeConfig(batch_sizes=(1,), ks=(0,), prompt_len=3, max_tokens=16)
+    config = DecodeConfig(
+        batch_size=(1,), num_speculative_tokens=(0,), prompt_length=3, max_tokens=16
+    )
     with pytest.raises(MtpkitError, match=r"outputs of \[13\] tokens where 16 were asked for"):
         measure_decode(MODEL, config)
 
 
 def test_too_few_tokens_to_time_are_refused(fake):
     fake()
-    config = DecodeConfig(batch_sizes=(20,), ks=(0,), prompt_len=3, max_tokens=16)
+    config = DecodeConfig(
+        batch_size=(20,), num_speculative_tokens=(0,), prompt_length=3, max_tokens=16
+    )
     with pytest.raises(
         UserError, match=r"batch 20, K = 0: no step lies between .* raise max-tokens \(16\)"
     ):
@@ -566,10 +630,10 @@ def test_settings_that_cannot_be_measured_are_all_named():
         r" .*acceptance is \(2,\), "
     )
     with pytest.raises(UserError, match=wrong):
-        DecodeConfig(batch_sizes=(0,), ks=(-1,), acceptance=(2,), max_tokens=1)
+        DecodeConfig(batch_size=(0,), num_speculative_tokens=(-1,), acceptance=(2,), max_tokens=1)
     with pytest.raises(
         UserError, match=r"batch_size is \(\), must be .*; num_speculative_tokens is \(\), must be"
     ):
-        DecodeConfig(ks=(), batch_sizes=())
-    with pytest.raises(UserError, match="presence_penalty is 3, must be from -2 to 2"):
-        DecodeConfig(presence_penalty=3)
+        DecodeConfig(num_speculative_tokens=(), batch_size=())
+    with pytest.raises(UserError, match=r"penalties\.presence_penalty is 3, must be from -2 to 2"):
+        DecodeConfig(penalties={"presence_penalty": 3})

@@ -36,10 +36,9 @@ SMALL = LoadConfig(
     prompt_max=70,
     output_median=16,
     output_max=40,
-    max_num_seqs=4,
-    max_num_batched_tokens=48,
     repeats=2,
     acceptance=(0.9, 0.5),
+    engine={"max_num_seqs": 4, "max_num_batched_tokens": 48},
 )
 
 
@@ -144,7 +143,7 @@ def test_the_limit_is_the_sum_of_its_parts():
 
 
 def test_every_rate_and_k_is_measured(model, device):
-    config = replace(SMALL, request_rates=(math.inf, 200.0), ks=(0, 2))
+    config = replace(SMALL, request_rate=(math.inf, 200.0), num_speculative_tokens=(0, 2))
     kept = []
     result = measure_load(model, config, None, "tiny", kept.append)
     assert [(row.request_rate, row.k) for row in result.rows] == [
@@ -172,7 +171,7 @@ def test_every_rate_and_k_is_measured(model, device):
         assert row.limit_seconds >= (0 if row.request_rate == "inf" else requests[-1].arrival / 200)
     found = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert (
-        found["settings"]["request_rates"] == ["inf", 200.0]
+        found["settings"]["request_rate"] == ["inf", 200.0]
         and found["settings"].items() >= sums.items()
     )
     assert {"device", "commit", "date", "copy_bandwidth", "matrix_rate"} <= set(found)
@@ -190,18 +189,20 @@ def test_the_limit_at_a_rate_that_lasts_is_nearer(model, monkeypatch):
         [slow, replace(slow, sustained_rate=slow.matrix_rate), replace(slow, sustained_rate=1e8)]
     )
     monkeypatch.setattr(workload, "measure_machine", lambda device, sustained: next(machines))
-    config = replace(SMALL, ks=(0,), repeats=1, trace=False)
+    config = replace(SMALL, num_speculative_tokens=(0,), repeats=1, trace=False)
     rows = [measure_load(model, config).rows[0] for _ in range(3)]
     assert rows[0].sustained_share is None and rows[1].sustained_share == rows[1].limit_share
     roofline = Roofline(model.mtpkit_config, torch.float32)
     requests = draw_requests(config)
-    limit = limit_seconds(roofline, requests, config.max_num_seqs, [], slow.copy_bandwidth, 1e8)
+    limit = limit_seconds(
+        roofline, requests, config.engine.max_num_seqs, [], slow.copy_bandwidth, 1e8
+    )
     assert rows[2].sustained_share == pytest.approx(limit / rows[2].seconds)
     assert rows[2].sustained_share > rows[2].limit_share
 
 
 def test_each_run_is_counted_by_itself(model):
-    config = replace(SMALL, ks=(2,))
+    config = replace(SMALL, num_speculative_tokens=(2,))
     engine = run_module.LoadEngine(model, config, 2, WallClock())
     for _ in range(2):
         run = engine.run(math.inf)
@@ -212,7 +213,7 @@ def test_each_run_is_counted_by_itself(model):
 
 
 def test_the_first_run_is_apart(model):
-    config = replace(SMALL, ks=(0,), repeats=1)
+    config = replace(SMALL, num_speculative_tokens=(0,), repeats=1)
     (row,) = measure_load(model, config).rows
     assert row.run_seconds == [row.first_seconds] == [row.seconds] and row.spread == 0
     (table,) = measure_load(model, config).tables()
@@ -229,7 +230,7 @@ def test_runs_have_tokens_of_their_own_and_the_first_ones_are_saved(model, tmp_p
         return serve(engine, streams, clock)
 
     monkeypatch.setattr(run_module, "serve", record)
-    config = replace(SMALL, ks=(0,), request_rates=(1000.0,), trace=False)
+    config = replace(SMALL, num_speculative_tokens=(0,), request_rate=(1000.0,), trace=False)
     measure_load(model, config)
     first, second = served
     assert [len(prompt) for prompt in first] == [
@@ -249,19 +250,19 @@ def test_runs_have_tokens_of_their_own_and_the_first_ones_are_saved(model, tmp_p
     assert f"9 requests, {saved['prompt_tokens']:,} prompt" in line
 
 
-def test_preempted_requests_get_their_tokens_and_are_counted(model, monkeypatch):
-    make = workload.LLM
-    monkeypatch.setattr(workload, "LLM", lambda *args, **more: make(*args, **more, num_blocks=9))
+def test_preempted_requests_get_their_tokens_and_are_counted(model):
     # The first three prompts fill a step and then grow to four blocks each, whatever a step takes.
     alike = dict(
         prompt_median=12, prompt_sigma=0.0, output_median=50, output_sigma=0.0, output_max=50
     )
-    (row,) = measure_load(model, replace(SMALL, ks=(2,), trace=False, **alike)).rows
+    few = replace(SMALL.engine, num_blocks=9)
+    config = replace(SMALL, num_speculative_tokens=(2,), trace=False, engine=few, **alike)
+    (row,) = measure_load(model, config).rows
     assert row.preemptions >= 1
 
 
 def test_k_as_the_engine_chooses(model):
-    (row,) = measure_load(model, replace(SMALL, ks=("auto",), repeats=1)).rows
+    (row,) = measure_load(model, replace(SMALL, num_speculative_tokens=("auto",), repeats=1)).rows
     assert row.k == "auto" and 0 < row.limit_share < 1
 
 
@@ -272,7 +273,7 @@ def test_outputs_of_another_length_are_refused(model, monkeypatch):
     with pytest.raises(
         MtpkitError, match=r"9 of 9 outputs have another length .* one of them \d+ tokens where \d+"
     ):
-        measure_load(model, replace(SMALL, ks=(0,), repeats=1))
+        measure_load(model, replace(SMALL, num_speculative_tokens=(0,), repeats=1))
 
 
 def test_acceptance_that_was_not_asked_for_is_refused(model, monkeypatch):
@@ -287,7 +288,7 @@ def test_acceptance_that_was_not_asked_for_is_refused(model, monkeypatch):
         MtpkitError,
         match=r"K = 2: draft 1 was accepted at a rate of 1\.000 over \d+ steps, but 0\.3",
     ):
-        measure_load(model, replace(SMALL, ks=(2,), repeats=1))
+        measure_load(model, replace(SMALL, num_speculative_tokens=(2,), repeats=1))
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -297,7 +298,7 @@ def test_tokens_of_a_broken_engine_are_refused(k, model, monkeypatch):
     with pytest.raises(
         MtpkitError, match=rf"K = {k}: \d+ of \d+ tokens are not those of a plain forward pass"
     ):
-        measure_load(model, replace(SMALL, ks=(k,), repeats=1))
+        measure_load(model, replace(SMALL, num_speculative_tokens=(k,), repeats=1))
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -314,7 +315,7 @@ def test_a_state_that_is_lost_between_chunks_is_refused(k, model, monkeypatch):
     with pytest.raises(
         MtpkitError, match=rf"K = {k}: .* tokens are not those of a plain forward pass"
     ):
-        measure_load(model, replace(SMALL, ks=(k,), repeats=1))
+        measure_load(model, replace(SMALL, num_speculative_tokens=(k,), repeats=1))
 
 
 def test_steps_in_the_middle_of_a_run_are_traced_when_all_is_timed(model, monkeypatch):
@@ -334,7 +335,7 @@ def test_steps_in_the_middle_of_a_run_are_traced_when_all_is_timed(model, monkey
     monkeypatch.setattr(run_module, "trace_kernels", trace)
     monkeypatch.setattr(run_module, "_TRACED_STEPS", 3)
     monkeypatch.setattr("mtpkit.bench.load.can_trace", lambda device: True)
-    config = replace(SMALL, request_rates=(math.inf, 1000.0), ks=(1,), repeats=1)
+    config = replace(SMALL, request_rate=(math.inf, 1000.0), num_speculative_tokens=(1,), repeats=1)
     idle = [row.gpu_idle_share for row in measure_load(model, config).rows]
     assert idle == [pytest.approx(0.1), None]
     assert order[:2] == ["run", "run"] and order[-6:] == [
@@ -359,7 +360,7 @@ def test_settings_that_cannot_be_measured_are_all_named():
         UserError,
         match=r"request_rate is \(0\.0,\), must be positive; acceptance is \(\), must be a list",
     ):
-        LoadConfig(request_rates=(0.0,), acceptance=())
+        LoadConfig(request_rate=(0.0,), acceptance=())
     with pytest.raises(
         UserError,
         match=r"prompt_min is 9, must be at most prompt_max, 8; output_min is 5, must be at most",
@@ -371,4 +372,4 @@ def test_settings_that_cannot_be_measured_are_all_named():
         LoadConfig(num_prompts=1 << 30)
     for rate in (math.nan, -math.inf):
         with pytest.raises(UserError, match="request_rate is"):
-            LoadConfig(request_rates=(rate,))
+            LoadConfig(request_rate=(rate,))

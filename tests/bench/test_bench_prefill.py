@@ -10,7 +10,7 @@ from mtpkit.bench.shapes import open_model
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.layers import attention, mamba
 
-ONCE = LoadConfig(ks=(0,), repeats=1, seed=0)
+ONCE = LoadConfig(num_speculative_tokens=(0,), repeats=1, seed=0)
 
 
 @pytest.fixture
@@ -19,8 +19,10 @@ def model(device):
 
 
 def test_the_figures_hang_together(model, device):
-    config = LoadConfig(ks=(2,), max_num_batched_tokens=24, repeats=5, seed=0)
-    result = measure_load(model, config, PrefillConfig(batch_size=3, prompt_len=20), "tiny")
+    config = LoadConfig(
+        num_speculative_tokens=(2,), repeats=5, seed=0, engine={"max_num_batched_tokens": 24}
+    )
+    result = measure_load(model, config, PrefillConfig(batch_size=3, prompt_length=20), "tiny")
     (row,) = result.rows
     assert row.tokens_per_s == pytest.approx(60 / row.seconds)
     assert result.machine is not None
@@ -40,7 +42,7 @@ def test_a_wrong_first_token_is_refused(model, monkeypatch):
 
     monkeypatch.setattr(Prefill, "_run", shifted)
     with pytest.raises(MtpkitError, match=r"1 of 1 tokens .* standard deviations below the best"):
-        measure_load(model, ONCE, PrefillConfig(batch_size=2, prompt_len=8))
+        measure_load(model, ONCE, PrefillConfig(batch_size=2, prompt_length=8))
 
 
 def no_attention(patch):
@@ -62,7 +64,7 @@ def no_state(patch):
 @pytest.mark.parametrize("sabotage", [no_attention, no_state])
 def test_a_broken_prefill_is_not_timed(sabotage, dtype, monkeypatch):
     model = open_model("nemotron-h-tiny", torch.device("cpu"), dtype)
-    prompts = PrefillConfig(batch_size=8, prompt_len=64)
+    prompts = PrefillConfig(batch_size=8, prompt_length=64)
     measure_load(model, ONCE, prompts)
     sabotage(monkeypatch)
     with pytest.raises(MtpkitError, match="are not those of a plain forward pass"):
@@ -74,11 +76,11 @@ def test_settings_that_cannot_be_measured_are_all_named():
         UserError,
         match=r"batch_size is 0, must be at least 1; prompt_length is -1, must be at least 1",
     ):
-        PrefillConfig(batch_size=0, prompt_len=-1)
+        PrefillConfig(batch_size=0, prompt_length=-1)
 
 
 def test_runs_of_too_many_tokens_together_are_refused(model):
     """Each by itself has few enough."""
-    prompts = PrefillConfig(batch_size=1, prompt_len=1 << 27)
+    prompts = PrefillConfig(batch_size=1, prompt_length=1 << 27)
     with pytest.raises(UserError, match=r"tokens in all, must be at most .*: lower prompt_length"):
-        measure_load(model, LoadConfig(ks=(0,), repeats=2), prompts)
+        measure_load(model, LoadConfig(num_speculative_tokens=(0,), repeats=2), prompts)

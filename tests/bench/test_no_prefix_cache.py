@@ -13,17 +13,24 @@ from mtpkit.engine import LLM, SamplingParams
 PROMPTS = [{"prompt_token_ids": list(range(20, 40))}]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LOAD = LoadConfig(
-    num_prompts=2, prompt_max=20, output_max=8, max_num_seqs=2, max_num_batched_tokens=64, repeats=1
+    num_prompts=2,
+    prompt_max=20,
+    output_max=8,
+    repeats=1,
+    engine={"max_num_seqs": 2, "max_num_batched_tokens": 64},
 )
-STALL = StallConfig(decoding_requests=1, arriving_prompts=1, arriving_length=32, lone_lengths=(8,))
+STALL = StallConfig(decoding_requests=1, arriving_prompts=1, arriving_length=32, lone_length=(8,))
 RUNS = {
     "decode": lambda model: measure_decode(
-        model, DecodeConfig(batch_sizes=(1,), ks=(0,), prompt_len=8, max_tokens=40)
+        model,
+        DecodeConfig(batch_size=(1,), num_speculative_tokens=(0,), prompt_length=8, max_tokens=40),
     ),
     "load": lambda model: measure_load(model, LOAD),
-    "prefill": lambda model: measure_load(model, LOAD, PrefillConfig(batch_size=1, prompt_len=8)),
+    "prefill": lambda model: measure_load(
+        model, LOAD, PrefillConfig(batch_size=1, prompt_length=8)
+    ),
     "speedup": lambda model: measure_speedup(
-        model, PROMPTS, SpeedupConfig(ks=(0,), sampling=GREEDY, repeats=1)
+        model, PROMPTS, SpeedupConfig(num_speculative_tokens=(0,), sampling=GREEDY, repeats=1)
     ),
     "stall": lambda model: measure_load(model, LOAD, STALL),
 }

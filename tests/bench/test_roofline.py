@@ -243,7 +243,7 @@ def test_latent_attention_reads_a_row_a_token_and_scores_it_for_all_heads():
 
 def test_tables_hold_every_step_and_its_works():
     steps, pieces = tabulate_limits(
-        NEMOTRON_H_8B, RooflineConfig((1, 128), (0, 3), ring_entries=8), "8b"
+        NEMOTRON_H_8B, RooflineConfig((1, 128), num_speculative_tokens=(0, 3), ring_entries=8), "8b"
     )
     assert [(row.batch_size, row.k) for row in steps.rows] == [(1, 0), (1, 3), (128, 0), (128, 3)]
     assert steps.rows[1].limit_tokens_per_s == pytest.approx(723, rel=0.02)
@@ -261,7 +261,7 @@ def test_tables_hold_every_step_and_its_works():
         8,
         8,
     ]
-    engines, _ = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1,), (3, 4)))
+    engines, _ = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1,), num_speculative_tokens=(3, 4)))
     assert engines.settings["ring_entries"] == [16, 32]
 
 

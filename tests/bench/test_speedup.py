@@ -24,7 +24,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 def test_a_real_model_is_measured_at_every_batch_size_and_k():
     model = tiny_model()
     prompts = make_prompts((3, 9, 4, 6, 1))
-    config = SpeedupConfig(ks=(3, 1), batch_sizes=(4, 1), repeats=2, sampling=GREEDY)
+    config = SpeedupConfig(
+        num_speculative_tokens=(3, 1), batch_size=(4, 1), repeats=2, sampling=GREEDY
+    )
     report = measure_speedup(model, prompts, config)
     assert [(row.batch_size, row.k) for row in report.rows] == [
         (1, 0),
@@ -73,16 +75,20 @@ def test_no_batch_size_is_first_met_while_timing(k, sampling, monkeypatch):
     monkeypatch.setattr(Executor, "launch", noted)
     monkeypatch.setattr(speedup._Contender, "run", run)
     prompts = make_prompts((30, 3, 9, 14, 6, 1, 22))
-    config = SpeedupConfig(ks=(k,), batch_sizes=(5,), repeats=1, sampling=sampling)
+    config = SpeedupConfig(
+        num_speculative_tokens=(k,), batch_size=(5,), repeats=1, sampling=sampling
+    )
     measure_speedup(tiny_model(), prompts, config)
     assert noted.timing and not late
     assert {rows for sizes in met.values() for rows, _ in sizes} == {1, 2, 3, 4, 5}
 
 
 def test_a_tree_is_measured_beside_k_0():
-    settings = dict(batch_sizes=(2,), repeats=1, sampling=GREEDY)
+    settings = dict(batch_size=(2,), repeats=1, sampling=GREEDY)
     report = measure_speedup(
-        tiny_model(), make_prompts((2, 5)), SpeedupConfig(speculative_token_tree=[3, 1], **settings)
+        tiny_model(),
+        make_prompts((2, 5)),
+        SpeedupConfig(engine={"speculative_token_tree": [3, 1]}, **settings),
     )
     plain, tree = report.rows
     assert (plain.k, tree.k, tree.identical) == (0, 2, 1.0) and plain.candidate_shares is None
@@ -94,7 +100,9 @@ def test_a_tree_is_measured_beside_k_0():
 
 def test_sampling_with_a_seed_gives_the_same_tokens_too():
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, seed=5)
-    config = SpeedupConfig(ks=(2,), batch_sizes=(2,), repeats=2, sampling=sampling)
+    config = SpeedupConfig(
+        num_speculative_tokens=(2,), batch_size=(2,), repeats=2, sampling=sampling
+    )
     assert all(
         row.identical == 1
         for row in measure_speedup(tiny_model(), make_prompts((3, 9, 4)), config).rows
@@ -174,7 +182,9 @@ PROMPTS = [[1, 2, 3, 4], [5], [6], [7], [8], [9]]
 
 def test_all_k_take_turns_after_a_warm_up(fake):
     measure_speedup(
-        "dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1, 2), repeats=1, sampling=GREEDY)
+        "dir",
+        PROMPTS,
+        SpeedupConfig(num_speculative_tokens=(1,), batch_size=(1, 2), repeats=1, sampling=GREEDY),
     )
     warm_up = fake.calls[:-6]
     measured = fake.calls[-6:]
@@ -187,7 +197,7 @@ def test_all_k_take_turns_after_a_warm_up(fake):
 
 def test_the_median_repeat_counts(fake, monkeypatch):
     monkeypatch.setattr(fake, "slow", 3.0)
-    config = SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=2, sampling=GREEDY)
+    config = SpeedupConfig(num_speculative_tokens=(1,), batch_size=(1,), repeats=2, sampling=GREEDY)
     plain, drafted = measure_speedup("dir", PROMPTS, config).rows
     assert plain.tokens_per_s == pytest.approx(72 / 12)  # repeats of 6 and 18 seconds
     assert drafted.speedup == pytest.approx(2)
@@ -195,7 +205,7 @@ def test_the_median_repeat_counts(fake, monkeypatch):
 
 def test_a_prompt_whose_tokens_differ_is_counted(fake, monkeypatch):
     monkeypatch.setattr(fake, "wrong", {2: 1})
-    config = SpeedupConfig(ks=(1, 2), batch_sizes=(8,), sampling=GREEDY)
+    config = SpeedupConfig(num_speculative_tokens=(1, 2), batch_size=(8,), sampling=GREEDY)
     assert [row.identical for row in measure_speedup("dir", PROMPTS, config).rows] == [
         1,
         1,
@@ -220,7 +230,9 @@ def test_a_prompt_whose_tokens_differ_is_counted(fake, monkeypatch):
 def test_a_small_sample_is_said_to_be_small(fake, caplog, monkeypatch, steps, says):
     monkeypatch.setattr(fake, "steps", steps)
     measure_speedup(
-        "dir", PROMPTS, SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=2, sampling=GREEDY)
+        "dir",
+        PROMPTS,
+        SpeedupConfig(num_speculative_tokens=(1,), batch_size=(1,), repeats=2, sampling=GREEDY),
     )
     assert len(caplog.messages) == bool(says) and all(says in line for line in caplog.messages)
     assert all(
@@ -228,7 +240,9 @@ def test_a_small_sample_is_said_to_be_small(fake, caplog, monkeypatch, steps, sa
     )
     caplog.clear()
     measure_speedup(
-        "dir", PROMPTS, SpeedupConfig(ks=(0,), batch_sizes=(1,), repeats=2, sampling=GREEDY)
+        "dir",
+        PROMPTS,
+        SpeedupConfig(num_speculative_tokens=(0,), batch_size=(1,), repeats=2, sampling=GREEDY),
     )
     assert not caplog.messages
 
@@ -237,7 +251,7 @@ def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypa
     """Repeats that differ in time widen the speedup, prompts that differ in steps both; the warning
     says both."""
     monkeypatch.setattr(fake, "steps", 4000)
-    config = SpeedupConfig(ks=(1,), batch_sizes=(1,), repeats=3, sampling=GREEDY)
+    config = SpeedupConfig(num_speculative_tokens=(1,), batch_size=(1,), repeats=3, sampling=GREEDY)
     plain, drafted = measure_speedup("dir", PROMPTS, config).rows
     assert plain.speedup_interval is plain.acceptance_length_interval is None
     assert drafted.speedup_interval == pytest.approx((2, 2))
@@ -267,7 +281,7 @@ def test_intervals_hold_the_spread_of_prompts_and_repeats(fake, caplog, monkeypa
 
 
 def test_two_unlike_prompts_have_wide_intervals():
-    config = SpeedupConfig(ks=(3,), batch_sizes=(1,), repeats=1, sampling=GREEDY)
+    config = SpeedupConfig(num_speculative_tokens=(3,), batch_size=(1,), repeats=1, sampling=GREEDY)
     row = measure_speedup(tiny_model(), make_prompts((3, 9, 4, 6, 1)), config).rows[1]
     for value, (low, high) in (
         (row.speedup, row.speedup_interval),
@@ -282,10 +296,12 @@ def test_two_unlike_prompts_have_wide_intervals():
 def test_a_batch_is_no_larger_than_there_are_prompts(fake, caplog, monkeypatch):
     """And no row says that it was."""
     monkeypatch.setattr(fake, "steps", 4000)
-    config = SpeedupConfig(ks=(1,), batch_sizes=(2, 8, 64), repeats=1, sampling=GREEDY)
+    config = SpeedupConfig(
+        num_speculative_tokens=(1,), batch_size=(2, 8, 64), repeats=1, sampling=GREEDY
+    )
     report = measure_speedup("dir", PROMPTS, config)
     assert [(row.batch_size, row.k) for row in report.rows] == [(2, 0), (2, 1), (6, 0), (6, 1)]
-    assert report.settings["batch_sizes"] == (2, 6)
+    assert report.settings["batch_size"] == (2, 6)
     assert caplog.messages == ["there are 6 prompts, too few for a batch of 8, 64: measured at 6"]
 
 
@@ -295,11 +311,11 @@ def test_settings_that_cannot_be_measured_are_all_named():
         r" 0, must"
     )
     with pytest.raises(UserError, match=wrong):
-        SpeedupConfig(ks=(2, -1), batch_sizes=(0,), repeats=0)
+        SpeedupConfig(num_speculative_tokens=(2, -1), batch_size=(0,), repeats=0)
     with pytest.raises(
         UserError, match=r"batch_size is \(\), must be a list of one or more whole numbers"
     ):
-        SpeedupConfig(batch_sizes=())
+        SpeedupConfig(batch_size=())
 
 
 def test_text_prompts_need_a_tokenizer():

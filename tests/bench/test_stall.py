@@ -12,9 +12,14 @@ from mtpkit.bench.settings import LoadConfig, StallConfig
 from mtpkit.bench.shapes import open_model
 from mtpkit.errors import UserError
 
-CONFIG = LoadConfig(ks=(0, 2), max_num_batched_tokens=32, acceptance=(0.5,), trace=False)
+CONFIG = LoadConfig(
+    num_speculative_tokens=(0, 2),
+    acceptance=(0.5,),
+    trace=False,
+    engine={"max_num_batched_tokens": 32},
+)
 STALL = StallConfig(
-    decoding_requests=2, arriving_prompts=2, arriving_length=64, lone_lengths=(8, 50)
+    decoding_requests=2, arriving_prompts=2, arriving_length=64, lone_length=(8, 50)
 )
 
 
@@ -107,7 +112,7 @@ def test_nothing_runs_when_a_lone_prompt_arrives(clock, monkeypatch):
 def test_requests_that_end_too_early_are_told(short, monkeypatch):
     monkeypatch.setattr(stall, "_STEPS_OF_PROMPT", -2)
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
-    config = replace(CONFIG, ks=(0,))
+    config = replace(CONFIG, num_speculative_tokens=(0,))
     with pytest.raises(
         UserError,
         match=r"K = 0: requests decoded \d+ tokens before .* lower arriving_prompts \(2\)",
@@ -117,7 +122,7 @@ def test_requests_that_end_too_early_are_told(short, monkeypatch):
 
 def test_the_engine_is_left_without_requests(short):
     model = open_model("nemotron-h-tiny", torch.device("cpu"))
-    config = replace(CONFIG, ks=(2,))
+    config = replace(CONFIG, num_speculative_tokens=(2,))
     bench = stall._Bench(model, config, STALL, 2, WallClock())
     bench.warm_up()
     engine = bench.llm.engine
@@ -134,6 +139,6 @@ def test_settings_that_cannot_be_measured_are_all_named():
         UserError,
         match=r"decoding_requests is 0, .*; lone_length is \(\), must be a list of one or more",
     ):
-        StallConfig(decoding_requests=0, lone_lengths=())
+        StallConfig(decoding_requests=0, lone_length=())
     with pytest.raises(UserError, match=r"tokens in all, .* lower arriving_length"):
         StallConfig(arriving_length=1 << 30)

@@ -11,7 +11,9 @@ from mtpkit.engine.device.checkpoints import CheckpointStore
 from mtpkit.engine.steps.plan import Restore
 from mtpkit.errors import MtpkitError, UserError
 
-CONFIG = LoadConfig(ks=(0, 3), acceptance=(0.8,), block_size=8, trace=False)
+CONFIG = LoadConfig(
+    num_speculative_tokens=(0, 3), acceptance=(0.8,), trace=False, engine={"block_size": 8}
+)
 TURNS = TurnsConfig(turns=8, shared=0.8, turn_length=21, conversations=3)
 
 
@@ -73,7 +75,7 @@ def test_outputs_that_the_cache_changes_are_refused(model, monkeypatch):
         )
 
     monkeypatch.setattr(CheckpointStore, "restore", stale)
-    config = LoadConfig(ks=(0,), block_size=8, trace=False)
+    config = LoadConfig(num_speculative_tokens=(0,), trace=False, engine={"block_size": 8})
     with pytest.raises(MtpkitError, match="of the conversations differ with the prefix cache"):
         measure_load(
             model, config, TurnsConfig(turns=3, shared=0.8, turn_length=9, conversations=2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtpkit.bench import shapes, sizes
-from mtpkit.bench.sizes import LARGE_SHAPES
+from mtpkit.bench.settings import LARGE_SHAPES, SMALL_SHAPES
 from mtpkit.cli.bench import app
 from tests.shared import each
 
@@ -82,7 +82,7 @@ def test_decode(call, capsys, tmp_path):
     assert [(row["batch_size"], row["k"]) for row in found["rows"]] == [(2, 0), (2, 1)]
     settings = found["settings"]
     assert settings["synthetic"] and settings["acceptance"] == [0.5] and settings["enforce_eager"]
-    assert (settings["state_rollback"], settings["block_size"], settings["prompt_len"]) == (
+    assert (settings["state_rollback"], settings["block_size"], settings["prompt_length"]) == (
         "snapshot",
         8,
         8,
@@ -304,12 +304,12 @@ def test_without_a_gpu_a_run_starts_small_and_says_so(call, capsys, monkeypatch)
     settings = json.loads(printed.out.splitlines()[-1])["settings"]
     small = {
         "model": "nemotron-h-tiny",
-        "batch_sizes": [1, 4],
-        "prompt_len": 64,
+        "batch_size": [1, 4],
+        "prompt_length": 64,
         "max_tokens": 9,
         "repeats": 1,
     }
-    assert small.items() <= settings.items() and settings["ks"] == [1]
+    assert small.items() <= settings.items() and settings["num_speculative_tokens"] == [1]
     assert (
         "mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --batch-size 1 4"
         " --prompt-length 64 --repeats 1; options make it larger" in printed.err.splitlines()
@@ -365,7 +365,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
 
 def test_large_shapes_are_those_of_billions_of_weights():
     wide = {name for name, config in sizes.SHAPES.items() if config.hidden_size > 1000}
-    assert wide == set(LARGE_SHAPES)
+    assert wide == set(LARGE_SHAPES) and sizes.SHAPES.keys() - wide == set(SMALL_SHAPES)
 
 
 @each(

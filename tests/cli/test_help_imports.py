@@ -13,7 +13,7 @@ import pytest
         ("generate", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
         ("train", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
         ("speedup", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
-        ("bench decode", ["numpy", "torch", "transformers"]),
+        ("bench decode", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
     ],
 )
 def test_help_imports_nothing_heavy(command, heavy):

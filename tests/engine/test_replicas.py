@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mtpkit.checkpoint import save_hf_model
-from mtpkit.engine import LLM, EngineOptions, Replicas, SamplingParams
+from mtpkit.engine import LLM, LLMOptions, Replicas, SamplingParams
 from mtpkit.engine.replicas import gpus_of_replicas
 from mtpkit.engine.requests.request import RequestOutput
 from mtpkit.engine.requests.stats import AcceptanceStats, EngineStats
@@ -52,8 +52,8 @@ def model_dir(tmp_path_factory):
     return path
 
 
-def settings(model_dir, **changes) -> EngineOptions:
-    return EngineOptions(
+def settings(model_dir, **changes) -> LLMOptions:
+    return LLMOptions(
         model_dir, 2, **{"num_blocks": 40, "max_num_seqs": 2, "warm_up": False, **changes}
     )
 

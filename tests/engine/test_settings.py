@@ -10,7 +10,7 @@ import torch
 
 from mtpkit import LLM, SamplingParams
 from mtpkit.config.checked import fields_of
-from mtpkit.engine import EngineOptions
+from mtpkit.engine import LLMOptions
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.tiny import greedy, headless_model, make_llm, tiny_model
@@ -19,8 +19,8 @@ from tests.shared import each
 
 def test_arguments_are_the_fields_of_the_options():
     parameters = inspect.signature(LLM.__init__).parameters
-    assert list(parameters) == ["self", *fields_of(EngineOptions)]
-    for name, info in fields_of(EngineOptions).items():
+    assert list(parameters) == ["self", *fields_of(LLMOptions)]
+    for name, info in fields_of(LLMOptions).items():
         assert parameters[name].default == (
             inspect.Parameter.empty if name == "model" else info.default
         )

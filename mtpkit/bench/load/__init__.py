@@ -5,7 +5,7 @@ conversations, and `prefill` queues prompts of one length and waits for their fi
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from mtpkit.bench.load.mixed import Mixed
@@ -24,6 +24,7 @@ from mtpkit.bench.settings import (
 )
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.config.parts import options_of
 from mtpkit.model.hybrid import HybridModel
 
 Rule = StallConfig | TurnsConfig | PrefillConfig | None
@@ -61,16 +62,17 @@ def measure_load(
         RequestError: the logits of a request are NaN or infinite.
         MtpkitError: a check of the workload fails, see the class of each.
     """
-    config = replace(config, ks=choose_drafts(model.mtpkit_config, config.ks, LOAD_DRAFTS))
+    drafts = choose_drafts(model.mtpkit_config, config.num_speculative_tokens, LOAD_DRAFTS)
+    config = replace(config, num_speculative_tokens=drafts)
     workload = WORKLOADS[type(rule)](model, config, rule, clock or WallClock())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     about = {
         "model": name,
-        **asdict(config),
-        **({} if rule is None else asdict(rule)),
+        **options_of(config),
+        **({} if rule is None else options_of(rule)),
         **workload.about,
         # Last, in place of the configured rates, which may be infinite.
-        "request_rates": [shown_rate(rate) for rate in config.request_rates],
+        "request_rate": [shown_rate(rate) for rate in config.request_rate],
     }
     title = f"{workload.title(name)}, {dtype}, {workload.machine.device}"
     result: Result[Any] = Result(workload.name, title, workload.row, [], workload.machine, about)

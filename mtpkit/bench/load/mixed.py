@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from mtpkit.bench.load.requests import draw_requests, limit_seconds, token_sums
 from mtpkit.bench.load.run import LoadEngine, Run
 from mtpkit.bench.load.serving import Clock, percentiles_ms
-from mtpkit.bench.load.workload import Drafts, Workload, shown_rate
+from mtpkit.bench.load.workload import Drafts, Workload, draft_vocab_size, shown_rate
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.report import Column, significant
 from mtpkit.bench.roofline import Roofline
@@ -116,7 +116,7 @@ class Mixed(Workload[LoadRow]):
     @property
     def cases(self) -> Sequence[Case]:
         """Each rate with each K."""
-        return [*itertools.product(self.config.request_rates, self.config.ks or ())]
+        return [*itertools.product(self.config.request_rate, super().cases)]
 
     def label(self, case: Case) -> str:
         """See `Workload.label`."""
@@ -191,7 +191,7 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
         limit_share=limit / seconds,
         run_seconds=run_seconds,
         sustained_share=sustained and sustained / seconds,
-        hit_rate=_hit_rate(runs) if config.enable_prefix_caching else None,
+        hit_rate=_hit_rate(runs) if config.engine.enable_prefix_caching else None,
     )
 
 
@@ -217,9 +217,10 @@ def _limit(engine: LoadEngine, bandwidth: float, matrix_rate: float) -> float:
     roofline = Roofline(
         engine.llm.model.mtpkit_config,
         weight.dtype,
-        DTYPES[config.state_dtype],
-        config.state_rollback,
+        DTYPES[config.engine.state_dtype],
+        config.engine.state_rollback,
+        draft_vocab_size=draft_vocab_size(engine.llm.model, config),
     )
     ks = range(engine.depths + 1) if engine.k == "auto" else [engine.k]
-    given = roofline, engine.requests, config.max_num_seqs
+    given = roofline, engine.requests, config.engine.max_num_seqs
     return min(limit_seconds(*given, config.rates(k), bandwidth, matrix_rate) for k in ks)

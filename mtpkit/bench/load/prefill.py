@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from mtpkit.bench.load.serving import Clock, Stream, serve
-from mtpkit.bench.load.workload import Drafts, Workload, most_drafts, start_engine
+from mtpkit.bench.load.workload import (
+    Drafts,
+    Workload,
+    draft_vocab_size,
+    most_drafts,
+    start_engine,
+)
 from mtpkit.bench.plain import check_greedy
 from mtpkit.bench.report import Column, significant
 from mtpkit.bench.roofline import Roofline
@@ -66,7 +72,7 @@ class Prefill(Workload[PrefillRow]):
         self, model: HybridModel, config: LoadConfig, rule: PrefillConfig, clock: Clock
     ) -> None:
         # The prompts of all runs are drawn at once, and only the load knows the number of runs.
-        problems = too_many_tokens(rule.prompt_len, rule.batch_size, config.repeats)
+        problems = too_many_tokens(rule.prompt_length, rule.batch_size, config.repeats)
         if problems:
             raise UserError(problems[0])
         super().__init__(model, config, rule, clock)
@@ -79,7 +85,7 @@ class Prefill(Workload[PrefillRow]):
         """Time the prompts, after each of which an engine drafts K tokens."""
         config = self.config
         size = self.rule.batch_size
-        length = self.rule.prompt_len
+        length = self.rule.prompt_length
         vocab_size = self.model.mtpkit_config.vocab_size
         count = size * (config.repeats + 1)
         prompts = random_prompts(count, length, vocab_size, config.seed)
@@ -96,7 +102,8 @@ class Prefill(Workload[PrefillRow]):
         _, tokens = self._run(llm, first)
         for prompt, token in list(zip(first, tokens, strict=True))[-_CHECKED:]:
             check_greedy(self.model, prompt, [token], [0], self.dtype, near_tie=_NEAR_TIE)
-        return self._row(case, statistics.median(self._run(llm, run)[0] for run in others))
+        seconds = statistics.median(self._run(llm, run)[0] for run in others)
+        return self._row(case, seconds, llm.engine.config.max_num_batched_tokens)
 
     def _run(self, llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
         """Seconds until every prompt has its first token, and these tokens."""
@@ -106,16 +113,20 @@ class Prefill(Workload[PrefillRow]):
         seconds = serve(llm.engine, streams, self.clock)
         return seconds, [stream.tokens[0] for stream in streams]
 
-    def _row(self, k: Drafts, seconds: float) -> PrefillRow:
+    def _row(self, k: Drafts, seconds: float, most: int) -> PrefillRow:
         machine = self.machine
-        most = self.config.max_num_batched_tokens
-        cost = Roofline(self.model.mtpkit_config, self.dtype).prefill(
-            self.rule.batch_size, self.rule.prompt_len, most_drafts(self.model, k), most
+        roofline = Roofline(
+            self.model.mtpkit_config,
+            self.dtype,
+            draft_vocab_size=draft_vocab_size(self.model, self.config),
+        )
+        cost = roofline.prefill(
+            self.rule.batch_size, self.rule.prompt_length, most_drafts(self.model, k), most
         )
         rate = cost.flops / seconds
         return PrefillRow(
             batch_size=self.rule.batch_size,
-            prompt_len=self.rule.prompt_len,
+            prompt_len=self.rule.prompt_length,
             k=k,
             max_num_batched_tokens=most,
             seconds=seconds,

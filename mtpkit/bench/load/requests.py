@@ -84,8 +84,8 @@ def save_requests(path: Path, config: LoadConfig, vocab_size: int) -> str:
     ]
     settings = {
         "seed": config.seed,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.engine.max_num_seqs,
+        "max_num_batched_tokens": config.engine.max_num_batched_tokens,
         "acceptance": config.acceptance,
     }
     write_file(

@@ -139,7 +139,7 @@ class LoadEngine:
         places = (
             [end - 1 for end in stream.lengths[:-1]] if self.depths else range(len(stream.tokens))
         )
-        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.state_dtype])
+        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.engine.state_dtype])
         precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         try:
             check_greedy(model, stream.prompt, stream.tokens, places, precision, stream.params)

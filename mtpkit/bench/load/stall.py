@@ -13,6 +13,7 @@ from mtpkit.bench.report import Column
 from mtpkit.bench.settings import LoadConfig, StallConfig
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.timing import synchronize
+from mtpkit.engine.requests.options import DEFAULT_BUDGET
 from mtpkit.errors import UserError
 from mtpkit.model.hybrid import HybridModel
 
@@ -48,7 +49,7 @@ class StallRow:
         list[float],
         Column("lone prompts: TTFT ms", lambda row: " / ".join(f"{ms:.1f}" for ms in row.lone_ms)),
     ]
-    """Median time to first token of prompts on their own, in the order of `lone_lengths`."""
+    """Median time to first token of prompts on their own, in the order of `lone_length`."""
 
 
 class Stall(Workload[StallRow]):
@@ -64,7 +65,7 @@ class Stall(Workload[StallRow]):
         return (
             f"{rule.decoding_requests} requests decode while {rule.arriving_prompts} prompts of"
             f" {rule.arriving_length:,} tokens arrive; lone prompts of"
-            f" {' / '.join(f'{n:,}' for n in rule.lone_lengths)} tokens: {name}"
+            f" {' / '.join(f'{n:,}' for n in rule.lone_length)} tokens: {name}"
         )
 
     def measure(self, case: Drafts) -> StallRow:
@@ -91,10 +92,11 @@ class _Bench:
         self.clock = clock
         self.device = next(model.parameters()).device
         depths = most_drafts(model, k)
-        longest = max(stall.arriving_length, *stall.lone_lengths)
+        longest = max(stall.arriving_length, *stall.lone_length)
         # Decoding requests have room for all tokens that they can make in the steps which the
         # measurement takes.
-        left = config.max_num_batched_tokens - stall.decoding_requests * (1 + depths)
+        budget = config.engine.max_num_batched_tokens or DEFAULT_BUDGET
+        left = budget - stall.decoding_requests * (1 + depths)
         chunk = max(1, min(_SHORTEST_CHUNK, left))
         steps = sum(
             count * (_STEPS_OF_PROMPT + math.ceil(length / chunk))
@@ -122,7 +124,7 @@ class _Bench:
         """Time lone prompts, then decoding requests without and with arriving prompts."""
         lone = [
             statistics.median(self._lone(length) for _ in range(lone_repeats)) * 1e3
-            for length in self.stall.lone_lengths
+            for length in self.stall.lone_length
         ]
         decoding = [self._add(_PROMPT_LEN, self.room) for _ in range(self.stall.decoding_requests)]
         while not all(self.streams[one].times for one in decoding):

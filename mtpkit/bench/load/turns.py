@@ -65,7 +65,7 @@ class Turns(Workload[TurnsRow]):
     def cases(self) -> Sequence[Case]:
         """Each K, without and with the cache."""
         # Without the cache first: with the cache, outputs are compared with those.
-        return [(k, cached) for k in self.config.ks or () for cached in (False, True)]
+        return [(k, cached) for k in super().cases for cached in (False, True)]
 
     def label(self, case: Case) -> str:
         """See `Workload.label`."""
@@ -113,8 +113,8 @@ class Turns(Workload[TurnsRow]):
         same = sum(one == other for one, other in pairs) / len(histories)
         exact = (
             self.dtype == torch.float32
-            and self.config.state_dtype == "float32"
-            and self.config.prefix_cache_dtype != "bfloat16"
+            and self.config.engine.state_dtype == "float32"
+            and self.config.engine.prefix_cache_dtype != "bfloat16"
         )
         if exact and same < 1:
             raise MtpkitError(

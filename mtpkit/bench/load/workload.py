@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from mtpkit.bench.load.serving import Clock
 from mtpkit.bench.machine import Machine, measure_machine
-from mtpkit.bench.settings import LoadConfig, engine_settings
+from mtpkit.bench.settings import LoadConfig, engine_arguments
 from mtpkit.engine import LLM
+from mtpkit.engine.loading import draft_token_ids
 from mtpkit.model.hybrid import HybridModel
 
 Drafts = int | Literal["auto"]
@@ -39,7 +40,7 @@ class Workload[Row]:
     @property
     def cases(self) -> Sequence[Any]:
         """What rows are measured of; by default each K."""
-        return self.config.ks or ()
+        return self.config.num_speculative_tokens or ()
 
     def label(self, case: Any) -> str:
         """A case as the progress bar shows it."""
@@ -68,12 +69,18 @@ def most_drafts(model: HybridModel, k: Drafts) -> int:
     return model.mtpkit_config.mtp.most_adaptive_drafts if k == "auto" else k
 
 
+def draft_vocab_size(model: HybridModel, config: LoadConfig) -> int | None:
+    """Number of tokens that drafts are chosen from; None: all."""
+    ids = draft_token_ids(config.engine.draft_vocab, model.mtpkit_config.vocab_size)
+    return None if ids is None else len(ids)
+
+
 def start_engine(model: HybridModel, config: LoadConfig, k: Drafts, **settings: object) -> LLM:
     """Make an engine that drafts K tokens, which are accepted at the synthetic rates."""
     depths = most_drafts(model, k)
     rates = config.rates(depths) if depths else None
-    given = {"num_speculative_tokens": k, "synthetic_acceptance": rates} | settings
-    return LLM(model, **engine_settings(config, **given))
+    own = {"synthetic_acceptance": rates} | settings
+    return LLM(model, **engine_arguments(config.engine, k, **own))
 
 
 def shown_rate(rate: float) -> float | Literal["inf"]:

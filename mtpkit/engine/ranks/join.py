@@ -18,7 +18,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.ranks.follow import Ranks, SplitRanks
 from mtpkit.engine.ranks.stages import PipelineStage, Stage
 from mtpkit.engine.ranks.watch import Watch, accept, connect, listen
-from mtpkit.engine.requests.options import EngineOptions
+from mtpkit.engine.requests.options import LLMOptions
 from mtpkit.errors import UserError, counted, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
 from mtpkit.platform import (
@@ -100,7 +100,7 @@ def run_on_first_rank[T](processes: int, action: Callable[[], T]) -> T:
     return action() if processes == 1 else on_first_rank(action)
 
 
-def join(options: EngineOptions, config: ModelConfig) -> Ranks:
+def join(options: LLMOptions, config: ModelConfig) -> Ranks:
     """Bring the ranks together that decode with one model.
 
     Raises:
@@ -131,7 +131,7 @@ def join(options: EngineOptions, config: ModelConfig) -> Ranks:
     return SplitRanks(tensor_group, control, watch, _stage())
 
 
-def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
+def _asked_sizes(options: LLMOptions) -> tuple[int, int, bool]:
     """Tensor-parallel ranks, pipeline stages, and whether each expert belongs to one rank."""
     return (
         options.tensor_parallel_size,
@@ -140,7 +140,7 @@ def _asked_sizes(options: EngineOptions) -> tuple[int, int, bool]:
     )
 
 
-def _sizes_of(options: EngineOptions) -> tuple[int, int, bool]:
+def _sizes_of(options: LLMOptions) -> tuple[int, int, bool]:
     """The values of `_asked_sizes` for a model that is given as an object."""
     config = options.model.config
     size = config.tensor_model_parallel_size
@@ -248,7 +248,7 @@ def _compare(control: ProcessGroup, own: dict[str, str]) -> None:
             )
 
 
-def _entries(options: EngineOptions, config: ModelConfig) -> dict[str, str]:
+def _entries(options: LLMOptions, config: ModelConfig) -> dict[str, str]:
     """Values that must be the same on all ranks, by their names in error messages."""
     # mtpkit may run from its sources, where no package is installed.
     versions = {"mtpkit": __version__} | {

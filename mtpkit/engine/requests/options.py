@@ -1,8 +1,8 @@
 """Settings of an engine, each declared once: the arguments of `LLM` and the options of commands are
 made from them.
 
-`EngineOptions` is what a user sets; `EngineConfig` has the resolved values that an engine runs
-with.
+`LLMOptions` is what a user sets, and `EngineOptions` the part of it that any command which runs an
+engine takes; `EngineConfig` has the resolved values that an engine runs with.
 """
 
 import functools
@@ -50,8 +50,8 @@ def _check_width(budget: int | None, info: ValidationInfo) -> int | None:
 
 
 @checked("engine")
-class EngineOptions:
-    """The arguments of `LLM`."""
+class ModelOptions:
+    """The first arguments of `LLM`: what decodes, and with how many drafts."""
 
     model: Any
     """Directory of a checkpoint, in the Hugging Face or the Megatron layout, or a model from
@@ -62,6 +62,21 @@ class EngineOptions:
     from measured step times and the acceptance so far, up to the number that the heads were trained
     for (7 if that is unknown). If a tree is given, the choice is among chains up to its depth and
     the tree."""
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, model: Any) -> Any:
+        if not isinstance(model, str | Path) and not hasattr(model, "mtpkit_config"):
+            raise ValueError(
+                "must be the directory of a checkpoint, or a model from mtpkit.model.build_model"
+            )
+        return model
+
+
+@checked("engine")
+class EngineOptions:
+    """How an engine decodes, whatever the model and the number of drafts."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU,
     float32 on a CPU."""
@@ -88,8 +103,9 @@ class EngineOptions:
     max_num_seqs: Count = 64
     """Most requests that run at once; each holds a slot of recurrent state."""
     max_num_batched_tokens: Count | None = None
-    """Most tokens in a step; longer prompts are split into chunks. By default 2048, or more if
-    decoding needs more. If it is too small for all decoding requests, they take turns."""
+    """Most tokens in a step; longer prompts are split into chunks. If it is too small for all
+    decoding requests, they take turns. An engine's own default is 2048, or more if decoding needs
+    more."""
     max_mixed_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = DEFAULT_MIXED
     """Most prompt tokens that share a forward pass with decoding requests; if there are more, they
     run in a separate pass. 0: prompts always run in a separate pass, as with
@@ -154,6 +170,23 @@ class EngineOptions:
     warm_up: bool = True
     """Compile kernels and capture CUDA graphs for steps of all sizes before the first request, not
     when a step first needs them."""
+
+    @field_validator("draft_sampling")
+    @classmethod
+    def _check_draft_sampling(cls, draw: bool, info: ValidationInfo) -> bool:
+        if draw and info.data.get("num_speculative_tokens") == "auto":
+            raise ValueError(
+                "must be False: num_speculative_tokens 'auto' needs the heads' best tokens"
+            )
+        return draw
+
+    _check_budget = field_validator("max_num_batched_tokens")(_check_width)
+
+
+@checked("engine")
+class LLMOptions(EngineOptions, ModelOptions):
+    """The arguments of `LLM`: those of `ModelOptions` come first, then those of `EngineOptions`."""
+
     synthetic_acceptance: Sequence[float] | None = Field(
         default=None, title="a list of rates, one per draft, or None"
     )
@@ -165,24 +198,6 @@ class EngineOptions:
     tokenizer: Any = None
     """A transformers tokenizer or its directory. By default the one beside the checkpoint, if there
     is one."""
-
-    @field_validator("model")
-    @classmethod
-    def _check_model(cls, model: Any) -> Any:
-        if not isinstance(model, str | Path) and not hasattr(model, "mtpkit_config"):
-            raise ValueError(
-                "must be the directory of a checkpoint, or a model from mtpkit.model.build_model"
-            )
-        return model
-
-    @field_validator("draft_sampling")
-    @classmethod
-    def _check_draft_sampling(cls, draw: bool, info: ValidationInfo) -> bool:
-        if draw and info.data.get("num_speculative_tokens") == "auto":
-            raise ValueError(
-                "must be False: num_speculative_tokens 'auto' needs the heads' best tokens"
-            )
-        return draw
 
     @field_validator("device")
     @classmethod
@@ -203,8 +218,6 @@ class EngineOptions:
         if tokenizer is not None and not isinstance(tokenizer, str | Path) and not works:
             raise ValueError("must be a directory, something with encode and decode, or None")
         return tokenizer
-
-    _check_budget = field_validator("max_num_batched_tokens")(_check_width)
 
 
 @checked("engine")
