@@ -61,15 +61,22 @@ def test_cases_for_a_gpu_do_not_count():
     assert chosen(*cases) == ["a.py::test[1]", "a.py::test[2]"]
 
 
+def case(name: str, gpu: bool = False, **params: object) -> SimpleNamespace:
+    made = item(f"{name}[{params}]", gpu=gpu)
+    made.callspec = SimpleNamespace(params=params)
+    return made
+
+
+def test_cases_of_a_kernel_stand_for_those_of_its_twin():
+    twins = [case("a.py::test", twin="reference", a=a) for a in range(3)]
+    kernels = [case("a.py::test", twin="interpreter", a=a) for a in range(3)]
+    assert chosen(*twins, *kernels) == [kernels[0].nodeid, kernels[2].nodeid]
+    assert chosen(*twins) == [twins[0].nodeid, twins[2].nodeid]
+
+
 def test_parameters_of_kernels_meet_in_pairs():
     """Of a product those few cases; what is no product, what has one parameter, what needs a GPU
     and what is no kernel's remains."""
-
-    def case(name: str, gpu: bool = False, **params: object) -> SimpleNamespace:
-        made = item(f"{name}[{params}]", gpu=gpu)
-        made.callspec = SimpleNamespace(params=params)
-        return made
-
     name = "tests/kernels/test_a.py::test"
     product = [case(name, a=a, b=b, c=c) for a in range(4) for b in "xyz" for c in (None, [3], [4])]
     few = thinned(product)

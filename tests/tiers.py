@@ -35,7 +35,8 @@ def fast(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The first and the last case of each function, without functions that start processes.
 
     Between these two every parameter of a full product has two values. Cases that need a GPU do not
-    count, since they are skipped.
+    count, since they are skipped, nor do those of a reference twin beside cases of its kernel: the
+    engine's tests run the twins.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -44,9 +45,14 @@ def fast(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
     chosen = []
     for name, cases in functions.items():
+        cases = [case for case in cases if not _of_twin(case)] or cases
         if name in HANDFUL or not starts_processes(cases[0]):
             chosen += cases if len(cases) <= 2 else [cases[0], cases[-1]]
     return chosen
+
+
+def _of_twin(item: pytest.Item) -> bool:
+    return hasattr(item, "callspec") and item.callspec.params.get("twin") == "reference"
 
 
 def thinned(items: Iterable[pytest.Item]) -> list[pytest.Item]:
