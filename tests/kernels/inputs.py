@@ -38,13 +38,8 @@ def mamba_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [*lead, heads, width], B and C [*lead, groups, state]: slices of one tensor."""
     heads, width, groups, state = sizes
-    parts = [heads * width, groups * state, groups * state, beside]
-    x, B, C, _ = normal(*lead, sum(parts)).split(parts, -1)
-    return (
-        x.unflatten(-1, (heads, width)),
-        B.unflatten(-1, (groups, state)),
-        C.unflatten(-1, (groups, state)),
-    )
+    x, B, C = _slices(normal, lead, [(heads, width), (groups, state), (groups, state)], beside)
+    return x, B, C
 
 
 def delta_tokens(
@@ -52,13 +47,17 @@ def delta_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k [*lead, groups, state], v [*lead, heads, width]: slices of one tensor."""
     heads, width, groups, state = sizes
-    parts = [groups * state, groups * state, heads * width, beside]
-    q, k, v, _ = normal(*lead, sum(parts)).split(parts, -1)
-    return (
-        q.unflatten(-1, (groups, state)),
-        k.unflatten(-1, (groups, state)),
-        v.unflatten(-1, (heads, width)),
-    )
+    q, k, v = _slices(normal, lead, [(groups, state), (groups, state), (heads, width)], beside)
+    return q, k, v
+
+
+def _slices(
+    normal: Normal, lead: Sequence[int], shapes: Sequence[tuple[int, int]], beside: int
+) -> list[Tensor]:
+    """Tensors [*lead, heads, width], one for each shape: slices of one tensor."""
+    parts = [heads * width for heads, width in shapes]
+    *slices, _ = normal(*lead, sum(parts) + beside).split([*parts, beside], -1)
+    return [one.unflatten(-1, shape) for one, shape in zip(slices, shapes, strict=True)]
 
 
 def delta_rates(normal: Normal, *lead: int, heads: int, beside: int = 0) -> tuple[Tensor, Tensor]:

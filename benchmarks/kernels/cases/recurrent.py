@@ -32,6 +32,16 @@ def ring_lens(shapes: Shapes, length: int) -> Tensor:
     return lens.clamp_max(shapes.context_len)
 
 
+def ring_places(shapes: Shapes, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots, context lengths and numbers of ring entries of all rows, each [R] int64."""
+    rows = shapes.rows
+    return (
+        shapes.permutation(rows),
+        shapes.full(shapes.context_len, rows),
+        ring_lens(shapes, length),
+    )
+
+
 def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> Case:
     """Folding the entries of all rows' rings into their states, as for a checkpoint of the prefix
     cache.
@@ -45,12 +55,7 @@ def fold_case(shapes: Shapes, contents: Callable[[int], tuple[Tensor, ...]]) -> 
 
     def make() -> Args:
         state, values, keys, rates, *A_log = contents(length)
-        places = (
-            shapes.permutation(rows),
-            shapes.full(shapes.context_len, rows),
-            ring_lens(shapes, length),
-        )
-        return state, values, keys, rates, *places, *A_log
+        return state, values, keys, rates, *ring_places(shapes, length), *A_log
 
     def count(args: Args) -> float:
         state, values, keys, rates, _, _, lens, *_ = args

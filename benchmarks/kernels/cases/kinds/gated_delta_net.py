@@ -14,7 +14,7 @@ from benchmarks.kernels.cases.recurrent import (
     conv_update,
     conv_varlen,
     fold_case,
-    ring_lens,
+    ring_places,
 )
 from mtpkit.kernels import gated_delta_rule, norm, ring
 from tests.kernels.inputs import DeltaSizes, delta_rates, delta_tokens, starts_of
@@ -97,11 +97,7 @@ def replay(shapes: Shapes) -> Case:
 
     def make() -> Args:
         raw = _raw(shapes, rows, tokens)
-        places = (
-            shapes.permutation(rows),
-            shapes.full(shapes.context_len, rows),
-            ring_lens(shapes, length),
-        )
+        places = ring_places(shapes, length)
         return _state(shapes, rows), *_rings(shapes, length), *places, *raw
 
     def count(args: Args) -> float:

@@ -16,7 +16,7 @@ from benchmarks.kernels.cases.recurrent import (
     conv_update,
     conv_varlen,
     fold_case,
-    ring_lens,
+    ring_places,
 )
 from benchmarks.kernels.cases.training import differentiated
 from mtpkit.config import ModelConfig
@@ -125,11 +125,7 @@ def replay(shapes: Shapes) -> Case:
             shapes.normal(rows, length, *B.shape[2:]),
             ring_dt,
         )
-        places = (
-            shapes.permutation(rows),
-            shapes.full(shapes.context_len, rows),
-            ring_lens(shapes, length),
-        )
+        places = ring_places(shapes, length)
         return _state(shapes, rows), *rings, *places, *inputs
 
     def count(args: Args) -> float:
