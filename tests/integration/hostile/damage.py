@@ -40,6 +40,8 @@ VALUES = {
 """What is put in the place of every value, as JSON."""
 BROKEN = {"deep", "deep objects", "5000 digits"}
 """Those that no reader of mtpkit takes, whatever the key."""
+FRACTIONS = {"-1", "2.7", "10^30", "inf"}
+"""Numbers in the place of a fraction: which of them are in its range is the reader's to say."""
 _MARK = '"@@the place@@"'
 
 Path_ = tuple[str | int, ...]
@@ -49,7 +51,11 @@ Path_ = tuple[str | int, ...]
 @dataclass(frozen=True)
 class Rules:
     """Which damages leave a valid file; all others must be refused. Keys are dotted patterns, as of
-    fnmatch."""
+    fnmatch.
+
+    Fractions, and keys with defaults, follow from what is there: only keys with an outcome of their
+    own are named.
+    """
 
     free: tuple[str, ...] = ()
     """Keys that mtpkit does not look at: any value is good, and they may be missing."""
@@ -57,6 +63,14 @@ class Rules:
     """Key -> the damages that leave a value with which the command succeeds."""
     either: Mapping[str, Iterable[str]] = field(default_factory=dict)
     """Key -> the damages that a reasonable program may refuse or take; `*` for all of them."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Keys, no patterns, that may be missing, and what they mean then. Where that is the value that
+    was there, the file means the same; otherwise the rest of it may fit or not."""
+    optional: tuple[str, ...] = ()
+    """Keys that may be missing where more than they depends on it."""
+    null_is_missing: bool = False
+    any_fraction: bool = False
+    """Any number may stand for a fraction, as far as these rules go."""
     unknown: Expect = "refused"
     """What a key is that nobody knows, at the root; inside of others it is the damage `unknown` of
     these."""
@@ -67,17 +81,26 @@ class Rules:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Key -> what errors may call it instead."""
 
-    def expect(self, key: str, label: str) -> Expect:
-        """Required outcome for damage at a key."""
+    def expect(self, key: str, label: str, value: object = None) -> Expect:
+        """Required outcome for damage at a key that has this value."""
         if not self.strict:
             return "either"
         if label in BROKEN:
             return "refused"
         if _among(self.either, key, label):
             return "either"
-        return (
-            "accepted" if _fits(self.free, key) or _among(self.accepted, key, label) else "refused"
-        )
+        if _fits(self.free, key) or _among(self.accepted, key, label):
+            return "accepted"
+        if label == "removed" or (label == "null" and self.null_is_missing):
+            return self._expect_missing(key, value)
+        is_default = label == "null" and key in self.defaults and self.defaults[key] is None
+        is_number = self.any_fraction and isinstance(value, float) and label in FRACTIONS
+        return "either" if is_default or is_number else "refused"
+
+    def _expect_missing(self, key: str, value: object) -> Expect:
+        if key in self.defaults:
+            return "accepted" if self.defaults[key] == value else "either"
+        return "either" if _fits(self.optional, key) else "refused"
 
 
 def _fits(patterns: Iterable[str], key: str) -> bool:
@@ -119,7 +142,7 @@ def json_tree(
             yield Mutation(
                 f"{prefix}{key}={label}",
                 replace(file, damaged(path, raw)),
-                rules.expect(key, label),
+                rules.expect(key, label, value),
                 names,
             )
         if isinstance(path[-1], str):
@@ -127,7 +150,7 @@ def json_tree(
             yield Mutation(
                 f"{prefix}{key} removed",
                 replace(file, lambda without=without: text(without).encode()),
-                rules.expect(key, "removed"),
+                rules.expect(key, "removed", value),
                 names,
             )
             twice = f"{json.dumps(value)}, {json.dumps(path[-1])}: "

@@ -10,13 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mtpkit.checkpoint.families.keys import UNSET, Fixed, Key
+from mtpkit.checkpoint.families.nemotron_h import LINES
+from mtpkit.config import ModelConfig, MtpConfig
+from mtpkit.config.checked import fields_of, keys_of
+from mtpkit.config.sections import SECTIONS
 from tests.integration.hostile import damage
 from tests.integration.hostile.cases import Expect, Kind, Mutation
 from tests.integration.hostile.damage import BROKEN, VALUES, Rules
 
 PROMPTS = ("prompts1.txt", "prompts1.jsonl")
 NULLABLE = {"null", "removed"}
-NUMBER = {"2.7"}
 FAR = {"-1", "10^30", "inf"}
 """Numbers of the right type that a program may call impossible or not."""
 
@@ -61,37 +65,33 @@ MEGATRON_COMMANDS = {
 }
 NEEDS = (*PROMPTS, "data3")
 
+OWN_DEFAULTS = {
+    key: fields_of(part)[name].default
+    for part in (ModelConfig, MtpConfig, *SECTIONS.values())
+    for name, key in keys_of(part).items()
+    if not fields_of(part)[name].is_required()
+}
+"""What keys of mtpkit.json mean that are missing."""
+
 HF_CONFIG = Rules(
     free=("architectures*", "torch_dtype*"),
     unknown="accepted",
-    accepted={
-        "max_position_embeddings": NULLABLE,
-        "layer_norm_epsilon": NULLABLE | NUMBER,
-        "initializer_range": NULLABLE | NUMBER,
-        "routed_scaling_factor": NULLABLE | NUMBER,
-        **dict.fromkeys(
-            ("bos_token_id", "pad_token_id", "moe_latent_size", "n_group", "topk_group"), NULLABLE
-        ),
-        **dict.fromkeys(("conv_kernel", "chunk_size", "time_step_limit", "mtpkit"), NULLABLE),
-        **dict.fromkeys(
-            ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_conv_bias"), NULLABLE
-        ),
-        **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act", "tie_word_embeddings"), NULLABLE),
-        "eos_token_id": {*NULLABLE, "[]"},
-        "num_hidden_layers": {"removed"},
-        "n_shared_experts": {"removed"},
-        "norm_topk_prob": {"removed"},
-        "mtpkit.*": {"removed"},
+    defaults={
+        **{
+            line.key: line.default
+            for line in LINES
+            if isinstance(line, Key) and line.default is not UNSET
+        },
+        **{line.key: line.value for line in LINES if isinstance(line, Fixed)},
     },
+    optional=(
+        *("num_hidden_layers", "n_shared_experts", "eos_token_id", "time_step_*", "mtpkit*"),
+        *("routed_scaling_factor", "norm_topk_prob", "n_group", "topk_group"),
+    ),
+    null_is_missing=True,
+    any_fraction=True,
+    accepted={"eos_token_id": {"[]"}},
     either={
-        "max_position_embeddings": {"10^30"},
-        "layer_norm_epsilon": {"10^30"},
-        "initializer_range": FAR,
-        "routed_scaling_factor": FAR,
-        "[bpe]*_token_id": {"-1", "10^30"},
-        "num_hidden_layers": {"null"},
-        "n_shared_experts": {"null"},
-        "norm_topk_prob": {"null"},
         "mtpkit": {"{}", "unknown"},
         "time_step_limit*": {*FAR, "2.7", "[]", "{}", "NaN", "unknown"},
         "time_step_min*": {"*"},
@@ -102,46 +102,10 @@ HF_CONFIG = Rules(
 )
 
 OWN_CONFIG = Rules(
-    accepted={
-        "max_position_embeddings": {"removed"},
-        "layernorm_epsilon": {"removed", *NUMBER},
-        "rotary_*": {"removed", *NUMBER},
-        "init_std": {"removed", *NUMBER},
-        "moe_router_topk_scaling_factor": {"removed", *NUMBER},
-        "mamba_dt_limit.0": NUMBER,
-        "eos_token_ids": {"removed", "[]"},
-        "bos_token_id": {"removed"},
-        "pad_token_id": {"removed"},
-        **{
-            key: {"removed"}
-            for key in (
-                "mtp_use_repeated_layer",
-                "position_embedding_type",
-                "qk_layernorm",
-                "activation",
-                "mamba_conv_kernel",
-                "mamba_chunk_size",
-                "mamba_dt_limit",
-                "moe_router_topk",
-                "moe_latent_size",
-                "moe_router_num_groups",
-                "moe_router_group_topk",
-                "tie_word_embeddings",
-                "mtp_depths_known",
-            )
-        },
-    },
-    either={
-        "max_position_embeddings": {"10^30"},
-        "layernorm_epsilon": {"10^30"},
-        "rotary_*": FAR,
-        "init_std": FAR,
-        "moe_router_topk_scaling_factor": FAR,
-        "mamba_dt_limit.*": {*FAR, "2.7"},
-        "eos_token_ids.*": FAR,
-        "*_token_id": {"-1", "10^30"},
-        "mtp_depths_known": {"*"},
-    },
+    defaults=OWN_DEFAULTS,
+    any_fraction=True,
+    accepted={"eos_token_ids": {"[]"}},
+    either={"mamba_dt_limit.*": {*FAR, "2.7"}},
 )
 
 ORIGINAL = Rules(
@@ -155,35 +119,12 @@ ORIGINAL = Rules(
     either={"ways.*": {"surrogate"}, "lacking.0": {"surrogate"}},
 )
 
-MEGATRON_READ = [
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "mamba_num_heads",
-    "mamba_head_dim",
-    "mamba_state_dim",
-    "mamba_num_groups",
-    "normalization",
-    "layernorm_epsilon",
-    "add_bias_linear",
-    "mtp_num_layers",
-    "mtp_use_repeated_layer",
-    "activation_func",
-    "num_moe_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-    "moe_router_topk_scaling_factor",
-    "vocab_size",
-    "hybrid_layer_pattern",
-    "position_embedding_type",
-    "rotary_base",
-]
-"""The keys of the golden config that say something of the model."""
+MEGATRON_OPTIONAL = (*OWN_DEFAULTS, "normalization", "add_bias_linear", "mtp_num_layers")
+MEGATRON_READ = {
+    *MEGATRON_OPTIONAL,
+    *("vocab_size", "hidden_size", "hybrid_layer_pattern", "activation_func"),
+}
+"""Keys that say something of the model; those of mtpkit.json are named as megatron-core's."""
 
 
 def megatron_rules(tree: dict[str, Any], prefix: str) -> Rules:
@@ -191,36 +132,13 @@ def megatron_rules(tree: dict[str, Any], prefix: str) -> Rules:
     settings = tree["config"] if prefix else tree
     free = [f"{prefix}{key}*" for key in settings if key not in MEGATRON_READ]
     free += [f"{key}*" for key in tree if key != "config"] if prefix else []
-    accepted: dict[str, set[str]] = dict.fromkeys(
-        (
-            "add_bias_linear",
-            "normalization",
-            "moe_router_score_function",
-            "moe_router_enable_expert_bias",
-            "mtp_num_layers",
-            "kv_channels",
-            "mamba_num_heads",
-            "ffn_hidden_size",
-            "position_embedding_type",
-            "moe_router_topk",
-            "squared_relu",
-        ),
-        NULLABLE,
-    )
-    accepted |= dict.fromkeys(
-        ("layernorm_epsilon", "rotary_base", "moe_router_topk_scaling_factor"), NULLABLE | NUMBER
-    )
-    either = {
-        "layernorm_epsilon": {"10^30"},
-        "rotary_base": FAR,
-        "moe_router_topk_scaling_factor": FAR,
-        "ffn_hidden_size": FAR,
-    }
     return Rules(
         free=tuple(free),
-        accepted={prefix + key: labels for key, labels in accepted.items()}
-        | {prefix[:-1]: {"unknown"}},
-        either={prefix + key: labels for key, labels in either.items()},
+        optional=tuple(prefix + key for key in MEGATRON_OPTIONAL),
+        null_is_missing=True,
+        any_fraction=True,
+        either={f"{prefix}rotary_base": {*FAR, "2.7"}},  # a whole number in these files
+        accepted={prefix[:-1]: {"unknown"}},
         unknown="accepted",
         aliases={"num_nextn_predict_layers": "mtp", "activation_func": "activation"},
     )
@@ -269,12 +187,14 @@ def common_state(world: Path) -> Iterator[Mutation]:
         for label, raw in damage.values_for(value):
             if label in BROKEN or label == "surrogate":
                 continue
-            expect = rules.expect(key, label)
+            expect = rules.expect(key, label, value)
             yield Mutation(
                 f"{key}={label}", with_args({**args, key: json.loads(raw)}), expect, (key,)
             )
         rest = {name: other for name, other in args.items() if name != key}
-        yield Mutation(f"{key} removed", with_args(rest), rules.expect(key, "removed"), (key,))
+        yield Mutation(
+            f"{key} removed", with_args(rest), rules.expect(key, "removed", value), (key,)
+        )
     others = {
         "null": None,
         "a list": [1],
@@ -307,7 +227,6 @@ def generation_config(world: Path) -> Iterator[Mutation]:
         free=("do_sample*",),
         unknown="accepted",
         accepted={"eos_token_id": {*NULLABLE, "[]"}},
-        either={"eos_token_id*": {"-1", "10^30"}},
     )
     yield from json_file("hf8/generation_config.json", rules, "accepted")(world)
 
