@@ -38,15 +38,18 @@ class Capture:
             warming: makes the context of that first call.
         """
         torch.cuda.synchronize()
+
         # One stream for all graphs, since libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(stream), warming():
             function()
         stream.synchronize()
+
         graph = torch.cuda.CUDAGraph()
         # With several ranks, NCCL's own thread queries events during the capture, which "global"
         # would forbid.
-        mode = "thread_local" if dist.is_initialized() and dist.get_world_size() > 1 else "global"
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        mode = "thread_local" if several else "global"
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
             result = function()
         self._pool = self._pool or graph.pool()
@@ -103,5 +106,6 @@ class RowGraphs:
         """Write the tensor that a graph reads: the rows, and null rows after them."""
         held = self._numbers[size]
         null = [NO_ROW] * len(held)
-        columns = list(zip(*rows, *[null] * (size - len(rows)), strict=True))
+        padding = [null] * (size - len(rows))
+        columns = list(zip(*rows, *padding, strict=True))
         held.copy_(to_device(columns, torch.int64, held.device))

@@ -59,11 +59,11 @@ class CheckpointStore:
         self.state = state
         self.fold = fold
         self.graphs = graphs
+
         earlier = list(vars(state.earlier).values()) if state.earlier else []
         self.tensors = [*_saved_tensors(layout, states, count, dtype), *_like(earlier, count)]
-        ends = [
-            part for one in states.all() if one.unit == "slot" for part in one.chunk_end.values()
-        ]
+        of_slots = (one for one in states.all() if one.unit == "slot")
+        ends = [part for one in of_slots for part in one.chunk_end.values()]
         self._held = [*ends, *earlier]
         """[slots, ...] each, the slots' counterparts of `tensors`, in the same order."""
 
@@ -73,7 +73,8 @@ class CheckpointStore:
         pairs = [pair for one in restores for pair in one.blocks]
         if pairs:
             old, new = to_device(pairs, torch.int64, self.state.tokens.device).unbind(1)
-            for state in (one for one in self.states.all() if one.unit == "block"):
+            of_blocks = (one for one in self.states.all() if one.unit == "block")
+            for state in of_blocks:
                 for tensor in state.tensors.values():
                     tensor[new] = tensor[old]
         self._run(self._enter, [(one.slot, one.checkpoint) for one in restores])
@@ -82,10 +83,10 @@ class CheckpointStore:
         """Copy slots to checkpoints. Of two saves to one checkpoint only the last counts: it has
         evicted the first."""
         last = {one.checkpoint: one for one in saves}.values()
-        self._run(self._leave, [(one.slot, one.checkpoint) for one in last if not one.decoded])
-        self._run(
-            self._settle_and_leave, [(one.slot, one.checkpoint) for one in last if one.decoded]
-        )
+        after_chunk = [(one.slot, one.checkpoint) for one in last if not one.decoded]
+        after_decoding = [(one.slot, one.checkpoint) for one in last if one.decoded]
+        self._run(self._leave, after_chunk)
+        self._run(self._settle_and_leave, after_decoding)
 
     def warm_up(self) -> None:
         """Capture all graphs, or compile the kernels if there are none."""
@@ -98,12 +99,13 @@ class CheckpointStore:
     def _run(self, function: Callable[[Tensor], None], rows: Sequence[tuple[int, int]]) -> None:
         """Run one of the functions below on `rows`, pairs of a slot and a checkpoint. The function
         gets them as [2, R] int64, with -1 for both in null rows."""
-        if rows and self.graphs:
+        if not rows:
+            return
+        if self.graphs:
             self.graphs.run(function, rows)
-        elif rows:
-            function(
-                to_device(list(zip(*rows, strict=True)), torch.int64, self.state.tokens.device)
-            )
+        else:
+            columns = list(zip(*rows, strict=True))
+            function(to_device(columns, torch.int64, self.state.tokens.device))
 
     def _enter(self, rows: Tensor) -> None:
         """Copy checkpoints to slots."""
@@ -149,8 +151,10 @@ def _saved_tensors(
     found = []
     for name, specs in layout.specs.items():
         for spec, state in zip(specs, states[name], strict=True):
+            if state.unit != "slot":
+                continue
             parts = spec.parts(layout.sizes_of(name))
-            for part, held in state.chunk_end.items() if state.unit == "slot" else ():
+            for part, held in state.chunk_end.items():
                 own = parts[part].dtype == layout.sizes.state_dtype and held.is_floating_point()
                 found += _like([held], count, dtype if own else None)
     return found

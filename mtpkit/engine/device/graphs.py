@@ -69,9 +69,9 @@ def chunk_bucket(tokens: int) -> int:
 def mixed_bucket(rows: int, tokens: int) -> tuple[int, int]:
     """The captured numbers of decode rows and of chunk tokens beside them. They are coarser than
     those of `bucket_size` and `chunk_bucket`, since every pair of them is a graph."""
-    return _rounded(rows, (16, 8), (64, 16), beyond=32), _rounded(
-        tokens, (32, 32), (256, 64), beyond=128
-    )
+    captured_rows = _rounded(rows, (16, 8), (64, 16), beyond=32)
+    captured_tokens = _rounded(tokens, (32, 32), (256, 64), beyond=128)
+    return captured_rows, captured_tokens
 
 
 def _tokens_for(chunks: int) -> int:
@@ -81,10 +81,12 @@ def _tokens_for(chunks: int) -> int:
 
 def _sizes(bucket: Callable[[int], int], most: int) -> list[int]:
     """All values of `bucket` for 1 .. most."""
-    sizes: list[int] = []
-    while not sizes or sizes[-1] < most:
-        sizes.append(bucket(1 + sizes[-1] if sizes else 1))
-    return sizes if most else []
+    if not most:
+        return []
+    sizes = [bucket(1)]
+    while sizes[-1] < most:
+        sizes.append(bucket(1 + sizes[-1]))
+    return sizes
 
 
 def most_chunk_tokens(config: EngineConfig) -> int:
@@ -145,10 +147,12 @@ class StepGraphs:
         ] + beside
         """The captured numbers of chunk tokens in steps that also have decode rows, whether both
         run together or apart."""
+
         rows, tokens = mixed_bucket(config.max_num_seqs, self.chunk_sizes[-1])
         largest = StepShape(rows, config.max_num_seqs + 1, tokens, 0, config.drafts)
         device = builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
+
         longest = config.max_model_len + config.decode_width + config.lookahead
         table_width = -(-longest // config.block_size)
         self._tables = torch.full(
@@ -156,6 +160,7 @@ class StepGraphs:
         )
         self._given = np.zeros(largest.rows, np.int64)
         """For each row of `_tables`, the number of entries that the newest step of the row gave."""
+
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._capture = Capture()
 
@@ -196,7 +201,9 @@ class StepGraphs:
         if not chunks:
             return result[:decoded]
         first = result[shape.decode_rows :][:chunks]
-        return torch.cat([result[:decoded], first]) if decoded else first
+        if not decoded:
+            return first
+        return torch.cat([result[:decoded], first])
 
     def shape_for(self, plan: Plan) -> StepShape:
         """The shape of the graph for a plan."""
@@ -261,7 +268,9 @@ class StepGraphs:
         fewer graphs are needed. On a stage without the lm_head, nothing is computed from logits."""
         if not self.builder.state.vocabulary.width:
             return shape, GREEDY
-        chosen = frozenset(use) | ({TEMPERATURE.name} if shape.chunk_rows else frozenset())
+        chosen = frozenset(use)
+        if shape.chunk_rows:
+            chosen |= {TEMPERATURE.name}
         return shape, for_graph(chosen)
 
     def _fill(self, shape: StepShape, numbers: np.ndarray, tables: np.ndarray) -> None:
@@ -270,10 +279,12 @@ class StepGraphs:
         request. They are written only where an earlier step gave more, so that most steps make no
         extra launch."""
         self._numbers[: len(numbers)].copy_(self.builder.ints(numbers))
-        given = self._given[: shape.rows]
+
         width = tables.shape[1]
         self._tables[: shape.rows, :width].copy_(self.builder.ints(tables))
-        if (most := given.max(initial=0)) > width:
+        given = self._given[: shape.rows]
+        most = given.max(initial=0)
+        if most > width:
             self._tables[: shape.rows, width:most] = self.null_block
         given[:] = width
 
