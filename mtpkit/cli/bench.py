@@ -26,6 +26,7 @@ from mtpkit.bench.settings import (
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.config.checked import keys_of
+from mtpkit.engine import EngineOptions
 from mtpkit.errors import listed
 
 if TYPE_CHECKING:
@@ -143,16 +144,7 @@ def decode(
             result.save(output)
             kernel_shares(result).save(output)
 
-    opened = _open(
-        model,
-        engine.dtype,
-        pattern,
-        distinct,
-        engine.tensor_parallel_size,
-        engine.enable_expert_parallel,
-        stages,
-        balance,
-    )
+    opened = _open(model, engine, pattern, distinct, balance)
     result = measure_decode(opened, config, token_ids, model, keep)
     _say(small)
     if kernels:
@@ -231,7 +223,7 @@ def load(
     model, (config, *fitted), small = _fitting(context, model, default_device(), config, *chosen)
     drafts = choose_drafts(get_config(model, pattern), config.num_speculative_tokens, LOAD_DRAFTS)
     config = replace(config, num_speculative_tokens=drafts)
-    opened = _open(model, config.engine.dtype, pattern)
+    opened = _open(model, config.engine, pattern)
     rule = fitted[0] if fitted else None
     result = measure_load(opened, config, rule, model, _keep(output))
     _say(small)
@@ -340,12 +332,9 @@ def _say(sentence: str) -> None:
 
 def _open(
     model: str,
-    dtype: str,
+    engine: EngineOptions,
     pattern: str | None = None,
     distinct: bool = False,
-    ranks: int = 1,
-    whole_experts: bool = False,
-    stages: int = 1,
     balance: "StageBalance" = "memory",
 ) -> "HybridModel":
     from mtpkit.bench.shapes import open_model, require_gpu
@@ -354,7 +343,15 @@ def _open(
     device = default_device()
     require_gpu(model, device)
     return open_model(
-        model, device, dtype, pattern, distinct, ranks, whole_experts, stages, balance
+        model,
+        device,
+        engine.dtype,
+        pattern,
+        distinct,
+        engine.tensor_parallel_size,
+        engine.enable_expert_parallel,
+        engine.pipeline_parallel_size,
+        balance,
     )
 
 

@@ -8,13 +8,14 @@ use.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpkit.engine.requests.options import EngineConfig, EngineOptions, LLMOptions
+from mtpkit.engine.requests.options import EngineOptions, LLMOptions
 from mtpkit.engine.requests.params import COMMAND_DEFAULTS, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.engine.engine import Engine
     from mtpkit.engine.llm import LLM
     from mtpkit.engine.replicas import Replicas
+    from mtpkit.engine.requests.config import EngineConfig
     from mtpkit.engine.requests.request import (
         CompletionOutput,
         RequestError,
@@ -41,6 +42,7 @@ __all__ = [
 
 _MODULES = {
     "Engine": "engine",
+    "EngineConfig": "requests.config",
     "EngineStats": "requests.stats",
     "LLM": "llm",
     "Replicas": "replicas",

@@ -12,7 +12,7 @@ from mtpkit.engine.device.runner import StepRunner
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.intake import Intake
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.request import Request, RequestOutput
 from mtpkit.engine.requests.stats import EngineStats

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtpkit.config.checked import are_whole, is_whole
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.detokenizer import Detokenizer
-from mtpkit.engine.requests.options import EngineConfig
 from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
 from mtpkit.engine.requests.prompts import Prompt, checkpoint_of, encode
 from mtpkit.engine.requests.request import PromptError, Request

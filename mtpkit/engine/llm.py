@@ -27,7 +27,8 @@ from mtpkit.engine.requests.absent import (
     absent_method,
     answers_absent,
 )
-from mtpkit.engine.requests.options import DEFAULT_BUDGET, EngineConfig, LLMOptions, takes_fields
+from mtpkit.engine.requests.config import EngineConfig
+from mtpkit.engine.requests.options import DEFAULT_BUDGET, LLMOptions, takes_fields
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.prompts import Prompt, is_prompt, list_params, list_prompts
 from mtpkit.engine.requests.request import Request, RequestOutput

@@ -12,7 +12,8 @@ import torch
 from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.memory import MemoryPlan
-from mtpkit.engine.requests.options import EngineConfig, EngineOptions, LLMOptions
+from mtpkit.engine.requests.config import EngineConfig
+from mtpkit.engine.requests.options import EngineOptions, LLMOptions
 from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DynamicTree, Tree, parse_tree
 from mtpkit.errors import UserError

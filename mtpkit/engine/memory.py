@@ -9,7 +9,7 @@ from mtpkit.config import LARGEST_COUNT, ModelConfig
 from mtpkit.engine.device.checkpoints import checkpoint_bytes
 from mtpkit.engine.device.graphs import largest_step
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.engine.steps.plan import NO_HEADS, HeadSpan
 from mtpkit.errors import UserError

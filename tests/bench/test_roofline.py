@@ -13,7 +13,7 @@ from mtpkit.bench.roofline import (
 )
 from mtpkit.bench.settings import RooflineConfig, depth_rates
 from mtpkit.bench.sizes import DEEPSEEK_V3, NEMOTRON_H_8B
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.errors import UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model import build_model

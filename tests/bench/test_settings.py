@@ -17,7 +17,7 @@ from mtpkit.cli.options import Fields
 from mtpkit.config.checked import WrongValues, fields_of, keys_of
 from mtpkit.config.parts import options_of
 from mtpkit.engine import EngineOptions, LLMOptions
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from tests.shared import each
 
 SEVERAL = {

@@ -15,7 +15,7 @@ from mtpkit.engine.device.graphs import StepGraphs
 from mtpkit.engine.device.runner import StepRunner
 from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.ranks import Ranks
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.steps.batch import BatchBuilder
 from mtpkit.engine.steps.device_state import DeviceState

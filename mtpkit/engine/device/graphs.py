@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtpkit.engine.device.capture import Capture
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.steps.batch import NULL_SLOT, BatchBuilder, block_tables
 from mtpkit.engine.steps.plan import Batch, Plan, StepShape

@@ -27,7 +27,7 @@ from mtpkit.engine.ranks.returned import (
     pack_returned,
     unpack_returned,
 )
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.steps.plan import Batch, Drafts, Plan, StepResult, StepShape, Verdict
 from mtpkit.model.state import StateLayout

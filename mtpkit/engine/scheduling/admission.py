@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.scheduling.blocks import IdPool
 from mtpkit.engine.scheduling.prefix_cache import Hit, PrefixCache

@@ -4,7 +4,7 @@ scheduler and its parts change requests, blocks and slots."""
 from dataclasses import replace
 from typing import NamedTuple
 
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.params import MOST_END_TOKENS
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.stats import AcceptanceStats

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.config import LARGEST_COUNT
-from mtpkit.engine.requests.options import EngineConfig
+from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.params import MOST_END_TOKENS
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.tree import DynamicTree
