@@ -27,14 +27,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, dataclass_transform, get_args, get_origin
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, field_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
@@ -170,19 +163,13 @@ def field_of(cls: type, name: str, default: Any = _SAME) -> Any:
     return _Shared(fields_of(cls)[name], default)
 
 
-def attempt[T](
-    cls: Callable[..., T], values: Mapping[str, object], clauses: list[str], section: str = ""
-) -> T | None:
+def attempt[T](cls: Callable[..., T], values: Mapping[str, object], clauses: list[str]) -> T | None:
     """Make an object of a checked class, or return None and add a clause for each wrong value to
-    `clauses`.
-
-    Args:
-        section: text before each clause, such as `loss.`.
-    """
+    `clauses`."""
     try:
         return cls(**values)
     except WrongValues as error:
-        clauses += [section + clause for clause in error.clauses]
+        clauses += error.clauses
         return None
 
 

@@ -203,11 +203,9 @@ def test_they_are_frozen_and_made_anew_by_replace():
 
 def test_clauses_of_several_objects_can_be_gathered():
     clauses = []
-    assert (
-        attempt(Loss, {"kind": "x"}, clauses) is None and attempt(Run, {}, clauses, "here.") is None
-    )
+    assert attempt(Loss, {"kind": "x"}, clauses) is None and attempt(Run, {}, clauses) is None
     assert attempt(Loss, {}, clauses) == Loss()
-    assert clauses == ["loss_kind is 'x', must be 'kl' or 'tv'", "here.name is missing"]
+    assert clauses == ["loss_kind is 'x', must be 'kl' or 'tv'", "name is missing"]
 
 
 @checked("shared")

@@ -239,12 +239,9 @@ def _told(clause: str) -> tuple[str, str]:
 
 
 def _one_line(error: Exception) -> str:
-    """The first line of OmegaConf's message, with the key."""
-    message, *details = str(error).splitlines()
-    key = next(
-        (line.split(":", 1)[1].strip() for line in details if line.strip().startswith("full_key")),
-        "",
-    )
+    """The first line of an error's message, with the key if it is OmegaConf's."""
+    message = str(error).partition("\n")[0]
+    key = getattr(error, "full_key", None)
     return _cut(f"{key}: {message}" if key and f"'{key}'" not in message else message, 240)
 
 
