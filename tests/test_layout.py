@@ -166,7 +166,6 @@ SECTION_READERS = {
         "megatron-core's config has sizes of attention and feed-forward layers in every model"
     ),
     "bench/plain.py": "a plain decoder, which has layers of its own",
-    "bench/train.py": "`attention` is an option of the benchmark",
 }
 """Files and folders outside that may name sections, but no letters and no classes of mixers, and
 why."""

@@ -67,7 +67,7 @@ if wanted speed; then
             mtpkit "decode_$model" "$last" "${decode[@]}" --model "$model" --repeats 2
         done
         mtpkit prefill "$last" load --workload prefill --num-speculative-tokens 0
-        mtpkit train "$last" train --sequence-length 4096 --loss kl
+        mtpkit train "$last" train backend=local data.sequence_length=4096 data.global_batch_size=1
     ) &
     wait
 fi

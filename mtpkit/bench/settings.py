@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from mtpkit.config import LARGEST_COUNT, Balance, LossKind
-from mtpkit.config.checked import checked, field_of
+from mtpkit.config import LARGEST_COUNT
+from mtpkit.config.checked import checked
 from mtpkit.config.parts import Part
 from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions, SamplingParams
 from mtpkit.engine.requests.options import Drafts
 from mtpkit.engine.requests.tree import parse_tree
-from mtpkit.training.config.settings import HeadAttention, HeadsConfig, ParallelConfig, TrainConfig
 
 if TYPE_CHECKING:
     from mtpkit.config import MtpConfig
@@ -331,60 +330,14 @@ class PrefillConfig:
 
 @checked("training benchmark")
 class TrainBenchConfig:
-    """Settings of `measure_training`, which reports one row per sequence length and loss."""
+    """Settings of `measure_training`, besides those of the trainer."""
 
-    sequence_lengths: Annotated[
-        tuple[Annotated[int, Field(ge=2)], ...],
-        Field(min_length=1, title="a list of one or more whole numbers"),
-    ] = Field(default=(4096,), validation_alias="sequence_length")
-    """Lengths of packed sequences in tokens."""
-    losses: Annotated[tuple[LossKind, ...], Field(min_length=1)] = Field(
-        default=("kl",), validation_alias="loss"
-    )
-    """Losses of the heads: kl, tv, ce."""
-    k: Annotated[Drafts, Field(ge=1)] = Field(default=3, validation_alias="num_depths")
-    """Number of depths of the heads (K)."""
-    pattern: str | None = None
-    """Layers of one depth; by default those of the model's heads, or those that the trainer gives
-    new heads."""
-    distinct: bool = False
-    """Give each depth a block of its own, with `per_depth` attention."""
-    attention: HeadAttention = field_of(HeadsConfig, "attention")
-    dtype: Literal["auto", "float32", "bfloat16"] = field_of(EngineOptions, "dtype")
-    micro_batch_size: Positive = 1
-    """Sequences per forward and backward pass."""
-    micro_batches: Positive = 1
-    """Micro-batches per optimizer step on each data-parallel rank."""
-    document_len: Positive | None = Field(default=None, validation_alias="document_length")
-    """Tokens of a document; by default each sequence is one document."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the heads."""
-    recompute: bool = False
-    """Recompute each depth in the backward pass."""
-    cached: bool = False
-    """Take the base's hidden states from the host's memory, without running the base."""
-    tensor_parallel_size: int = field_of(ParallelConfig, "tensor")
-    pipeline_parallel_size: int = field_of(ParallelConfig, "pipeline")
-    balance: Balance = field_of(ParallelConfig, "balance")
-    expert_parallel_size: int = field_of(ParallelConfig, "expert")
-    backend: Literal["auto", "local", "te"] = field_of(TrainConfig, "backend", default="local")
-    """Implementation of the layers, as in training. `local` by default, where training has `auto`:
-    a command then measures the same layers on every GPU, with Transformer Engine or without."""
-    base_fp8: bool = False
-    """Compute the base's matrix products in fp8."""
     steps: Positive = 5
     """Timed optimizer steps; their median is reported."""
     warm_up_steps: FromZero = 3
     """Optimizer steps before the timed ones."""
-    seed: FirstSeed = 0
-    """Seed of the random tokens."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield one clause for each pair of settings that exclude each other."""
-        if self.attention == "serving" and self.distinct:
-            yield "serving attention is for one repeated head; take per_depth for distinct ones"
-        if self.cached and self.base_fp8:
-            yield "cached hidden states leave no base for base_fp8; take one of them"
+    document_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a document; by default each sequence is one document."""
 
 
 @checked("roofline")
@@ -429,12 +382,7 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
     },
     TurnsConfig: {"turn_length": 16, "conversations": 2},
     PrefillConfig: {"batch_size": 4, "prompt_length": 128},
-    TrainBenchConfig: {
-        "sequence_lengths": (128,),
-        "losses": ("kl",),
-        "steps": 3,
-        "warm_up_steps": 1,
-    },
+    TrainBenchConfig: {"steps": 3, "warm_up_steps": 1},
 }
 """Settings that commands start with on a CPU, which would need hours for the defaults."""
 

@@ -1,5 +1,6 @@
 """Time of calls, of named parts of a run, and of each kernel that a GPU ran."""
 
+import functools
 import gc
 import statistics
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -98,6 +100,17 @@ class Stopwatch:
         self.start(name)
         yield
         self.stop(name)
+
+    def attach(self, owner: object, method: str, name: str) -> None:
+        """Time each call of an object's method as a span, from now on."""
+        call = getattr(owner, method)
+
+        @functools.wraps(call)
+        def timed(*args: Any, **named: Any) -> Any:
+            with self.span(name):
+                return call(*args, **named)
+
+        setattr(owner, method, timed)
 
     def take(self) -> dict[str, float]:
         """Seconds per name since the last call. Waits for the spans to end, not for other work."""

@@ -1,7 +1,7 @@
 """Time decoding, serving and training; the same run times a copy and a matrix product."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,6 +23,7 @@ from mtpkit.bench.settings import (
     TurnsConfig,
     asked_drafts,
 )
+from mtpkit.bench.train_cases import small_settings, training_cases
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.config.checked import keys_of
@@ -235,27 +236,47 @@ def load(
 def train(
     context: typer.Context,
     model: FittingModel = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help=(
+                "Settings of training, as for mtpkit train: heads.num_depths=2."
+                " Sequence length and loss may have several values:"
+                " data.sequence_length=4096,8192 loss.kind=ce,kl times four cases. With"
+                " cache=memory, or any other name, random hidden states in the host's memory"
+                " replace the base."
+            ),
+        ),
+    ] = None,
     *,
     config: Annotated[TrainBenchConfig, options.Fields()],
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Time the trainer's own step on random tokens and weights: base, heads and optimizer,
-    tokens/s, memory, TFLOP/s.
+    """Time the trainer's steps on random weights and tokens: base, heads and optimizer, tokens/s,
+    memory, TFLOP/s.
+
+    The settings and their defaults are those of mtpkit train, whose --settings lists them; only
+    heads.init is fresh. The keys model, output, data.train, data.eval and steps are not set here.
 
     FLOPs per token: 2 per base weight, 6 per head weight and depth, 4 per lm_head weight and depth.
     For several GPUs: torchrun --standalone --no-python --nproc-per-node N mtpkit bench train ...
     """
+    given = overrides or []
+    training_cases(given)  # wrong settings are refused before torch is imported
     from mtpkit.bench.shapes import get_base, require_gpu
     from mtpkit.bench.train import measure_training
     from mtpkit.platform import default_device
     from mtpkit.training.parallel import has_results
 
-    model, (config,), small = _fitting(context, model, default_device(), config)
+    small = small_settings(given) if default_device().type == "cpu" else []
+    model, (config,), said = _fitting(context, model, default_device(), config, settings=small)
     require_gpu(model, default_device())
-    result = measure_training(get_base(model), config, model, _keep(output))
+    cases = training_cases([*small, *given])
+    result = measure_training(get_base(model), cases, config, model, _keep(output))
     if has_results():
-        _say(small)
+        _say(said)
         result.show(as_json)
 
 
@@ -297,10 +318,17 @@ def _given(context: typer.Context, config: object) -> dict[str, str]:
 
 
 def _fitting(
-    context: typer.Context, model: str | None, device: "torch.device", *configs: Any
+    context: typer.Context,
+    model: str | None,
+    device: "torch.device",
+    *configs: Any,
+    settings: Sequence[str] = (),
 ) -> tuple[str, list[Any], str]:
     """Fit the model and the settings to a device: without a GPU, settings that were not given
     become small ones.
+
+    Args:
+        settings: `key=value` settings that were made small before.
 
     Returns:
         The model, the settings, and a sentence that says which small numbers stand in, empty on a
@@ -320,6 +348,7 @@ def _fitting(
         for name, value in small.items():
             texts = map(str, value) if isinstance(value, tuple) else [str(value)]
             said.append(f"--{keys[name].replace('_', '-')} {' '.join(texts)}")
+    said += settings
     sentence = f"mtpkit: no GPU, so this was a small run: {' '.join(said)}; options make it larger"
     return chosen, fitted, sentence
 

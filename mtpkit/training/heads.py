@@ -32,13 +32,18 @@ _logger = logging.getLogger(__name__)
 HEAD_PREFIX = "mtp."
 
 
-def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig]:
+def resolve(
+    config: TrainConfig, base: ModelConfig | None = None
+) -> tuple[TrainConfig, ModelConfig]:
     """Replace `auto` in the settings, and decide which heads the model gets.
+
+    Args:
+        base: config of the base; None: it is read from `config.model`.
 
     Raises:
         UserError: the settings of heads or loss do not fit the model.
     """
-    base = load_model_config(config.model)
+    base = load_model_config(config.model) if base is None else base
     heads = config.heads
     pattern = default_pattern(base) if heads.pattern == "auto" else heads.pattern
     init = resolve_init(heads.init, base, pattern)
@@ -199,19 +204,23 @@ def build_with_heads(
     device: torch.device,
     load_weights: bool = True,
     base_layers: bool = True,
+    drawn: bool = False,
 ) -> HybridModel:
     """Build the model for settings from `resolve`.
 
     Args:
         load_weights: False leaves the weights to a checkpoint that is restored later.
         base_layers: as in `build_model`.
+        drawn: draw all weights on the device, as a benchmark does; `config.model` is not read.
 
     Raises:
         UserError: the weights in `config.model` do not fit its config.
     """
-    # refuses a wrong config before a model of its sizes is built
-    source = open_directory(config.model)
-    source.weights(fit_config=True)
+    source = None
+    if not drawn:
+        # refuses a wrong config before a model of its sizes is built
+        source = open_directory(config.model)
+        source.weights(fit_config=True)
     parallel = config.parallel
     model = build_model(
         model_config,
@@ -221,21 +230,23 @@ def build_with_heads(
         pipeline_parallel=parallel.pipeline,
         expert_parallel=parallel.expert,
         sequence_parallel=parallel.tensor > 1,
-        init="none",
+        seed=config.seed,
+        init="device" if drawn else "none",
         base_layers=base_layers,
         backend=config.backend,
         balance=parallel.balance,
     )
     fp8 = config.base_fp8 and base_layers
     new = config.heads.init != "checkpoint"
-    if load_weights or fp8:  # a checkpoint does not hold the base in fp8
+    if source is not None and (load_weights or fp8):  # a checkpoint does not hold the base in fp8
         load_model_weights(
             model,
             source,
             strict=base_layers,
             allow_missing_heads=new or not load_weights,
         )
-    if load_weights and new:
+    # Drawn weights include those of the heads: a second draw, on the CPU, may take a minute.
+    if load_weights and new and not drawn:
         init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
     if load_weights and config.heads.init == "base":
         init_from_base(model)

@@ -18,7 +18,6 @@ from mtpkit.errors import MtpkitError
 from mtpkit.model.flops import step_flops
 from mtpkit.platform import ensure_distributed, matmul_precision
 from mtpkit.training.batches import ReadAhead
-from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.evaluation import evaluate_sources, summary
 from mtpkit.training.fit import fit_input_projection
@@ -77,7 +76,6 @@ class Trainer:
 
     def __init__(self, plan: Plan):
         config = plan.config
-        model_config = plan.model
         torch.manual_seed(config.seed)
         self.config = config
         self.device = plan.device
@@ -89,15 +87,16 @@ class Trainer:
         resuming = self.directory.iteration is not None
         from_base = config.heads.init == "base" and not resuming
         if config.cache:
-            cached = attach_cache(config, model_config, plan.train_data, plan.eval_data)
+            cached = plan.cached_data()
             self.loader = ReadAhead(plan.loader_of(cached[0]))
             self.eval_data = cached[1]
         self.model = build_with_heads(
             config,
-            model_config,
+            plan.model,
             self.device,
             not resuming,
             base_layers=from_base or not config.cache,
+            drawn=plan.drawn,
         )
         self.explained: float | None = None
         """Result of `fit_input_projection`; None: the inputs of the heads were not fitted."""
@@ -165,16 +164,10 @@ class Trainer:
         elif self.step >= config.steps:
             self.log.message(f"all {self.step} steps are done already; set steps higher to go on")
         while self.step < config.steps and not stop.on_any_rank(self.device):
-            lr = learning_rate(config.optimizer, self.step, config.steps)
             with throughput.step(config.data.global_batch_size * config.data.sequence_length):
-                batches = [batch.to(self.device) for batch in next(self.loader)]
-                sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.step)
-                sums = sums.on_host()
-                sums.check_finite(f"step {self.step + 1}")
-                values = summary(sums, config.loss.weights(config.heads.num_depths))
-            self.step += 1
+                values = self.advance()
             self.directory.keep()
-            self._log_step({**values, "lr": lr, "grad_norm": norm}, throughput)
+            self._log_step(values, throughput)
             if (expected := forecast.add(throughput.last)) is not None:
                 self.log.message(f"{expected}{self._peak_memory()}")
             length = self._evaluate() if self._due(config.eval_interval) else None
@@ -191,6 +184,22 @@ class Trainer:
         # After the last save: what was learnt is kept even if the check fails.
         check_unchanged(self.model, self.base)
         return self.directory.path
+
+    def advance(self) -> dict[str, object]:
+        """Take the next optimizer step; returns what is logged about it, see `summary`.
+
+        Raises:
+            MtpkitError: a loss or the gradient is not finite.
+        """
+        config = self.config
+        lr = learning_rate(config.optimizer, self.step, config.steps)
+        batches = [batch.to(self.device) for batch in next(self.loader)]
+        sums, norm = train_step(self.model, batches, self.optimizer, config, lr, self.step)
+        sums = sums.on_host()
+        sums.check_finite(f"step {self.step + 1}")
+        values = summary(sums, config.loss.weights(config.heads.num_depths))
+        self.step += 1
+        return {**values, "lr": lr, "grad_norm": norm}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.steps

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mtpkit.checkpoint import load_config
+from mtpkit.config import ModelConfig
 from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.loader import PackedLoader
 from mtpkit.errors import listed
 from mtpkit.platform import default_device
 from mtpkit.training.batches import open_dataset, require_drafts, shared_data
+from mtpkit.training.cache_write import attach_cache
 from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.heads import resolve
 from mtpkit.training.metrics import check_wandb
@@ -27,27 +30,45 @@ _logger = logging.getLogger(__name__)
 class Plan:
     """The parts of a run that need no model. Collective over all ranks; writes nothing.
 
+    The base and the data are read as the settings say. A subclass may take them from elsewhere, as
+    `mtpkit.bench.train` does.
+
     Raises:
         UserError: the model, the data or an earlier run in `output` does not fit the settings.
     """
+
+    drawn = False
+    """Whether the weights are drawn instead of read, see `build_with_heads`."""
 
     def __init__(self, asked: TrainConfig):
         self.asked = asked
         """The settings before `auto` was replaced."""
         self.device: torch.device = default_device()
         check_wandb(asked.log.wandb)
-        self.config, self.model = resolve(asked)
+        self.config, self.model = resolve(asked, self.read_base())
         """Settings without `auto`, and the config of the model with its heads."""
         check_layout(asked.parallel, self.model)
         self.directory = RunDirectory(self.config)
-        self.train_data = open_dataset(asked, asked.data.train)
+        self.train_data = self.open_data(asked.data.train)
         self.loader = self.loader_of(self.train_data)  # refuses bad sizes before a cache is written
-        self.eval_data = open_dataset(asked, asked.data.eval) if asked.data.eval else None
+        self.eval_data = self.open_data(asked.data.eval) if asked.data.eval else None
         for data in (self.train_data, self.eval_data):
             if data is not None:
                 require_drafts(data)
         if dist.get_rank() == 0:
             self._warn()
+
+    def read_base(self) -> ModelConfig:
+        """The config of the base."""
+        return load_config(self.asked.model)
+
+    def open_data(self, paths: tuple[str, ...]) -> PackedDataset:
+        """The sequences of `paths`."""
+        return open_dataset(self.asked, paths)
+
+    def cached_data(self) -> tuple[PackedDataset, PackedDataset | None]:
+        """Training and held-out data with the base's hidden states, see `attach_cache`."""
+        return attach_cache(self.config, self.model, self.train_data, self.eval_data)
 
     def loader_of(self, dataset: PackedDataset) -> PackedLoader:
         """This rank's loader of training batches."""

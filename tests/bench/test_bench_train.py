@@ -1,26 +1,44 @@
-"""The training benchmark drives the trainer's step, and its figures hang together."""
+"""The training benchmark times the trainer's own steps, and its figures hang together."""
 
 import dataclasses
+import json
+import os
+import shutil
 
 import pytest
 import torch
 
 from mtpkit.bench import train
+from mtpkit.bench.settings import TrainBenchConfig
 from mtpkit.bench.shapes import get_base
 from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.bench.timing import Stopwatch
-from mtpkit.bench.train import TrainBenchConfig, measure_training
+from mtpkit.bench.train import measure_training
+from mtpkit.bench.train_cases import small_settings, training_cases
+from mtpkit.checkpoint import save_model
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model import build_model
 from mtpkit.model.kinds import KINDS
+from mtpkit.platform import ensure_distributed
+from mtpkit.training import loop
+from mtpkit.training.config.reading import load_config
+from mtpkit.training.metrics import read_metrics
+from mtpkit.training.parallel import has_results
+from mtpkit.training.plan import Plan
+from tests.ranks import run_ranks
 
 GPU = torch.cuda.is_available()
-CONFIG = TrainBenchConfig(sequence_lengths=(32,), dtype="float32", steps=2, warm_up_steps=1)
+CONFIG = TrainBenchConfig(steps=2, warm_up_steps=1)
+SMALL = ("data.sequence_length=32", "data.global_batch_size=1", "dtype=float32")
 
 
-def measure(**changes):
-    (row,) = measure_training(
-        get_base("nemotron-h-tiny"), dataclasses.replace(CONFIG, **changes), "tiny"
-    ).rows
+def results(*settings, model="nemotron-h-tiny", **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    return measure_training(get_base(model), training_cases([*SMALL, *settings]), config, model)
+
+
+def measure(*settings, **changes):
+    (row,) = results(*settings, **changes).rows
     return row
 
 
@@ -38,80 +56,158 @@ def test_the_count_is_the_one_of_the_field():
     assert flops(NEMOTRON_H_8B, "*-", 3) == pytest.approx(25.0e9, rel=2e-3)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_the_figures_hang_together(cached, monkeypatch):
-    calls = []
-    step = train.train_step
-    monkeypatch.setattr(train, "train_step", lambda *args: calls.append(args) or step(*args))
-    row = measure(micro_batch_size=2, micro_batches=2, document_len=10, cached=cached)
-    assert len(calls) == 3 and row.tokens == 128
+@pytest.fixture
+def steps(monkeypatch):
+    """Model and batches of each step that the trainer takes."""
+    taken = []
+    step = loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda *args: taken.append(args[:2]) or step(*args))
+    return taken
+
+
+@pytest.mark.parametrize("cache", ["", "memory"])
+def test_the_figures_hang_together(cache, steps, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = measure(
+        "data.micro_batch_size=2", "data.global_batch_size=4", f"cache={cache}", document_length=10
+    )
+    assert len(steps) == 3 and row.tokens == 128
     assert row.tokens_per_s == pytest.approx(128 / row.seconds)
     assert row.seconds == pytest.approx(
         row.base_seconds + row.heads_seconds + row.optimizer_seconds
     )
     assert min(row.heads_seconds, row.optimizer_seconds) > 0
     # Matrices, and a little for norms and convolutions.
-    want = flops(NEMOTRON_H_TINY, "*-", 3, base=not cached)
+    want = flops(NEMOTRON_H_TINY, "*-", 3, base=not cache)
     assert want < row.flops_per_token < 1.05 * want
     assert row.flops_per_s == pytest.approx(row.flops_per_token * row.tokens_per_s)
     assert 0 < row.matrix_share < 1 and row.peak_memory is None and row.mfu is None
-    assert (row.base_seconds == 0) == cached
-    model, batches = calls[0][:2]
+    assert (row.base_seconds == 0) == bool(cache)
+    model, batches = steps[0]
     assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
     assert batches[0].documents[0].tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 2
     assert batches[0].document_lens == (10, 10, 10, 2) * 2
-    assert not torch.equal(batches[0].token_ids, batches[1].token_ids)
+    tokens = torch.cat([batch.token_ids for batch in batches])
+    assert len(tokens.unique(dim=0)) == 4 and not list(tmp_path.iterdir())
+
+
+CONSTANT = ("optimizer.lr=1e-3", "optimizer.min_lr=1e-3", "optimizer.warmup_steps=0")
+"""Settings that make steps independent of the length of the run."""
 
 
 @pytest.mark.parametrize(
-    ("config", "pattern"),
+    "settings", [["loss.kind=kl"], ["loss.kind=ce", "optimizer.kind=muon", "heads.num_depths=2"]]
+)
+def test_losses_are_those_of_a_run_from_files(settings, tokenizer_dir, tmp_path, monkeypatch):
+    """The run starts from the drawn weights, saved as a model, and reads the drawn tokens."""
+    settings = [*SMALL, *CONSTANT, *settings, "data.global_batch_size=2", "seed=3"]
+    row = measure(*settings)
+
+    base = get_base("nemotron-h-tiny")
+    shutil.copytree(tokenizer_dir, tmp_path / "model")
+    save_model(build_model(base, torch.float32, "cpu", seed=3), tmp_path / "model")
+    asked = load_config(
+        None,
+        [
+            f"model={tmp_path / 'model'}",
+            f"output={tmp_path / 'run'}",
+            "data.train=[random]",
+            "heads.init=fresh",
+            *settings,
+            "steps=3",
+            "log_interval=1",
+        ],
+    )
+    ensure_distributed()
+    tokens = train.RandomPlan(asked, base).train_data
+    monkeypatch.setattr(Plan, "open_data", lambda self, paths: tokens)
+    lines = read_metrics(loop.train(asked) / "metrics.jsonl")
+    losses = [line["loss"] for line in lines]
+    assert row.mean_loss == losses[-1] and len(set(losses)) == 3
+
+
+def measured_by_two(rank, parallel):
+    result = results(*CONSTANT, "data.global_batch_size=2", *parallel)
+    if has_results():
+        (row,) = result.rows
+        alone = json.loads(os.environ["ALONE"])
+        assert row.mean_loss == pytest.approx(alone["mean_loss"], rel=1e-5)
+        assert row.tokens == 64 and row.flops_per_token == alone["flops_per_token"]
+        assert row.flops_per_s == pytest.approx(row.flops_per_token * row.tokens_per_s / 2)
+        assert result.settings["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    "parallel", [[], ["parallel.tensor=2"], ["parallel.pipeline=2", "parallel.balance=time"]]
+)
+def test_two_ranks_share_the_work_of_one(parallel, monkeypatch):
+    row = measure(*CONSTANT, "data.global_batch_size=2")
+    monkeypatch.setenv("ALONE", json.dumps(dataclasses.asdict(row)))
+    run_ranks(measured_by_two, parallel)
+
+
+def test_each_pair_of_a_length_and_a_loss_has_its_row():
+    kept = []
+    cases = training_cases([*SMALL, "data.sequence_length=16,32", "loss.kind=ce,tv"])
+    result = measure_training(
+        get_base("nemotron-h-tiny"), cases, CONFIG, "tiny", lambda one: kept.append(len(one.rows))
+    )
+    pairs = [(16, "ce"), (16, "tv"), (32, "ce"), (32, "tv")]
+    assert [(row.sequence_length, row.loss) for row in result.rows] == pairs
+    assert kept == [1, 2, 3, 4]
+    assert result.settings["data.sequence_length"] == [16, 16, 32, 32]
+    assert result.settings["loss.kind"] == ["ce", "tv"] * 2
+    alone = measure("data.sequence_length=32", "loss.kind=tv")
+    assert result.rows[-1].mean_loss == alone.mean_loss  # each case has weights of its own
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern"),
     [
-        (get_base("qwen3-next-tiny"), "*E"),
-        (get_base("nemotron-3-tiny"), "*E"),
-        (get_base("deepseek-v3-tiny"), "+E"),
-        (NEMOTRON_H_TINY, "*"),
+        ("qwen3-next-tiny", "*E"),
+        ("nemotron-3-tiny", "*E"),
+        ("deepseek-v3-tiny", "+E"),
+        ("nemotron-h-tiny", "*-"),
     ],
 )
-def test_heads_have_layers_of_the_base_or_those_of_its_heads(config, pattern, monkeypatch):
+def test_heads_have_layers_of_the_base_or_those_of_its_heads(model, pattern, steps):
     """`*-` has no sizes in a base with experts and no MLPs."""
-    settings = []
-    step = train.train_step
-    monkeypatch.setattr(
-        train, "train_step", lambda *args: settings.append(args[0].config.mtpkit) or step(*args)
-    )
-    result = measure_training(config, CONFIG, "tiny")
-    assert (
-        settings[0].mtp.pattern == result.settings["pattern"] == pattern
-        and f"heads {pattern} x 3" in result.title
-    )
+    result = results(model=model)
+    assert steps[0][0].mtpkit_config.mtp.pattern == result.settings["heads.pattern"] == pattern
+    assert f"heads {pattern} x 3" in result.title
 
 
-@pytest.mark.parametrize(("distinct", "attention"), [(False, "serving"), (True, "per_depth")])
-def test_auto_is_settled_as_in_training(distinct, attention):
-    config = dataclasses.replace(CONFIG, k=2, steps=1, distinct=distinct, backend="auto")
-    settings = measure_training(get_base("nemotron-h-tiny"), config, "tiny").settings
-    assert (CONFIG.attention, CONFIG.backend) == ("auto", "local")
-    assert settings["attention"] == attention and settings["backend"] in (
-        ["local", "te"] if GPU else ["local"]
-    )
+@pytest.mark.parametrize(("repeated", "attention"), [("true", "serving"), ("false", "per_depth")])
+def test_auto_is_settled_as_in_training(repeated, attention):
+    settings = results(f"heads.repeated={repeated}", steps=1).settings
+    assert settings["heads.attention"] == attention
+    assert settings["backend"] in (["local", "te"] if GPU else ["local"])
+
+
+@pytest.mark.parametrize("init", ["base", "checkpoint", "auto"])
+def test_heads_may_start_as_in_any_run(init):
+    """Shapes have no heads, but those of DeepSeek-V3; `auto` continues from them."""
+    model = "nemotron-h-tiny" if init == "base" else "deepseek-v3-tiny"
+    settings = results(f"heads.init={init}", model=model, steps=1).settings
+    assert settings["heads.init"] == ("base" if init == "base" else "checkpoint")
 
 
 def test_mfu_is_of_the_stated_peak_and_not_of_the_measured_rate(monkeypatch):
-    monkeypatch.setattr(train, "find_peak", lambda device: (1e15, None))
+    monkeypatch.setattr(loop, "find_peak", lambda device: (1e15, None))
     row = measure()
     assert row.mfu == pytest.approx(row.flops_per_s / 1e15) and row.mfu != row.matrix_share
 
 
 def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
-    step = train.train_step
+    step = loop.train_step
 
     def broken(*args):
         sums, norm = step(*args)
         sums.values[0, 1] = torch.nan
         return sums, norm
 
-    monkeypatch.setattr(train, "train_step", broken)
-    with pytest.raises(MtpkitError, match="the loss kl is not finite"):
+    monkeypatch.setattr(loop, "train_step", broken)
+    with pytest.raises(MtpkitError, match="step 1: NaN or infinity in the loss of depth 2"):
         measure()
 
 
@@ -123,22 +219,35 @@ def test_ranks_that_do_not_report_show_no_progress(reports, monkeypatch, capsys)
     assert bool(capsys.readouterr().err) == reports
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("heads.depth=2", "there is no setting 'heads.depth'; did you mean heads.num_depths?"),
+        ("loss.kind=ce,l2", "override loss.kind=l2: loss.kind is 'l2', must be 'kl', 'tv' or 'ce'"),
+        ("loss.top_k=3,4", "override loss.top_k=3,4: loss.top_k is '3,4', must be a whole number"),
+        ("fast", "overrides must be key=value, such as steps=100, not fast"),
+        ("steps=9", "steps is not set here, since --steps and --warm-up-steps say how many"),
+        ("model=x", "model is not set here, since --model names the shape"),
+        ("heads.pattern=E", "heads.pattern=E has 'E' (mixture of experts), whose sizes the config"),
+        ("parallel.tensor=2", "the number of processes, 1, is no multiple of 2"),
+        ("data.micro_batch_size=3", "global_batch_size 1 is not a multiple of data.micro_batch_s"),
+    ],
+)
+def test_wrong_settings_end_in_the_errors_of_training(setting, says):
+    with pytest.raises(UserError) as error:
+        measure(setting)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
 def test_settings_that_cannot_be_measured_are_all_named():
-    with pytest.raises(
-        UserError, match=r"micro_batches is 0.*; document_length is -1.*; steps is 0"
-    ):
-        dataclasses.replace(CONFIG, micro_batches=0, steps=0, document_len=-1)
-    with pytest.raises(
-        UserError,
-        match=r"serving attention.*; cached hidden states leave no base",
-    ):
-        dataclasses.replace(
-            CONFIG,
-            distinct=True,
-            attention="serving",
-            cached=True,
-            base_fp8=True,
-        )
+    says = r"steps is 0.*; warm_up_steps is -1.*; document_length is 1"
+    with pytest.raises(UserError, match=says):
+        dataclasses.replace(CONFIG, steps=0, warm_up_steps=-1, document_length=1)
+
+
+def test_a_cpu_starts_with_short_sequences():
+    assert small_settings(["loss.kind=ce"]) == ["data.sequence_length=128"]
+    assert small_settings(["data.sequence_length=8"]) == []
 
 
 def test_the_stopwatch_adds_up_spans(device):
@@ -153,5 +262,5 @@ def test_the_stopwatch_adds_up_spans(device):
 
 @pytest.mark.gpu
 def test_on_the_gpu_memory_is_seen():
-    row = measure(dtype="bfloat16", sequence_lengths=(256,))
+    row = measure("dtype=bfloat16", "data.sequence_length=256")
     assert row.peak_memory > 0 and row.base_seconds > 0

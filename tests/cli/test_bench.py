@@ -316,6 +316,26 @@ def test_without_a_gpu_a_run_starts_small_and_says_so(call, capsys, monkeypatch)
     )
 
 
+def test_training_takes_the_keys_of_training(call, capsys, monkeypatch):
+    """Those that are given are not made small, and the errors are those of training."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    keys = ["loss.kind=ce,tv", "data.global_batch_size=1", "data.sequence_length=16"]
+    assert call(app, "train", "--steps", 1, *keys) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert [(row["sequence_length"], row["loss"]) for row in result["rows"]] == [
+        (16, "ce"),
+        (16, "tv"),
+    ]
+    assert result["settings"]["data.global_batch_size"] == 1
+    assert printed.err == (
+        "mtpkit: no GPU, so this was a small run: --model nemotron-h-tiny --warm-up-steps 1;"
+        " options make it larger\n"
+    )
+    assert call(app, "train", "loss.kind=l2") == 2
+    assert "override loss.kind=l2: loss.kind is 'l2', must be" in capsys.readouterr().err
+
+
 class Done:
     """Stands in for a result."""
 

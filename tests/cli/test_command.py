@@ -191,8 +191,8 @@ def test_a_single_option_takes_one_value() -> None:
         ),
         ("acceptance --model x --data y --out=", "Invalid value for '--out': it is empty"),
         (
-            "bench train --pipeline-parallel-size 0 --warm-up-steps -1",
-            "--pipeline-parallel-size is 0, must be from 1 to 1048576; --warm-",
+            "bench train --warm-up-steps -1 --document-length 1",
+            "--warm-up-steps is -1, must be at least 0; --document-length is 1, must be",
         ),
         ("generate --model x --prompts=", "Invalid value for '--prompts': it is empty"),
         ("generate --model {model} --k 3 a", "--k is 3, but the model has 2 distinct MTP heads"),
