@@ -12,9 +12,9 @@ from scipy import stats
 from mtpkit.engine import Engine, EngineConfig, SamplingParams
 from mtpkit.engine.drafting import NoDrafter
 from mtpkit.engine.drafting.growth import Shape
+from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.drafting.trees import RepeatedTreeDrafter
 from mtpkit.engine.requests.tree import parse_tree
-from mtpkit.engine.steps import sampler
 from mtpkit.engine.steps.plan import Drafts, HeadSpan, StepOutput
 from mtpkit.kernels import acceptance, sampling
 from mtpkit.kernels.acceptance import drawn_tree
@@ -45,31 +45,38 @@ class TableRunner(StandIn):
         )
 
 
-class TableDrafter:
-    """Drafts from a table, the best tokens or draws."""
+MODEL = SimpleNamespace(
+    mtpkit_config=SimpleNamespace(mtp=SimpleNamespace(hands_on_normed=lambda _: True))
+)
+"""Of drafters whose states need no norm."""
 
-    span = HeadSpan(after=1)
+
+class TableDrafter(MtpDrafter):
+    """Drafts from a table, the best tokens or draws. A state is the token before."""
 
     def __init__(self, table, depths, draw) -> None:
         self.table = table
         self.depths = depths
-        self.draw = draw
+        self.sample = draw
+        self.draft_token_ids = None
+        self.model = MODEL
+
+    def logits(self, state):
+        return self.table[state[:, 0].long()]
 
     def draft(self, hidden, batch, verdict) -> Drafts:
         count = batch.shape.sampling_rows
-        rows, (_, newest) = torch.arange(count), batch.newest(verdict.accepted)
+        newest = batch.newest(verdict.accepted)[1]
         tokens = [verdict.token_ids.gather(1, verdict.accepted[:, None])[:count, 0]]
         probs = []
         for depth in range(1, self.depths + 1):
-            logits = self.table[tokens[-1]]
-            if not self.draw:
-                tokens.append(logits.argmax(-1))
+            state = tokens[-1][:, None].float()
+            if not self.sample:
+                tokens.append(self.logits(state).argmax(-1))
                 continue
-            probs.append(sampler.probabilities(logits, batch.sampling, rows))
-            numbers = sampler.uniforms(
-                batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM
-            )
-            tokens.append(sampling.sample(probs[-1], numbers))
+            token, drawn_from = self.choose(state, depth, batch, newest)
+            tokens.append(token)
+            probs.append(drawn_from)
         return Drafts(torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None)
 
 
@@ -242,9 +249,7 @@ class TableTreeDrafter(RepeatedTreeDrafter):
             True,
             None,
         )
-        self.model = SimpleNamespace(
-            mtpkit_config=SimpleNamespace(mtp=SimpleNamespace(hands_on_normed=lambda _: True))
-        )
+        self.model = MODEL
 
     def logits(self, state):
         return self.table[state[:, 0].long()]
