@@ -23,7 +23,6 @@ from mtpkit.bench.settings import (
     TurnsConfig,
     asked_drafts,
 )
-from mtpkit.bench.train_cases import small_settings, training_cases
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.config.checked import keys_of
@@ -263,6 +262,8 @@ def train(
     FLOPs per token: 2 per base weight, 6 per head weight and depth, 4 per lm_head weight and depth.
     For several GPUs: torchrun --standalone --no-python --nproc-per-node N mtpkit bench train ...
     """
+    from mtpkit.bench.train_cases import small_settings, training_cases
+
     given = overrides or []
     training_cases(given)  # wrong settings are refused before torch is imported
     from mtpkit.bench.shapes import get_base, require_gpu

@@ -12,8 +12,11 @@ import pytest
         ("", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
         ("generate", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
         ("train", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
-        ("speedup", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
-        ("bench decode", ["numpy", "torch", "transformers", "mtpkit.config.model"]),
+        ("speedup", ["numpy", "torch", "transformers", "mtpkit.config.model", "mtpkit.training"]),
+        (
+            "bench decode",
+            ["numpy", "torch", "transformers", "mtpkit.config.model", "mtpkit.training"],
+        ),
     ],
 )
 def test_help_imports_nothing_heavy(command, heavy):
