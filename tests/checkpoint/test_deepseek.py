@@ -91,6 +91,17 @@ def own_logits(directory, **sizes):
     return compute_logits(model, base_forward(model, IDS[:, :12], SequenceInput())).transpose(0, 1)
 
 
+def test_what_is_null_is_absent(tmp_path):
+    write_deepseek(tmp_path, rope_scaling=YARN)
+    usual = load_config(tmp_path)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    (name,) = {"rope_scaling", "rope_parameters"} & {key for key in settings if settings[key]}
+    settings[name] |= {"type": "yarn", "rope_type": None}
+    path.write_text(json.dumps(settings))
+    assert load_config(tmp_path) == usual
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(tmp_path, case):
     """And all tensors come back to the bit."""

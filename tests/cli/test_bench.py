@@ -425,33 +425,23 @@ def test_large_shapes_are_those_of_billions_of_weights():
         ("load --workload prefill --batch-size 0", "--batch-size is 0, must be at least 1"),
         ("roofline --model nowhere", "model 'nowhere' is neither a shape"),
         ("train --model nowhere", "model 'nowhere' is neither a shape"),
-        (
-            "train --model nemotron-h-tiny --loss kl mse",
-            "--loss is ['kl', 'mse'], must be a list of 'kl', 'tv' or 'ce'",
-        ),
-        (
-            "train --model nemotron-h-tiny --distinct --attention serving",
-            "serving attention is for one repeated head",
-        ),
-        (
-            "train --model nemotron-h-tiny --sequence-length 64 3",
-            "data.sequence_length must be at least 5",
-        ),
-        (
-            "train --model nemotron-h-tiny --cached --pipeline-parallel-size 2",
-            "set parallel.pipeline=1",
-        ),
-        (
-            "train --model nemotron-h-tiny --base-fp8 --dtype float32",
-            "--base-fp8 needs dtype=bfloat16",
-        ),
-        (
-            "train --model nemotron-h-tiny --cached --base-fp8 --dtype bfloat16",
-            "leave no base for --base-fp8",
-        ),
-        (
-            "train --model nemotron-h-tiny --tensor-parallel-size 3",
-            "set parallel.tensor to a divisor",
+        *(
+            (f"train --model nemotron-h-tiny {settings}", error)
+            for settings, error in (
+                ("loss.kind=kl,mse", "override loss.kind=mse: loss.kind is 'mse', must be"),
+                (
+                    "heads.repeated=false heads.attention=serving",
+                    "heads.attention=serving is for one repeated head",
+                ),
+                ("data.sequence_length=64,3", "data.sequence_length must be at least 5"),
+                ("cache=x parallel.pipeline=2", "set parallel.pipeline=1"),
+                ("base_fp8=true dtype=float32", "base_fp8 needs dtype=bfloat16"),
+                (
+                    "parallel.tensor=4",
+                    "the number of processes, 1, is no multiple of 4",
+                ),
+                ("model=x", "model is not set here, since --model names the shape"),
+            )
         ),
     ],
 )

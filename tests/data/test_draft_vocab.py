@@ -78,7 +78,7 @@ def test_prepared_data_counts_as_the_files_that_it_is_from(files, tokenizer_dir,
     [
         ({"size": 301}, "size is 301, must be 1 to 300"),
         ({"size": 0}, "size is 0, must be 1 to 300"),
-        ({"size": 1, "eos_token_ids": [5, 7]}, "there are 3 special tokens"),
+        ({"size": 2, "eos_token_ids": [5, 7]}, "there are 3 special tokens"),
         (
             {"eos_token_ids": [300]},
             "special token 300 lies outside of the model's vocabulary of 300",

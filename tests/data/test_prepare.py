@@ -17,7 +17,7 @@ from mtpkit.data.build import build_dataset
 from mtpkit.data.documents import tokenize
 from mtpkit.data.loader import PackedLoader
 from mtpkit.data.options import DataOptions
-from mtpkit.data.prepare import prepare
+from mtpkit.data.prepare import _processes, prepare
 from mtpkit.data.prepared import read_manifest
 from mtpkit.data.regenerate import Answer
 from mtpkit.data.samples import read_samples
@@ -119,6 +119,10 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, tokenize
     assert before == after == read_manifest(one) == read_manifest(two)
     assert all((one / name).read_bytes() == (two / name).read_bytes() for name in after.files)
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
+
+
+def test_there_are_no_more_processes_than_files() -> None:
+    assert [_processes(8, files) for files in (0, 1, 3, 8, 20)] == [None, None, 3, 8, 8]
 
 
 @pytest.mark.parametrize("before", [None, "true"])

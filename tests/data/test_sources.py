@@ -252,6 +252,16 @@ def test_file_name_with_glob_characters(tmp_path: Path) -> None:
             b'{"messages": {"role": "user"}}\n',
             "chat.jsonl:1: 'messages' holds dict, not a list",
         ),
+        (
+            "chat.jsonl",
+            b'{"messages": "\\"hello\\""}\n',
+            "chat.jsonl:1: 'messages' holds str, not a list",
+        ),
+        (
+            "chat.jsonl",
+            b'{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}\n',
+            "chat.jsonl:1: message 1 of 'messages' has the weight 2, must be 0, 1, false or true",
+        ),
     ],
 )
 def test_unusable_files_are_named(

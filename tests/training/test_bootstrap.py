@@ -1,10 +1,14 @@
 """Intervals over prompts against the standard error of a ratio, and how often they hold the
 truth."""
 
+import math
+
 import numpy as np
 import pytest
+from scipy import stats
 
-from mtpkit.training.bootstrap import MOST_UNITS, acceptance_interval
+from mtpkit.training.bootstrap import MOST_UNITS, acceptance_interval, interval_around
+from tests.shared import each
 
 
 def sample(prompts, seed):
@@ -36,6 +40,16 @@ def test_holds_the_truth_as_often_with_few_prompts(prompts):
     found = [acceptance_interval(*sample(prompts, seed)) for seed in range(200)]
     assert 176 <= sum(low <= 2.8 <= high for low, high in found) <= 198
     assert all(low >= 1 for low, _ in found)
+
+
+@each("units", [2, 3, 8, 1000])
+def test_is_as_much_wider_than_resamples_as_the_t_distribution_says(units):
+    """And as the variance of few units is too small."""
+    wider = stats.t.ppf(0.975, units - 1) / stats.norm.ppf(0.975) * math.sqrt(units / (units - 1))
+    values = np.linspace(0, 1, 41)
+    low, high = interval_around(0.5, values, units)
+    assert low == pytest.approx(0.5 - 0.475 * wider, rel=0.02, abs=0.01)
+    assert high == pytest.approx(0.5 + 0.475 * wider, rel=0.02, abs=0.01)
 
 
 def test_the_order_of_prompts_does_not_matter_and_one_is_too_few():

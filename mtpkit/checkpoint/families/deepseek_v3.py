@@ -114,8 +114,6 @@ class _Rotary(Line):
         written: dict[str, object] = {}
         if original is None or isinstance(nested, Mapping):
             kept = dict(nested) if isinstance(nested, Mapping) else {}
-            if yarn and not yarn["mscale_all_dim"]:  # transformers treats zero as absent
-                kept.pop("mscale_all_dim", None)
             written["rope_parameters"] = (
                 kept | {"rope_theta": base, "rope_type": "yarn" if yarn else "default"} | yarn
             )
