@@ -8,7 +8,7 @@ import torch
 
 from mtpkit.checkpoint import load_model
 from mtpkit.cli import run
-from mtpkit.cli.acceptance import app
+from mtpkit.cli.acceptance import _trained_length, app
 from tests.ranks import run_ranks
 
 
@@ -124,3 +124,8 @@ def test_a_model_of_weights_that_are_no_numbers_fails(
         "mtpkit: error: held-out data cats: NaN or infinity in the loss of depth 1, 2; "
     )
     assert printed.err.count("\n") == 1 and not printed.out and not file.exists()
+
+
+def test_settings_beside_a_model_are_not_a_runs(tmp_path):
+    (tmp_path / "config.yaml").write_text("of: another program\n")
+    assert _trained_length(tmp_path / "model") == 1024

@@ -2,8 +2,10 @@
 tests/integration."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mtpkit.bench.speedup import SpeedupRow
 from mtpkit.cli import demo
@@ -55,6 +57,18 @@ def test_settings_are_checked_before_an_earlier_demo_goes(tmp_path, call, capsys
     (out / "report.json").write_text("{}")
     assert call(demo.app, "stepz=5", "--output", out) == 2
     assert "stepz" in capsys.readouterr().err and (out / "report.json").exists()
+
+
+def test_a_batch_is_divided_among_as_many_processes_as_share_it_evenly(monkeypatch):
+    calls = []
+    monkeypatch.setattr(demo, "_call", lambda command, **variables: calls.append(command))
+    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    data = SimpleNamespace(global_batch_size=4, micro_batch_size=8)
+    demo._train(SimpleNamespace(data=data), ["steps=3"])
+    (command,) = calls
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert command[-2:] == ["steps=3", "data.micro_batch_size=2"]
 
 
 def test_without_the_examples_it_says_so(tmp_path, call, capsys, monkeypatch):
