@@ -8,6 +8,7 @@ from mtpkit.engine import EngineConfig, SamplingParams
 from mtpkit.engine.scheduling.pacing import Pacing, pacing_for
 from mtpkit.engine.steps.plan import Plan, Row
 from tests.engine.fakes import HashModel, check_batches, fake_engine, run
+from tests.shared import each
 
 MODEL = HashModel()
 
@@ -360,11 +361,11 @@ def test_a_number_of_requests_that_never_decoded_alone_costs_one_step():
     assert pacing.most_tokens(8192, 100, 1) == pytest.approx(350, abs=2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("bound", "waiting", "most", "tokens"),
     [(0.25, 1, 512, 8192), (None, 1000, 512, 2048), (0.03, 1, 512, 512), (0.012, 1, 300, 256)],
 )
-@pytest.mark.parametrize("seconds", [1e-4, 6.51e-3, 7e-3])
+@each("seconds", [1e-4, 6.51e-3, 7e-3])
 def test_a_first_time_that_is_too_short_says_little(bound, waiting, most, tokens, seconds):
     """Its result came together with the one before, since the host was late."""
     pacing = Pacing(bound, SIZES, SIZES, most_mixed=most)

@@ -10,6 +10,7 @@ from mtpkit.engine.requests.prompts import list_params
 from mtpkit.engine.requests.request import RequestError, require_whole
 from mtpkit.errors import UserError
 from tests.engine.tiny import greedy, make_llm, tiny_model
+from tests.shared import each
 
 
 class Numbers:
@@ -23,7 +24,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("tokenizer", [None, Numbers()])
-@pytest.mark.parametrize(
+@each(
     ("prompts", "params", "message"),
     [
         ([1] * 128, greedy(), "^the prompt: 128 prompt tokens leave no room"),

@@ -13,6 +13,7 @@ from mtpkit.kernels.head_loss.slices import (
     number_tokens,
     row_losses,
 )
+from tests.shared import each
 
 pytestmark = [  # the interpreter's loops, and lanes that are behind the row
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -211,10 +212,10 @@ def test_low_precision_is_that_of_the_gradient_alone(twin, kind):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("cut", [None, 250])
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-@pytest.mark.parametrize("whose", [0, 1], ids=["teacher", "student"])
 @pytest.mark.parametrize("kind", KINDS)
+@each("cut", [None, 250])
+@each("bad", ["nan", "inf"])
+@each("whose", [0, 1])
 def test_logits_that_are_not_finite_are_no_match_and_their_loss_is_not_finite(
     twin, kind, whose, bad, cut
 ):
