@@ -22,7 +22,6 @@ from mtpkit.checkpoint.families.keys import Settings
 from mtpkit.checkpoint.families.table import MappedTensors, Stored
 from mtpkit.checkpoint.layouts.huggingface import (
     INDEX,
-    MAX_SHARD_BYTES,
     copy_companions,
     write_hf,
 )
@@ -31,7 +30,7 @@ from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write
 from mtpkit.checkpoint.load import ModelTensors
 from mtpkit.checkpoint.original import ORIGINAL, carried_names, keep_original
 from mtpkit.checkpoint.tensors import CheckedTensors, SeveralSources, TensorSource, bits_equal
-from mtpkit.config import ModelConfig
+from mtpkit.config import MAX_SHARD_BYTES, ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.files import check_destination, refuse_broken_links, staged_directory
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtpkit.checkpoint.layouts.huggingface import MAX_SHARD_BYTES
 from mtpkit.cli.command import Command, new_app
+from mtpkit.config import MAX_SHARD_BYTES
 from mtpkit.errors import UserError, counted, listed
 
 app = new_app(no_args_is_help=True, help=__doc__)

@@ -7,7 +7,14 @@ takes a quarter of a command's `--help`.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpkit.config.words import LARGEST_COUNT, MOST_DRAFTS, Balance, HiddenState, LossKind
+from mtpkit.config.words import (
+    LARGEST_COUNT,
+    MAX_SHARD_BYTES,
+    MOST_DRAFTS,
+    Balance,
+    HiddenState,
+    LossKind,
+)
 
 if TYPE_CHECKING:
     from mtpkit.config.model import HEAD_RULES, ModelConfig, MtpConfig, config_of_file
@@ -16,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HEAD_RULES",
     "LARGEST_COUNT",
+    "MAX_SHARD_BYTES",
     "MOST_DRAFTS",
     "SECTIONS",
     "Balance",

@@ -8,6 +8,9 @@ LARGEST_COUNT = 2**31 - 1
 MOST_DRAFTS = 1000
 """The most drafts per step, whatever the heads of the model."""
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""The largest safetensors file that is written, unless another size is asked for."""
+
 LossKind = Literal["kl", "tv", "ce"]
 """Loss of the heads: KL divergence or total variation distance to the base, or cross-entropy
 against the tokens."""

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from mtpkit.cli.main import COMMANDS
+
 
 @pytest.mark.parametrize(
     ("command", "heavy"),
@@ -34,3 +36,17 @@ def test_help_imports_nothing_heavy(command, heavy):
     assert imported[0] == "IMPORTED" and "mtpkit.cli.command" in imported
     heavy = [*heavy, "mtpkit.engine.requests.config"]
     assert [name for name in heavy if name in imported] == []
+
+
+def test_modules_of_commands_import_neither_torch_nor_numpy():
+    """Nor transformers: what a command needs of them, it imports when it runs."""
+    code = (
+        "import sys\n"
+        "from importlib import import_module\n"
+        "from mtpkit.cli.main import COMMANDS\n"
+        "for name in COMMANDS:\n"
+        "    import_module(f'mtpkit.cli.{name}')\n"
+        "    print(name, *{'torch', 'numpy', 'transformers'} & sys.modules.keys())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [*COMMANDS]

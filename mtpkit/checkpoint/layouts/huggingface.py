@@ -15,12 +15,12 @@ from tqdm import tqdm
 from mtpkit.checkpoint.layouts.mapped import Mappings
 from mtpkit.checkpoint.layouts.parallel import Budget, write_all
 from mtpkit.checkpoint.tensors import TensorInfo, Tensors, TensorSource, is_file_name
+from mtpkit.config import MAX_SHARD_BYTES
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import copy_file, is_there, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
