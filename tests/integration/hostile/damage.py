@@ -95,7 +95,8 @@ class Rules:
             return self._expect_missing(key, value)
         is_default = label == "null" and key in self.defaults and self.defaults[key] is None
         is_number = self.any_fraction and isinstance(value, float) and label in FRACTIONS
-        return "either" if is_default or is_number else "refused"
+        is_flag = isinstance(value, bool) and label == "true"  # the other value, which may fit
+        return "either" if is_default or is_number or is_flag else "refused"
 
     def _expect_missing(self, key: str, value: object) -> Expect:
         if key in self.defaults:

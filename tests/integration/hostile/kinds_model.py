@@ -105,7 +105,12 @@ OWN_CONFIG = Rules(
     defaults=OWN_DEFAULTS,
     any_fraction=True,
     accepted={"eos_token_ids": {"[]"}},
-    either={"mamba_dt_limit.*": {*FAR, "2.7"}},
+    either={
+        "mamba_dt_limit.*": {*FAR, "2.7"},
+        "yarn_beta_*": {*FAR, "2.7"},  # fractions that may be whole
+        "moe_router_normalize": {"true"},  # null, or a flag
+        "family": {"empty text"},  # an export then writes the family that fits
+    },
 )
 
 ORIGINAL = Rules(
