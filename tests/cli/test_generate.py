@@ -1,5 +1,6 @@
 """`mtpkit generate`: where prompts come from, and what goes to stdout and to stderr."""
 
+import contextlib
 import io
 import json
 from collections import Counter
@@ -8,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtpkit.cli.generate import _summary, app
-from mtpkit.engine import LLM, SamplingParams
+from mtpkit.cli.generate import _decoder, _summary, app
+from mtpkit.engine import LLM, LLMOptions, SamplingParams
 from mtpkit.engine.engine import Engine
 from mtpkit.engine.requests.stats import AcceptanceStats, EngineStats
 from mtpkit.errors import MtpkitError
@@ -295,6 +296,20 @@ def test_replicas_write_what_one_process_prints(
     assert f"2 replicas load {model_dir}\nfinish reasons: length 5; 40 tokens in " in two.err
     counts = [printed.err[printed.err.index(", K = ") :] for printed in (one, two)]
     assert counts[0] == counts[1]
+
+
+def test_several_replicas_share_the_prompts(monkeypatch):
+    started = []
+
+    @contextlib.contextmanager
+    def replicas(options, count):
+        started.append((count, options.max_num_seqs))
+        yield "replicas"
+
+    monkeypatch.setattr("mtpkit.engine.Replicas", replicas)
+    with _decoder(LLMOptions("model", max_num_seqs=8), 2, 10) as found:
+        assert found == "replicas"
+    assert started == [(2, 5)]
 
 
 def test_no_more_replicas_are_started_than_there_are_prompts(model_dir, answer, call, capsys):
