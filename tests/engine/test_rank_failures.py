@@ -304,6 +304,24 @@ def require_end(
     assert f"mtpkit: error: {said}" in (tmp_path / f"{other}.err").read_text()
 
 
+def test_a_silent_program_does_not_keep_ranks_out(monkeypatch):
+    """It holds its connection as long as it likes."""
+    monkeypatch.setattr(watch, "_SAYING_WHO", 0.3)
+    listener = watch.listen(b"secret")
+    address = ("localhost", listener.address[1])
+    found = []
+    with socket.create_connection(address):
+        accepting = threading.Thread(
+            target=lambda: found.append(watch.accept(listener, 2)), daemon=True
+        )
+        accepting.start()
+        time.sleep(0.1)  # the silent one is first
+        own = watch.connect(1, address, b"secret")
+        accepting.join(10)
+    assert [list(peers) for peers in found] == [[1]]
+    own[0].close()
+
+
 def test_programs_that_are_no_rank_connect():
     """One says nothing and ends, one sends what a rank does not, one has another secret; the rank
     comes last."""

@@ -34,6 +34,8 @@ _GRACE = 2.0
 """Seconds in which a rank may report its own failure, once another rank has reported one."""
 _CONNECTING = 300.0
 """Seconds in which all ranks must connect."""
+_SAYING_WHO = 10.0
+"""Seconds in which a program that connects must say which rank it is, before others are heard."""
 _LONGEST = 400
 """Most characters of a reason."""
 _LEFT = "left"
@@ -65,10 +67,13 @@ def accept(listener: Listener, size: int) -> dict[int, Connection]:
                 connection = listener.accept()
                 peers[connection.recv()] = connection
 
-    # In a thread, because a program that connects and says nothing blocks `Listener.accept`.
-    accepting = threading.Thread(target=accept_all, daemon=True)
-    accepting.start()
-    accepting.join(_CONNECTING)
+    # A program that connects and says nothing blocks a thread in `Listener.accept`: another thread
+    # then goes on, so that this costs the ranks seconds and not the start.
+    end = time.monotonic() + _CONNECTING
+    while len(peers) < size - 1 and time.monotonic() < end:
+        accepting = threading.Thread(target=accept_all, daemon=True)
+        accepting.start()
+        accepting.join(min(_SAYING_WHO, _CONNECTING))
     missing = sorted(set(range(1, size)) - peers.keys())
     if missing:
         raise MtpkitError(f"ranks {missing} did not connect within {_CONNECTING:.0f} s")
