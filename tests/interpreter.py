@@ -1,13 +1,14 @@
 """Triton's interpreter without what it does anew for every operation of a kernel, most of the time
 that one takes.
 
-A fault of it is mended too, see `_drop_nan`.
+Faults of it are mended too, see `_drop_nan` and `_convert_exactly`.
 """
 
 import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -19,6 +20,7 @@ def hasten() -> None:
     _hold_block_types()
     _hold_shapes()
     _drop_nan()
+    _convert_exactly()
     # It would compute every sum of integers in 64 bits too, to compare, and pass on the outcome to
     # nobody.
     builder = interpreter.interpreter_builder
@@ -32,6 +34,31 @@ def _drop_nan() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
     builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
+
+
+def _convert_exactly() -> None:
+    """Let numbers become e4m3 as on a GPU, rounded to the nearest even one, and let e4m3 and bf16
+    come back whole: the interpreter loses carries, subnormal numbers and NaN. Numbers beyond the
+    largest become NaN, as in PyTorch: a GPU clamps them, and a kernel that relies on it should be
+    noticed."""
+    others = interpreter._convert_float
+    wide = {core.float32: torch.float32, core.float16: torch.float16}
+
+    def convert(
+        data: np.ndarray, source: core.dtype, target: core.dtype, mode: object
+    ) -> np.ndarray:
+        flat = torch.from_numpy(np.ascontiguousarray(data))
+        if target == core.float8e4nv and source in wide:
+            found = flat.view(wide[source]).float().to(torch.float8_e4m3fn).view(torch.uint8)
+        elif source == core.float8e4nv and target in wide:
+            found = flat.view(torch.float8_e4m3fn).to(wide[target])
+        elif source == core.bfloat16 and target == core.float32:
+            found = flat.view(torch.bfloat16).float()
+        else:
+            return others(data, source, target, mode)
+        return found.numpy().reshape(data.shape)
+
+    interpreter._convert_float = convert
 
 
 def _once_a_module(patch: Callable[[Callable], object]) -> Callable[[Callable], object]:

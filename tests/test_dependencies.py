@@ -14,12 +14,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
     "megatron": "megatron-core",
     "yaml": "pyyaml",
+    "huggingface_hub": "huggingface-hub",
     "transformer_engine": "transformer-engine",
+    "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",  # which pins it
+    "starlette": "fastapi",  # which is made of it
 }
 """Packages that are called otherwise than what is imported."""
 NOT_IMPORTED = {
+    "httptools": "uvicorn reads requests with it",
     "jinja2": "transformers renders chat templates with it",
+    "uvloop": "uvicorn's event loop, where there is one for the system",
     "tensorboard": "torch.utils.tensorboard writes with it",
 }
 """Runtime dependencies that no module imports by name, and what they are for."""

@@ -43,7 +43,7 @@ ENGINE_KERNELS = (
     *("NO_TOKEN", "MOST_TREE_TOKENS", "dispatch", "exchange", "integer_rows"),
     *("acceptance", "ancestors", "draft_head", "linear", "sampling"),
     *("step_rows.decode_rows", "step_rows.kv_slots", "step_rows.store_rows"),
-    "copy_units",
+    *("copy_units", "rounding"),
 )
 """What the engine takes of `mtpkit.kernels`: constants and the machine, drafts and their
 acceptance, rows of a step, and copies to the prefix cache. `mtpkit.model.state` and the layers know

@@ -19,6 +19,7 @@ HANDFUL = (
     "tests/engine/test_replicas.py::test_tokens_are_those_of_one_engine",
     "tests/engine/test_stages.py::test_two_ranks_decode_what_one_does",
     "tests/model/test_parallel.py::test_tensor_parallel",
+    "tests/server/test_client.py::test_several_prompts_have_one_choice_each",
     "tests/training/test_kill.py::test_a_killed_run_goes_on_bit_for_bit",
     "tests/training/test_parallel.py::test_two_processes_have_the_gradients_of_one",
 )

@@ -144,7 +144,9 @@ class Mixer(SplitOverRanks, MegatronModule):
             ring[slot, (before + place) % length] = now
         return means
 
-    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
+    def fold(
+        self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor], noise: object = None
+    ) -> None:
         """See `RecurrentMixer.fold`."""
         ring = recurrent.inputs("x")
         for slot, before, count in zip(*(one.tolist() for one in (slots, *lens)), strict=True):

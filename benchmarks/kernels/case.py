@@ -17,6 +17,9 @@ from mtpkit.model.state import RecurrentSpec
 
 Args = tuple[Any, ...]
 
+BLOCK_SIZE = 16
+"""Tokens of a block of keys and values."""
+
 
 @dataclass(frozen=True)
 class Case:

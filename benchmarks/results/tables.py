@@ -20,6 +20,9 @@ from typing import Any
 RESULTS = Path(__file__).parent
 PAGE = RESULTS.parents[1] / "docs" / "performance.md"
 
+WIDTH = 120
+"""Columns of the page's lines, except rows of tables and quoted words of commands."""
+
 PLACE = re.compile(r"<!-- results: (\S+) (\S+) -->\n.*?<!-- end of results -->", re.DOTALL)
 
 
@@ -53,6 +56,19 @@ def row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def command_lines(command: str) -> str:
+    """Return a command as a block of code, with long lines continued as a shell reads them."""
+    # What stands in quotes is one word, in which a line cannot be continued.
+    words = re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", command)
+    lines = [f"    {words[0]}"]
+    for word in words[1:]:
+        if len(f"{lines[-1]} {word} \\") <= WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"        {word}")
+    return " \\\n".join(lines)
+
+
 def table(path: Path, content: dict[str, Any]) -> str:
     """Return what a page shows of a result: title, machine, date, commit, command and rows."""
     (result,) = content["results"]
@@ -64,9 +80,9 @@ def table(path: Path, content: dict[str, Any]) -> str:
     caption = f"{result['title']}. {', '.join(measured)} {source}:"
 
     lines = [
-        textwrap.fill(caption, 120, break_long_words=False, break_on_hyphens=False),
+        textwrap.fill(caption, WIDTH, break_long_words=False, break_on_hyphens=False),
         "",
-        f"    {result['command']}",
+        command_lines(result["command"]),
         "",
         row(result["columns"]),
         row(["---"] * len(result["columns"])),

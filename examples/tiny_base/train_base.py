@@ -1,11 +1,16 @@
-"""Train the tiny base that the demo and the tests use, in minutes on one GPU.
+"""Train the tiny base that the demo and the tests use, in minutes on one GPU, or its twin with
+experts.
 
     python examples/tiny_base/corpus.py CORPUS_DIR
     python examples/tiny_base/make_tokenizer.py CORPUS_DIR MODEL_DIR
     python examples/tiny_base/train_base.py --corpus CORPUS_DIR --model MODEL_DIR [--steps N]
+    python examples/tiny_base/train_base.py --corpus CORPUS_DIR --model MODEL_DIR --mixture
 
 The result is a Nemotron-H model in the Hugging Face layout without MTP heads. Its held-out loss is
-printed last.
+printed last. With --mixture some of its layers are mixtures of experts. It has as many weights and
+the dense base's tokenizer, whose files MODEL_DIR must hold: copy them from
+examples/tiny_base/model. It begins with weights of the dense base and learns from its predictions
+too, see mixture.py.
 """
 
 import argparse
@@ -17,13 +22,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from mixture import balance_experts, mixture_of, start_from
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from mtpkit.checkpoint import save_hf_model
+from mtpkit.checkpoint import load_model, save_hf_model
 from mtpkit.config import ModelConfig
 from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits
 from mtpkit.platform import default_device
+
+DENSE = Path(__file__).parent / "model"
+"""The dense tiny base, from which a mixture begins."""
 
 CONFIG = ModelConfig.of(
     family="nemotron_h",
@@ -63,15 +73,24 @@ def batch_of(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tenso
     return ids, documents
 
 
-def loss_of(model, ids: Tensor, documents: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, without predictions across the end of a document."""
+def loss_of(model, ids: Tensor, documents: Tensor, teacher=None) -> Tensor:
+    """Mean cross-entropy of the next token, without predictions across the end of a document. With
+    a teacher, the mean of it and of the KL divergence from the teacher's predictions."""
+    same = (documents[:, 1:] == documents[:, :-1]).flatten()
+    logits = _logits(model, ids, documents)
+    losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+    if teacher is not None:
+        with torch.no_grad():
+            target = _logits(teacher, ids, documents).log_softmax(-1)
+        divergence = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True)
+        losses = (losses + divergence.sum(-1)) / 2
+    return (losses * same).sum() / same.sum()
+
+
+def _logits(model, ids: Tensor, documents: Tensor) -> Tensor:
+    """Logits [b * length, vocabulary] of all tokens but the last one of each window."""
     hidden = base_forward(model, ids[:, :-1], SequenceInput(documents=documents[:, :-1]))
-    logits = compute_logits(model, hidden.transpose(0, 1)).float()
-    same = documents[:, 1:] == documents[:, :-1]
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
-    return (losses * same.flatten()).sum() / same.sum()
+    return compute_logits(model, hidden.transpose(0, 1)).float().flatten(0, 1)
 
 
 @torch.no_grad()
@@ -85,7 +104,7 @@ def evaluate(model, tokens: Tensor, length: int, batch: int = 32) -> float:
     )
 
 
-def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
+def train(model, data: dict[str, Tensor], args: argparse.Namespace, teacher=None) -> None:
     """Train with AdamW, warm-up and a cosine schedule on random windows."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
@@ -108,7 +127,7 @@ def train(model, data: dict[str, Tensor], args: argparse.Namespace) -> None:
         starts = torch.randint(
             len(tokens) - args.length - 1, (args.batch,), device=tokens.device, generator=generator
         )
-        loss = loss_of(model, *batch_of(tokens, starts, args.length))
+        loss = loss_of(model, *batch_of(tokens, starts, args.length), teacher)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -134,6 +153,7 @@ def main() -> None:
         required=True,
         help="directory that holds the tokenizer and gets the weights",
     )
+    parser.add_argument("--mixture", action="store_true", help="train the twin with experts")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
@@ -157,18 +177,27 @@ def main() -> None:
         )
         for name in ("train", "heldout")
     }
-    model = build_model(CONFIG, device=device, seed=args.seed).train()
+    config = mixture_of(CONFIG) if args.mixture else CONFIG
+    model = build_model(config, device=device, seed=args.seed).train()
+    teacher = None
+    if args.mixture:
+        teacher = load_model(DENSE, torch.float32, device).eval()
+        start_from(teacher, model)
+        balance_experts(model)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data['train']):,}"
         " training tokens"
     )
-    train(model, data, args)
-    rounded = model.to(torch.bfloat16).eval()
+    train(model, data, args, teacher)
+    # A model of its own, since `to` would round the biases of experts too, which stay in fp32.
+    rounded = build_model(config, torch.bfloat16, device)
+    rounded.load_state_dict(model.state_dict())
     save_hf_model(rounded, args.model)
+    saved = load_model(args.model, torch.float32, device)
     print(
         json.dumps(
             {
-                "heldout_loss": evaluate(rounded.float(), data["heldout"], args.length),
+                "heldout_loss": evaluate(saved, data["heldout"], args.length),
                 "steps": args.steps,
             }
         )

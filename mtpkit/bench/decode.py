@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from mtpkit.bench.decode_run import Contender, Window
+from mtpkit.bench.experts import check_has_experts
 from mtpkit.bench.machine import Machine, measure_machine
 from mtpkit.bench.report import Column, Result
 from mtpkit.bench.roofline import check_draft_vocab_size
 from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, asked_drafts, too_many_tokens
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.bench.weights import ModelWeights
 from mtpkit.config.parts import options_of
 from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.errors import counted, raise_problems
@@ -41,8 +43,9 @@ class DecodeRow:
     bf16. None for K = 0, if K = 0 is not measured, and with synthetic acceptance, whose tokens mean
     nothing."""
     limit_tokens_per_s: Annotated[float, Column("at copy bandwidth", ".0f")]
-    """From `Roofline`, with the measured acceptance and the copy bandwidth and matrix rate of the
-    same run. For "auto": the largest of any K, at the requested acceptance, if there is one."""
+    """From `Roofline`, with the measured acceptance, the matrices as memory holds them, and the
+    copy bandwidth and matrix rates of the same run. For "auto": the largest of any K, at the
+    requested acceptance, if there is one."""
     limit_share: Annotated[float, Column("share of it", ".0%")]
     host_gap_share: Annotated[float | None, Column("host gaps", ".1%")] = None
     """See `Trace.host_gap_share`; None if nothing was traced."""
@@ -65,7 +68,8 @@ def measure_decode(
     output must have the requested length, and tokens that the base chose must be those of a plain
     forward pass, except near ties (one request of each batch is compared). Synthetic acceptance
     must match the requested rates. With real acceptance, outputs in fp32 must equal those of K = 0,
-    if that is measured. Kernels are traced after all timing, see `trace_kernels`.
+    if that is measured. Experts are drawn at random, if at all, after these checks. Kernels are
+    traced after all timing, see `trace_kernels`.
 
     Args:
         model: from `mtpkit.bench.shapes.open_model`.
@@ -74,13 +78,14 @@ def measure_decode(
         keep: see `Result.measure`.
 
     Raises:
-        UserError: the model lacks the heads, the requests do not fit, or random prompts would be
-            too many tokens.
+        UserError: the model lacks the heads, or experts to draw, the requests do not fit, or random
+            prompts would be too many tokens.
         MtpkitError: one of these checks fails.
     """
     model_config = model.mtpkit_config
     weight = next(model.parameters())
     # What cannot be measured is refused before anything is timed.
+    check_has_experts(config.random_experts, model_config)
     drafts = choose_drafts(
         model_config, asked_drafts(config.num_speculative_tokens, config.engine), USUAL_DRAFTS
     )
@@ -92,6 +97,7 @@ def measure_decode(
             too_many_tokens(config.prompt_length, max(config.batch_size), config.repeats),
         )
     machine = measure_machine(weight.device)
+    weights = ModelWeights.of(model)
     synthetic = config.acceptance is not None
     repeated = model_config.mtp.repeated
     pattern = model_config.mtp.pattern
@@ -109,9 +115,10 @@ def measure_decode(
         ("tensor-parallel rank", config.engine.tensor_parallel_size),
         ("pipeline stage", config.engine.pipeline_parallel_size),
     )
+    drawn = ", experts drawn at random" if config.random_experts else ""
     split = "".join(f", {counted(size, noun)}" for noun, size in sizes if size > 1)
     title = (
-        f"decoding: {name}{head}, {how}, {str(weight.dtype).removeprefix('torch.')},"
+        f"decoding: {name}{head}, {how}{drawn}, {weights.said(weight.dtype)},"
         f" {machine.device}{split}"
     )
     about = {
@@ -119,6 +126,7 @@ def measure_decode(
         "mtp_pattern": pattern,
         "mtp_use_repeated_layer": repeated,
         "synthetic": synthetic,
+        "weight_formats": [*weights.formats],
     }
     result = Result(
         "decode", title, DecodeRow, [], machine, options_of(config) | about, details=("kernels",)

@@ -8,14 +8,15 @@ from typing import Literal
 
 import torch
 
+from mtpkit.bench.experts import ExpertDraws
 from mtpkit.bench.machine import Machine
-from mtpkit.bench.plain import check_greedy
+from mtpkit.bench.plain import check_greedy, kv_as_cached
 from mtpkit.bench.roofline import Roofline, expected_length, length_deviation
 from mtpkit.bench.settings import DecodeConfig, engine_arguments
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.timing import Trace, synchronize, trace_kernels
 from mtpkit.engine import LLM, require_whole
-from mtpkit.engine.loading import DTYPES, draft_token_ids
+from mtpkit.engine.loading import KV_DTYPES, draft_token_ids
 from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
@@ -94,6 +95,7 @@ class Contender:
         self.lengths: dict[str, list[int]] = {}
         """Number of tokens that each of these requests had after each of its steps."""
         self.draft_vocab = _draft_vocab(config, vocab_size) if self.depths else None
+        self.draws = ExpertDraws(model, config.random_experts)
         settings = engine_arguments(
             config.engine,
             k,
@@ -120,12 +122,13 @@ class Contender:
     def trace(self) -> tuple[Trace, int]:
         """Trace some steps in which all requests decode, and count them. Nothing can be timed
         afterwards."""
-        self._start()
-        self._steps(_SETTLING_STEPS)
-        trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
-        # `trace_kernels` drops what the function returns, so that the count leaves it in a list.
-        steps = [0]
-        trace = trace_kernels(lambda: steps.append(self._steps(_TRACED_STEPS)), self.device)
+        with self.draws:
+            self._start()
+            self._steps(_SETTLING_STEPS)
+            trace_kernels(lambda: self._steps(1), self.device)  # the tracer itself has to warm up
+            # `trace_kernels` drops what the function returns: the count leaves it in a list.
+            steps = [0]
+            trace = trace_kernels(lambda: steps.append(self._steps(_TRACED_STEPS)), self.device)
         return trace, steps[-1]
 
     def same_tokens(self, plain: Sequence[Sequence[int]] | None) -> float | None:
@@ -157,8 +160,9 @@ class Contender:
             UserError: there is no such step.
             MtpkitError: outputs have another length than requested.
         """
-        window = self._window()
-        self._finish()
+        with self.draws:
+            window = self._window()
+            self._finish()
         if not window.steps:
             raise UserError(
                 f"batch {self.batch_size}, K = {self.k}: no step lies between the last request's"
@@ -168,8 +172,9 @@ class Contender:
         return window
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
-        """Tokens per second at the machine's copy bandwidth and matrix rate, at the mean context of
-        a run; for trees, the tokens per second of the chain inside.
+        """Tokens per second at the machine's copy bandwidth and matrix rates, at the mean context
+        of a run; for trees, the tokens per second of the chain inside. Matrices count as memory
+        holds them, and products with inputs in fp8 at the fp8 rate.
 
         Tensor-parallel ranks count as one device with the sum of their rates, and exchange nothing.
         Requests are divided into up to n batches for n pipeline stages. Each stage takes an equal
@@ -180,11 +185,9 @@ class Contender:
         rows = -(-self.batch_size // min(self.batch_size, ranks.stage.stages))
         # Outputs grow from nothing to `max_tokens`: half of it is the mean over a run.
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
-        roofline = Roofline(
-            self.model_config,
-            next(self.llm.model.parameters()).dtype,
-            DTYPES[self.config.engine.state_dtype],
-            self.config.engine.state_rollback,
+        roofline = Roofline.of(
+            self.llm.model,
+            self.config.engine,
             ring_entries=ring_capacity(ring_length(1 + self.depths)),
             draft_vocab_size=None if self.draft_vocab is None else len(self.draft_vocab),
         )
@@ -192,12 +195,8 @@ class Contender:
             roofline.decode(rows, rates[:k], context_len)
             for k in (range(self.depths + 1) if self.k == "auto" else [self.k])
         ]
-        bandwidth, rate = (
-            ranks.tensor_size * one for one in (machine.copy_bandwidth, machine.matrix_rate)
-        )
-        return (
-            self.batch_size / rows * max(cost.limit_tokens_per_s(bandwidth, rate) for cost in costs)
-        )
+        limits = machine.rates(ranks.tensor_size)
+        return self.batch_size / rows * max(cost.limit_tokens_per_s(*limits) for cost in costs)
 
     def _window(self) -> Window:
         """Start a run and step while all of its requests decode."""
@@ -278,11 +277,17 @@ class Contender:
             if drawn
             else range(len(self.outputs[name]))
         )
-        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.engine.state_dtype])
-        # A state in bf16 brings near ties to an fp32 model, too.
-        precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
+        kv_dtype = KV_DTYPES[self.config.engine.kv_cache_dtype]
+        state_dtype = getattr(torch, self.config.engine.state_dtype)
+        dtypes = (next(model.parameters()).dtype, state_dtype, kv_dtype)
+        # A state in 16 bits brings near ties to an fp32 model, too. So do keys that lie between two
+        # numbers of fp8, of which the plain pass may take the other.
+        precision = torch.float32 if {*dtypes} <= {torch.float32, None} else torch.bfloat16
         try:
-            check_greedy(model, prompt, self.outputs[name], places, precision, self.config.sampling)
+            with kv_as_cached(model, kv_dtype):
+                check_greedy(
+                    model, prompt, self.outputs[name], places, precision, self.config.sampling
+                )
         except MtpkitError as error:
             raise MtpkitError(f"batch {self.batch_size}, K = {self.k}: {error}") from error
 

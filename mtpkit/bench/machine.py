@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mtpkit.bench.timing import median_seconds, release_memory
 from mtpkit.platform import device_name
 
+_FIRST_WITH_FP8 = (8, 9)
+"""Compute capability of the oldest GPUs that have fp8."""
 _SUSTAINED_SECONDS = 2.0
 """Seconds of work after which a GPU has come down to the clock that its power limit allows."""
 
@@ -73,6 +76,21 @@ class Machine:
     sustained_rate: float | None = None
     """Rate of the same product repeated on a GPU for seconds, until the GPU runs at its power
     limit; None: not measured."""
+    fp8_rate: float | None = None
+    """FLOPs per second of a product of the same matrices in fp8 (e4m3, one scale for each matrix,
+    fast accumulation), into bf16; None: a CPU, or a GPU without fp8."""
+
+    def rates(self, devices: int = 1, sustained: bool = False) -> tuple[float, float, float | None]:
+        """Copy bandwidth, matrix rate and fp8 rate of several such devices together.
+
+        Args:
+            sustained: take the sustained matrix rate, which must have been measured; that of fp8
+                stays the one of a single product.
+        """
+        matrix_rate = self.sustained_rate if sustained else self.matrix_rate
+        assert matrix_rate is not None, "the sustained rate was not measured"
+        fp8_rate = None if self.fp8_rate is None else devices * self.fp8_rate
+        return devices * self.copy_bandwidth, devices * matrix_rate, fp8_rate
 
     def __str__(self) -> str:
         """One line for people."""
@@ -82,7 +100,11 @@ class Machine:
         )
         where = f"{self.device}, commit {self.commit or 'unknown'}, {self.date}"
         sustained = f", {self.sustained_rate / 1e12:.3g} for seconds" if self.sustained_rate else ""
-        return f"{where}: {rates}, matrix product {self.matrix_rate / 1e12:.3g} TFLOP/s{sustained}"
+        fp8 = f", in fp8 {self.fp8_rate / 1e12:.0f} TFLOP/s" if self.fp8_rate else ""
+        return (
+            f"{where}: {rates}, matrix product {self.matrix_rate / 1e12:.3g} TFLOP/s{sustained}"
+            f"{fp8}"
+        )
 
 
 def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
@@ -102,8 +124,9 @@ def measure_machine(device: torch.device, sustained: bool = False) -> Machine:
 
 def _measure_rates(
     device: torch.device, sustained: bool
-) -> tuple[float, float, float, float | None]:
-    """Copy bandwidth, read bandwidth, matrix rate and, if requested, sustained rate."""
+) -> tuple[float, float, float, float | None, float | None]:
+    """Copy bandwidth, read bandwidth, matrix rate, sustained rate if requested, and fp8 rate if the
+    device has fp8."""
     large = device.type == "cuda"
     size, width = (1 << 31, 8192) if large else (1 << 24, 512)
     source = torch.ones(size, dtype=torch.uint8, device=device)
@@ -118,8 +141,37 @@ def _measure_rates(
     product = partial(torch.matmul, left, right, out=torch.empty_like(left))
     flops = 2 * width**3
     alone = median_seconds(product, device)
+    fp8 = median_seconds(fp8_product(left, right), device) if _has_fp8(device) else None
+    # Last: the lower clock that it ends with would slow the others.
     lasting = _sustained_seconds(product, device, alone) if sustained and large else None
-    return 2 * size / copied, size / summed, flops / alone, lasting and flops / lasting
+    return (
+        2 * size / copied,
+        size / summed,
+        flops / alone,
+        lasting and flops / lasting,
+        fp8 and flops / fp8,
+    )
+
+
+def _has_fp8(device: torch.device) -> bool:
+    """Whether a device multiplies fp8 in its matrix units: an NVIDIA GPU from Ada on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
+
+
+def fp8_product(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
+    """Return a function that multiplies left [M, K] with the transpose of right [N, K], both
+    rounded to e4m3 here, into bf16 [M, N]."""
+    scale = torch.ones((), device=left.device)
+    return partial(
+        torch._scaled_mm,
+        left.to(torch.float8_e4m3fn),
+        # The product takes its second matrix column by column.
+        right.to(torch.float8_e4m3fn).t(),
+        scale_a=scale,
+        scale_b=scale,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
 
 
 def _sustained_seconds(product: Callable[[], object], device: torch.device, alone: float) -> float:

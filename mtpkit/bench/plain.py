@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mtpkit.engine import SamplingParams
 from mtpkit.errors import MtpkitError
+from mtpkit.kernels.linear import FP8
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.sampling import apply_penalties
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
@@ -94,6 +95,25 @@ def check_greedy(
             f" {int(index[worst])} of the output lies {float(gaps[worst]):.2f} standard deviations"
             " below the best"
         )
+
+
+@contextmanager
+def kv_as_cached(model: HybridModel, dtype: torch.dtype | None) -> Iterator[None]:
+    """Round keys and values in plain passes as a cache of this dtype does; None: not at all."""
+    hooks = []
+    if dtype is not None:
+        assert dtype == FP8
+        mixers: Iterator[Any] = (
+            getattr(layer, kind.mixer, None) for _, layer, kind in layers_of(model)
+        )
+        for mixer in mixers:
+            if hasattr(mixer, "round_sequences"):
+                hooks += mixer.round_sequences()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _normed_base(model: HybridModel, known: Tensor, moved: bool = False) -> Tensor:

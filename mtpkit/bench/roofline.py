@@ -19,20 +19,27 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
 import torch
 
 from mtpkit.bench.report import Column, Result, significant
 from mtpkit.bench.settings import USUAL_DRAFTS, RooflineConfig, depth_rates
 from mtpkit.bench.shapes import choose_drafts
+from mtpkit.bench.weights import LayerWeights, ModelWeights, draft_row_bytes
 from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
-from mtpkit.engine.requests.options import Rollback
+from mtpkit.engine.loading import KV_DTYPES
+from mtpkit.engine.requests.options import EngineOptions, Rollback
 from mtpkit.errors import UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.flops import FORWARD, eh_proj_matrix
+from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import KINDS, caching_length
+
+_Layer = tuple[str, LayerWeights]
+"""Letter of a layer, and its matrices in memory."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,18 @@ class Work:
     name: Literal["matrices", "state", "attention"]
     bytes: float
     flops: float
+    fp8_flops: float = 0.0
+    """Those of `flops` that multiply in fp8, both weights and inputs."""
 
-    def seconds(self, bandwidth: float, matrix_rate: float) -> float:
-        """Time at these rates: that of the bytes or that of the FLOPs, whichever is longer."""
-        return max(self.bytes / bandwidth, self.flops / matrix_rate)
+    def seconds(self, bandwidth: float, matrix_rate: float, fp8_rate: float | None = None) -> float:
+        """Time at these rates: that of the bytes or that of the FLOPs, whichever is longer.
+
+        Args:
+            fp8_rate: FLOPs per second of products in fp8; None: they run at `matrix_rate`.
+        """
+        others = self.flops - self.fp8_flops
+        multiplied = others / matrix_rate + self.fp8_flops / (fp8_rate or matrix_rate)
+        return max(self.bytes / bandwidth, multiplied)
 
 
 @dataclass(frozen=True)
@@ -71,13 +86,15 @@ class Cost:
         """FLOPs in all; a multiplication and an addition are two."""
         return sum(work.flops for work in self.works)
 
-    def seconds(self, bandwidth: float, matrix_rate: float) -> float:
-        """Time at these rates, in bytes and FLOPs per second."""
-        return sum(work.seconds(bandwidth, matrix_rate) for work in self.works)
+    def seconds(self, bandwidth: float, matrix_rate: float, fp8_rate: float | None = None) -> float:
+        """Time at these rates, in bytes and FLOPs per second; see `Work.seconds`."""
+        return sum(work.seconds(bandwidth, matrix_rate, fp8_rate) for work in self.works)
 
-    def limit_tokens_per_s(self, bandwidth: float, matrix_rate: float) -> float:
-        """Tokens per second at these rates, in bytes and FLOPs per second."""
-        return self.tokens / self.seconds(bandwidth, matrix_rate)
+    def limit_tokens_per_s(
+        self, bandwidth: float, matrix_rate: float, fp8_rate: float | None = None
+    ) -> float:
+        """Tokens per second at these rates, in bytes and FLOPs per second; see `Work.seconds`."""
+        return self.tokens / self.seconds(bandwidth, matrix_rate, fp8_rate)
 
 
 def expected_length(acceptance: Sequence[float]) -> float:
@@ -114,8 +131,8 @@ def check_draft_vocab_size(size: int | None, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Costs of a model with weights, keys and values of `dtype` and recurrent state of
-    `state_dtype`.
+    """Costs of a model with activations of `dtype`, keys and values of `kv_dtype` and recurrent
+    state of `state_dtype`.
 
     Raises:
         UserError: the draft vocabulary is larger than the model's.
@@ -130,10 +147,42 @@ class Roofline:
     ring_entries: int | None = None
     """L; None: as many as the engine's ring for T tokens holds."""
     draft_vocab_size: int | None = None
-    """Rows of the lm_head that drafts read; None: all."""
+    """Rows of the lm_head that drafts read, in `dtype`; None: all, as they are held."""
+    kv_dtype: torch.dtype | None = None
+    """None: `dtype`."""
+    draft_row_bytes: float | None = None
+    """Bytes of a row of a copy of the lm_head that drafts read; None: there is no copy."""
+    held: ModelWeights | None = None
+    """The matrices in memory; None: all are in `dtype`."""
 
     def __post_init__(self) -> None:
         check_draft_vocab_size(self.draft_vocab_size, self.config)
+
+    @classmethod
+    def of(cls, model: HybridModel, engine: EngineOptions, **others: Any) -> "Roofline":
+        """Costs of a model as memory holds it, in an engine with these options. Collective over
+        pipeline stages.
+
+        Args:
+            others: `ring_entries` and `draft_vocab_size`.
+        """
+        weights = ModelWeights.of(model)
+        copied = engine.draft_lm_head_dtype != "auto" and not weights.output_quantized
+        return cls(
+            model.mtpkit_config,
+            next(model.parameters()).dtype,
+            getattr(torch, engine.state_dtype),
+            engine.state_rollback,
+            kv_dtype=KV_DTYPES[engine.kv_cache_dtype],
+            draft_row_bytes=draft_row_bytes(model) if copied else None,
+            held=weights,
+            **others,
+        )
+
+    @cached_property
+    def weights(self) -> ModelWeights:
+        """The matrices in memory."""
+        return self.held or ModelWeights.in_dtype(self.config, self.dtype)
 
     def entries(self, k: int) -> int:
         """L of steps with K drafts."""
@@ -176,11 +225,12 @@ class Roofline:
             else:
                 entries = length + depth - 1
                 moved = state_moves(again=tokens - 2)
-            return self._head(batch_size * entries, batch_size, context_len, cached, moved)
+            sizes = batch_size * entries, batch_size, context_len, cached, moved
+            return self._head(depth, *sizes)
 
         fed = batch_size * tokens
-        base = self._layers(config.pattern, fed, context_len, cached, state_moves())
-        phases = {"verify": _join([*base, self._output(fed, config.vocab_size)])}
+        base = self._layers(self._base, fed, context_len, cached, state_moves())
+        phases = {"verify": _join([*base, self._output(fed)])}
         return Cost(
             phases | {f"draft {depth}": draft(depth) for depth in range(1, tokens)},
             batch_size * length,
@@ -211,19 +261,24 @@ class Roofline:
         # Each token attends to those before it: to half of the prompt in the mean.
         context = prompt_len / 2
         passes = math.ceil(fed / (max_num_batched_tokens or fed))
-        base = self._layers(config.pattern, fed, context, fed, num_prompts, passes, prompt=True)
-        phases = {"base": _join([*base, self._output(num_prompts, config.vocab_size, passes)])}
+        base = self._layers(self._base, fed, context, fed, num_prompts, passes, prompt=True)
+        phases = {"base": _join([*base, self._output(num_prompts, passes)])}
         for depth in range(1, k + 1):
             # In a repeated head, depth 1 alone makes the entries of the prompt; each further depth
             # runs on one draft per prompt.
             whole = depth == 1 or not config.mtp.repeated
             sizes: tuple[float, ...] = (fed, num_prompts, context, fed, num_prompts, passes)
             sizes = sizes if whole else (num_prompts, num_prompts, prompt_len, fed, num_prompts)
-            phases[f"draft {depth}"] = self._head(*sizes)
+            phases[f"draft {depth}"] = self._head(depth, *sizes)
         return Cost(phases, fed)
+
+    @property
+    def _base(self) -> list[_Layer]:
+        return [*zip(self.config.pattern, self.weights.base, strict=True)]
 
     def _head(
         self,
+        depth: int,
         fed: float,
         drafted: int,
         context_len: float,
@@ -231,28 +286,32 @@ class Roofline:
         states: float,
         passes: int = 1,
     ) -> list[Work]:
-        """Works of one depth over `fed` tokens, of which `drafted` go through the lm_head; the rest
-        as in `_layers`.
+        """Works of a depth, counted from 1, over `fed` tokens, of which `drafted` go through the
+        lm_head; the rest as in `_layers`.
 
         In a repeated head, only the `drafted` tokens go through the layers after the last cache,
         see `mtp_forward`.
         """
-        eh_proj = eh_proj_matrix(self.config)
         pattern = self.config.mtp.pattern
-        cut = caching_length(pattern) if self.config.mtp.repeated else len(pattern)
+        repeated = self.config.mtp.repeated
+        head = self.weights.heads[0 if repeated else depth - 1]
+        layers = [*zip(pattern, head.layers, strict=True)]
+        cut = caching_length(pattern) if repeated else len(pattern)
         works = [
-            self._matrices(eh_proj, eh_proj, fed, passes),
-            *self._layers(pattern[:cut], fed, context_len, cached, states, passes),
-            *self._layers(
-                pattern[cut:], drafted, context_len, cached, states, min(passes, math.ceil(drafted))
+            _multiplied(
+                passes * head.eh_proj.bytes, eh_proj_matrix(self.config), head.eh_proj.fp8, fed
             ),
-            self._output(drafted, self.draft_vocab_size or self.config.vocab_size, passes),
+            *self._layers(layers[:cut], fed, context_len, cached, states, passes),
+            *self._layers(
+                layers[cut:], drafted, context_len, cached, states, min(passes, math.ceil(drafted))
+            ),
+            self._draft_output(drafted, passes),
         ]
         return _join(works)
 
     def _layers(
         self,
-        pattern: str,
+        layers: Sequence[_Layer],
         fed: float,
         context_len: float,
         cached: float,
@@ -269,12 +328,13 @@ class Roofline:
             passes: times that the weights are read.
             prompt: whether the tokens attend only to one another.
         """
-        for letter in pattern:
-            matrices = KINDS[letter].matrices(self.config)
+        for letter, held in layers:
             # Of the experts, a pass reads only those that its tokens choose, fewer with fewer
             # tokens.
-            yield self._matrices(matrices.read(fed / passes), matrices.used, fed, passes)
-        kept = [KINDS[letter].memory(self.config) for letter in pattern]
+            read = held.read(fed / passes)
+            used = KINDS[letter].matrices(self.config).used
+            yield _multiplied(passes * read, used, held.fp8, fed)
+        kept = [KINDS[letter].memory(self.config) for letter, _ in layers]
         if update := sum(layer.state_flops for layer in kept):
             state_bytes = sum(layer.state for layer in kept) * self.state_dtype.itemsize
             yield Work("state", states * state_bytes, fed * update)
@@ -283,26 +343,41 @@ class Roofline:
         if scores := sum(
             (prompt and layer.prompt_score_flops) or layer.score_flops for layer in kept
         ):
-            kv_bytes = sum(layer.kv for layer in kept) * self.dtype.itemsize
+            kv_bytes = sum(layer.kv for layer in kept) * (self.kv_dtype or self.dtype).itemsize
             yield Work("attention", cached * kv_bytes, fed * scores * context_len)
 
-    def _matrices(self, read: float, used: float, fed: float, passes: int) -> Work:
-        """Work of matrices of which each pass reads `read` weights and each token uses `used`
-        weights."""
-        return Work("matrices", passes * read * self.dtype.itemsize, FORWARD * used * fed)
+    def _output(self, fed: float, passes: int = 1) -> Work:
+        """Work of the lm_head over `fed` tokens; a pass without any of the tokens reads nothing."""
+        held = self.weights.output
+        elements = self.config.vocab_size * self.config.hidden_size
+        return _multiplied(min(passes, math.ceil(fed)) * held.bytes, elements, held.fp8, fed)
 
-    def _output(self, fed: float, rows: int, passes: int = 1) -> Work:
-        """Work of `rows` rows of the lm_head over `fed` tokens; a pass without any of the tokens
-        reads nothing."""
-        weights = rows * self.config.hidden_size
-        return self._matrices(weights, weights, fed, min(passes, math.ceil(fed)))
+    def _draft_output(self, fed: float, passes: int) -> Work:
+        """Work of the rows that drafts are chosen by over `fed` tokens, as in `_output`."""
+        if self.draft_vocab_size is None and self.draft_row_bytes is None:
+            return self._output(fed, passes)
+        hidden = self.config.hidden_size
+        rows = self.draft_vocab_size or self.config.vocab_size
+        read = rows * (self.draft_row_bytes or hidden * self.dtype.itemsize)
+        return _multiplied(min(passes, math.ceil(fed)) * read, rows * hidden, 0.0, fed)
+
+
+def _multiplied(read: float, used: float, fp8: float, fed: float) -> Work:
+    """Work of matrices: `read` bytes, and products of `fed` tokens with `used` elements, of which
+    `fp8` have inputs in fp8."""
+    return Work("matrices", read, FORWARD * used * fed, FORWARD * fp8 * fed)
 
 
 def _join(works: Sequence[Work]) -> list[Work]:
     """Add up the works of a phase that have the same name."""
     groups = {work.name: [other for other in works if other.name == work.name] for work in works}
     return [
-        Work(name, sum(w.bytes for w in own), sum(w.flops for w in own))
+        Work(
+            name,
+            sum(w.bytes for w in own),
+            sum(w.flops for w in own),
+            sum(w.fp8_flops for w in own),
+        )
         for name, own in groups.items()
     ]
 
@@ -337,12 +412,16 @@ class WorkRow:
 
 
 def tabulate_limits(
-    model: ModelConfig, config: RooflineConfig, name: str = "model"
+    model: ModelConfig,
+    config: RooflineConfig,
+    name: str = "model",
+    weights: ModelWeights | None = None,
 ) -> tuple[Result[StepRow], Result[WorkRow]]:
     """Tabulate the decode steps of each batch size and K, and their works.
 
     Args:
         name: the model's name in the report.
+        weights: its matrices in memory; None: all are in `config.dtype`.
 
     Raises:
         UserError: the heads cannot make K drafts, or the draft vocabulary is larger than the
@@ -350,19 +429,31 @@ def tabulate_limits(
     """
     dtypes = getattr(torch, config.dtype), getattr(torch, config.engine.state_dtype)
     roofline = Roofline(
-        model, *dtypes, config.engine.state_rollback, config.ring_entries, config.draft_vocab_size
+        model,
+        *dtypes,
+        config.engine.state_rollback,
+        config.ring_entries,
+        config.draft_vocab_size,
+        KV_DTYPES[config.engine.kv_cache_dtype],
+        held=weights,
     )
     acceptance = [
         depth_rates(config.acceptance, k)
         for k in choose_drafts(model, config.num_speculative_tokens, USUAL_DRAFTS)
     ]
-    rates = bandwidth, matrix_rate = config.bandwidth * 1e12, config.matrix_rate * 1e12
+    fp8_rate = 2 * config.matrix_rate if config.fp8_rate is None else config.fp8_rate
+    rates = (config.bandwidth * 1e12, config.matrix_rate * 1e12, fp8_rate * 1e12)
+    bandwidth, matrix_rate, _ = rates
+    held = roofline.weights
     settings = {
         "model": name,
         "context_length": config.context_length,
         "bandwidth": bandwidth,
         "matrix_rate": matrix_rate,
+        "fp8_rate": fp8_rate * 1e12,
+        "weight_formats": [*held.formats],
         "acceptance": acceptance,
+        "kv_cache_dtype": config.engine.kv_cache_dtype,
         "state_rollback": config.engine.state_rollback,
         "ring_entries": [roofline.entries(len(one)) for one in acceptance],
         "draft_vocab_size": config.draft_vocab_size,
@@ -376,17 +467,18 @@ def tabulate_limits(
         steps.append(StepRow(size, k, cost.tokens / size, *totals))
         for phase, own in cost.phases.items():
             for work in own:
-                bound = (
-                    "bandwidth"
-                    if work.bytes / bandwidth >= work.flops / matrix_rate
-                    else "matrix rate"
-                )
-                numbers = (work.bytes, work.flops, work.seconds(*rates))
+                seconds = work.seconds(*rates)
+                bound = "matrix rate" if seconds > work.bytes / bandwidth else "bandwidth"
+                numbers = (work.bytes, work.flops, seconds)
                 works.append(WorkRow(size, k, phase, work.name, *numbers, bound))
     speeds = (
         f"{significant(bandwidth / 1e12, 3)} TB/s and {significant(matrix_rate / 1e12, 3)} TFLOP/s"
     )
+    if any(work.fp8_flops for work in roofline.decode(1).works):
+        speeds += f" ({significant(fp8_rate, 3)} in fp8)"
+    matrices = held.said(dtypes[0]) if held.formats else f"all matrices in {config.dtype}"
+    title = f"decoding at {speeds}: {name}, {matrices}"
     return (
-        Result("roofline", f"decoding at {speeds}: {name}", StepRow, steps, settings=settings),
+        Result("roofline", title, StepRow, steps, settings=settings),
         Result("works", f"works of each step: {name}", WorkRow, works, settings=settings),
     )

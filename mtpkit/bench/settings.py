@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from mtpkit.config import LARGEST_COUNT
 from mtpkit.config.checked import checked
 from mtpkit.config.parts import Part
-from mtpkit.engine import COMMAND_DEFAULTS, EngineOptions, SamplingParams
+from mtpkit.engine import COMMAND_DEFAULTS, NOT_OPTIONS, EngineOptions, SamplingParams
 from mtpkit.engine.requests.options import Drafts
 from mtpkit.engine.requests.tree import parse_tree
 
@@ -56,6 +56,10 @@ to hold, or to run in reasonable time."""
 SMALL_SHAPES = ("nemotron-h-tiny", "nemotron-3-tiny", "deepseek-v3-tiny", "qwen3-next-tiny")
 """Names of small models with the layer kinds of large ones."""
 
+PublishedFormat = Literal["fp8-blocks", "int4", "nvfp4"]
+"""Formats of published checkpoints: fp8 in blocks of 128 x 128 with inputs in fp8 (DeepSeek-V3,
+Qwen), int4 in groups with inputs as they are (W4A16), and NVFP4 likewise."""
+
 USUAL_DRAFTS = (0, 1, 3)
 SPEEDUP_DRAFTS = (0, 1, 2, 3)
 LOAD_DRAFTS = (0, 3)
@@ -83,7 +87,7 @@ class SpeedupConfig:
     """Numbers of requests that run at once, at most the number of prompts."""
     repeats: Positive = 3
     """Number of measurements; their median is reported."""
-    sampling: Annotated[SamplingParams, Part(without=("n",))] = COMMAND_DEFAULTS
+    sampling: Annotated[SamplingParams, Part(without=NOT_OPTIONS)] = COMMAND_DEFAULTS
     """Sampling of the prompts. Its seed (0 if None) is the first prompt's; each further prompt has
     the next seed."""
     engine: Annotated[EngineOptions, Part(without=("max_num_seqs", "warm_up", "seed"))] = (
@@ -103,8 +107,17 @@ class StepsConfig:
     """Draft only among this many first tokens of the vocabulary; by default among all."""
 
 
+@checked("synthetic load")
+class SyntheticConfig:
+    """Settings of benchmarks whose requests mean nothing."""
+
+    random_experts: bool = False
+    """In what is timed, draw each token's experts at random, all equally likely, in place of the
+    router's choice, as the limit counts them. Needs synthetic acceptance."""
+
+
 @checked("decode benchmark")
-class DecodeConfig(StepsConfig):
+class DecodeConfig(StepsConfig, SyntheticConfig):
     """Settings of `measure_decode`. Drafts are verified if `acceptance` is None."""
 
     num_speculative_tokens: DraftCountsOrAuto = None
@@ -136,6 +149,14 @@ class DecodeConfig(StepsConfig):
     """On a GPU, trace kernels after all timing; without the trace, host gaps are not reported."""
     seed: FirstSeed = 0
     """Seed of the random prompts."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a clause if experts are drawn but drafts are verified."""
+        if self.random_experts and self.acceptance is None:
+            yield (
+                "random_experts needs synthetic acceptance, since what a model with other experts"
+                " accepts means nothing: give the rates of acceptance"
+            )
 
     def largest(self, k: int | Literal["auto"], heads: "MtpConfig") -> int:
         """The largest K of a step."""
@@ -180,7 +201,7 @@ _NOT_IN_A_LOAD = (
 
 
 @checked("load benchmark")
-class LoadConfig:
+class LoadConfig(SyntheticConfig):
     """Settings of `measure_load`: the engine, and for the workload `mixed` requests of lognormal
     lengths, by default those of docs/performance.md."""
 
@@ -353,8 +374,11 @@ class RooflineConfig(StepsConfig):
     context_length: Annotated[float, Field(ge=0)] = 512
     """Mean tokens that a request attends to."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights, keys and values."""
-    engine: Annotated[EngineOptions, Part(only=("state_dtype", "state_rollback"))] = EngineOptions()
+    """Type of weights and activations."""
+    engine: Annotated[
+        EngineOptions,
+        Part(only=("kv_cache_dtype", "state_dtype", "state_rollback", "quantization")),
+    ] = EngineOptions()
     """The options of an engine that change the work of a step."""
     ring_entries: Positive | None = None
     """Committed entries that a replay ring holds; by default as many as the engine's ring for K."""
@@ -362,6 +386,9 @@ class RooflineConfig(StepsConfig):
     """Memory bandwidth in TB/s; a copy reaches the default on an H200."""
     matrix_rate: Annotated[float, Field(ge=0.001)] = 790.0
     """Matrix rate in TFLOP/s; an 8192^3 product in bf16 reaches the default on an H200."""
+    fp8_rate: Annotated[float, Field(ge=0.001)] | None = None
+    """Matrix rate in TFLOP/s of products whose inputs are in fp8, too; by default twice the matrix
+    rate."""
 
 
 ON_CPU: Mapping[type, Mapping[str, Any]] = {
@@ -393,6 +420,7 @@ _OF_DRAFTS = (
     "speculative_num_draft_tokens",
     "draft_vocab",
     "draft_embedding_dtype",
+    "draft_lm_head_dtype",
 )
 
 

@@ -2,38 +2,47 @@
 or real prompts."""
 
 import difflib
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from mtpkit.bench.settings import LARGE_SHAPES
+from mtpkit.bench.drawn import DrawnModel, draw_model
+from mtpkit.bench.settings import LARGE_SHAPES, PublishedFormat
 from mtpkit.bench.sizes import SHAPES
+from mtpkit.bench.weights import ModelWeights
 from mtpkit.checkpoint import load_config, load_model, open_directory
+from mtpkit.checkpoint.load import load_sizes
 from mtpkit.config import ModelConfig
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine.drafting import check_depths
-from mtpkit.engine.requests.prompts import encode, list_prompts
+from mtpkit.engine.requests.messages import RENDERING
+from mtpkit.engine.requests.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import UserError, listed, shown
 from mtpkit.files import JsonObject, parse_json, read_text
-from mtpkit.model import build_model
 from mtpkit.model.hybrid import HybridModel
-from mtpkit.model.kinds import kinds_in, layers_of
-from mtpkit.model.kinds.base import Draw
+from mtpkit.model.kinds import kinds_in
 from mtpkit.model.stages import StageBalance
-from mtpkit.platform import resolve_dtype
+from mtpkit.platform import default_device, resolve_dtype
+
+_logger = logging.getLogger(__name__)
 
 
-def require_gpu(model: str, device: torch.device) -> None:
+def require_gpu(model: str, device: torch.device, option: str = "--model ") -> None:
     """Refuse a large shape on a CPU.
+
+    Args:
+        option: what stands before a model on the command line.
 
     Raises:
         UserError: the model is a large shape and the device is a CPU.
     """
     if model in LARGE_SHAPES and device.type != "cuda":
         raise UserError(
-            f"{model} needs a GPU; --model nemotron-h-tiny, or a model directory, runs on a CPU"
+            f"{model} needs a GPU; {option}nemotron-h-tiny, or a model directory, runs on a CPU"
         )
 
 
@@ -114,6 +123,8 @@ def open_model(
     whole_experts: bool = False,
     stages: int = 1,
     balance: StageBalance = "memory",
+    quantization: Literal["fp8"] | None = None,
+    weight_format: PublishedFormat | None = None,
 ) -> HybridModel:
     """A shape with random weights drawn on the device, or the model of a directory.
 
@@ -124,10 +135,12 @@ def open_model(
             experts.
         stages, balance: number of pipeline stages, of which this rank has one, and how layers are
             divided among them.
+        quantization: see `EngineOptions`.
+        weight_format: format of a shape's matrices; None: as `quantization` says.
 
     Raises:
-        UserError: the model is neither a known shape nor a directory, or it cannot be built; see
-            `get_config`.
+        UserError: the model is neither a known shape nor a directory, or it cannot be built, or a
+            format is given for a directory; see `get_config`.
     """
     config = get_config(model, pattern, distinct)
     chosen = getattr(torch, resolve_dtype(dtype, device))
@@ -136,20 +149,89 @@ def open_model(
     if whole_experts:
         parallel |= dict(expert_parallel=ranks, expert_tensor_parallel=1)
     if model in SHAPES:
-        built = build_model(config, chosen, device, init="device", **parallel).requires_grad_(False)
-        _depend_on_context(built)
-        return built
+        return draw_model(config, chosen, device, weight_format or quantization, **parallel)
+    _refuse_format(model, weight_format)
+    parallel |= dict(quantization=quantization)
     return load_model(_directory(model), chosen, device, **parallel).requires_grad_(False)
 
 
-@torch.no_grad()
-def _depend_on_context(model: HybridModel) -> None:
-    """Make the outputs of random layers depend on all earlier tokens, so that a wrong cache shows
-    in the tokens. With the usual initialisation, the best tokens are the same without state or
-    attention."""
-    draw = Draw(torch.Generator().manual_seed(0))
-    for _, layer, kind in layers_of(model, heads=False):
-        kind.depend_on_context(layer, model.mtpkit_config, draw)
+def held_weights(
+    model: str,
+    dtype: torch.dtype,
+    pattern: str | None = None,
+    quantization: Literal["fp8"] | None = None,
+    weight_format: PublishedFormat | None = None,
+) -> ModelWeights:
+    """The matrices of a model as memory would hold them on one device; none is made or read.
+
+    Args: as `open_model`'s.
+
+    Raises:
+        UserError: as `open_model`.
+    """
+    config = get_config(model, pattern)
+    chosen = weight_format or quantization
+    if model not in SHAPES:
+        _refuse_format(model, weight_format)
+        directory = open_directory(_directory(model))
+        # Without settings of a quantiser, the config alone tells the sizes.
+        if quantization is None and directory.recipe is None:
+            return ModelWeights.in_dtype(config, dtype)
+        return ModelWeights.of(load_sizes(directory, dtype, quantization))
+    if chosen is None:
+        return ModelWeights.in_dtype(config, dtype)
+
+    # Layers of a kind have the same sizes in a shape, so that one of each is enough: a model of
+    # tens of thousands of experts takes minutes to make, without a value, too.
+    letters = "".join(dict.fromkeys(config.pattern))
+    few = draw_model(config.replace(pattern=letters), dtype, torch.device("meta"), chosen)
+    found = ModelWeights.of(few)
+    layers = dict(zip(letters, found.base, strict=True))
+    return replace(found, base=[layers[letter] for letter in config.pattern])
+
+
+def to_serve(
+    model: Path, tokenizer: Path | None, weight_format: PublishedFormat | None = None
+) -> Path | DrawnModel:
+    """The model of a server: a shape, for load tests, or a directory or the id of a model as it is.
+    A directory that has a shape's name goes before the shape.
+
+    Args:
+        tokenizer: directory of a tokenizer; shapes have none of their own.
+
+    Raises:
+        UserError: a shape without a tokenizer, with one that has more tokens than its vocabulary,
+            or too large for a CPU; a format that is given for a directory.
+    """
+    name = str(model)
+    if name not in SHAPES or model.exists():
+        _refuse_format(name, weight_format)
+        return model
+
+    require_gpu(name, default_device(), option="")
+    if tokenizer is None:
+        raise UserError(
+            f"{name} is a shape with random weights, which has no tokenizer: give the directory of"
+            " one with --tokenizer DIR"
+        )
+    config = SHAPES[name]
+    # Not their number: ids may have gaps.
+    last = max(load_tokenizer(tokenizer).get_vocab().values())
+    if last >= config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {tokenizer} has token ids up to {last}, outside of the vocabulary of"
+            f" {config.vocab_size} of {name}: give a smaller tokenizer, or a larger shape"
+        )
+    return DrawnModel(name, config, weight_format)
+
+
+def _refuse_format(model: str, weight_format: PublishedFormat | None) -> None:
+    """Refuse a format that is given for a directory."""
+    if weight_format is not None:
+        raise UserError(
+            f"weight format {weight_format} is for a shape ({listed(SHAPES)}), not for a model"
+            f" directory as {model}, whose files say theirs"
+        )
 
 
 def read_token_ids(path: Path, model: str) -> list[list[int]]:
@@ -163,7 +245,7 @@ def read_token_ids(path: Path, model: str) -> list[list[int]]:
     prompts = read_prompts(path)
     tokenizer = None
     # Token ids need no tokenizer, and a shape has none.
-    if any("prompt" in prompt for prompt in prompts):
+    if any("prompt_token_ids" not in prompt for prompt in prompts):
         if model in SHAPES:
             raise UserError(
                 f"{path} holds texts, but the shape {model} has no tokenizer: give prompt_token_ids"
@@ -188,13 +270,14 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[JsonObject]:
-    """Read the prompts of a file, one per line, as `LLM.generate` takes them: `prompt` or
-    `prompt_token_ids`, and as `name` the file and line, which messages use. Blank lines are
-    skipped.
+    """Read the prompts of a file, one per line, as `LLM.generate` takes them: `prompt`,
+    `prompt_token_ids` or `messages`, and as `name` the file and line, which error messages use.
+    Blank lines are skipped.
 
-    A file that ends in .jsonl holds objects with `prompt` (text) or `prompt_token_ids` (integers),
-    and optionally `checkpoint_at`, see `Prompt`; other keys are left out. Any other file is plain
-    text.
+    A file that ends in .jsonl holds objects with `prompt` (text), `prompt_token_ids` (integers) or
+    `messages`, and optionally what `Prompt` allows beside them; other keys are left out. If a
+    conversation ends with an answer, that is left out, too, unless the conversation says how it is
+    to go on. Any other file is plain text.
 
     Args:
         limit: most prompts to return, evenly spread over the file.
@@ -230,6 +313,7 @@ def _parse(line: str, where: str) -> JsonObject:
         raise UserError(f"{where} has the key {shown(misspelt[0])}; did you mean checkpoint_at?")
     text = record.get("prompt")
     token_ids = record.get("prompt_token_ids")
+    messages = record.get("messages")
     at = (
         {"checkpoint_at": record["checkpoint_at"]}
         if record.get("checkpoint_at") is not None
@@ -240,7 +324,55 @@ def _parse(line: str, where: str) -> JsonObject:
         return {"prompt_token_ids": token_ids, **at}
     if isinstance(text, str):
         return {"prompt": text, **at}
+    if text is None and isinstance(messages, list):
+        rendering = {key: record[key] for key in RENDERING if record.get(key) is not None}
+        return {"messages": _question(messages, rendering), **rendering, **at}
     raise UserError(
-        f'{where} must be an object with "prompt", a text, or "prompt_token_ids", a list of'
-        " integers"
+        f'{where} must be an object with "prompt", a text, "prompt_token_ids", a list of integers,'
+        ' or "messages", a conversation'
     )
+
+
+def _question(messages: list[Any], rendering: JsonObject) -> list[Any]:
+    """A conversation without the answer at its end, which the model is to give."""
+    last = messages[-1] if len(messages) > 1 else None
+    answered = isinstance(last, dict) and last.get("role") == "assistant"
+    # The conversation is to go on with the answer, or ends with it.
+    chosen = rendering.keys() & {"add_generation_prompt", "continue_final_message"}
+    return messages[:-1] if answered and not chosen else messages
+
+
+def as_conversations(
+    prompts: Sequence[JsonObject], ask: bool, template_kwargs: JsonObject
+) -> list[JsonObject]:
+    """Apply what a command says about conversations to prompts of `read_prompts`.
+
+    Args:
+        ask: make each text a conversation, in which it is a question.
+        template_kwargs: variables of the chat template; a conversation's own take precedence.
+    """
+    found = []
+    for prompt in prompts:
+        if ask and "prompt" in prompt:
+            rest = {key: value for key, value in prompt.items() if key != "prompt"}
+            # A text from stdin mostly ends with a line feed.
+            question = prompt["prompt"].rstrip("\n")
+            prompt = {"messages": [{"role": "user", "content": question}], **rest}
+        own = prompt.get("chat_template_kwargs", {})
+        # Another type is refused when the prompt is rendered.
+        if template_kwargs and "messages" in prompt and isinstance(own, dict):
+            prompt = {**prompt, "chat_template_kwargs": {**template_kwargs, **own}}
+        found.append(prompt)
+    return found
+
+
+def warn_of_raw_text(prompts: Sequence[Prompt], has_template: bool) -> None:
+    """Warn of prompts that are texts where the tokenizer has a chat template."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    texts += [one["prompt"] for one in prompts if isinstance(one, dict) and "prompt" in one]
+    if has_template and texts:
+        _logger.warning(
+            "%s raw text, but the tokenizer has a chat template, without which a chat model may end"
+            " at once: --chat asks a text as a question, and rows of a .jsonl may have messages",
+            "the prompt is" if len(prompts) == 1 else f"{len(texts)} of {len(prompts)} prompts are",
+        )

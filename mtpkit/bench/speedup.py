@@ -24,7 +24,7 @@ from mtpkit.bench.settings import (
     engine_arguments,
     without_drafts,
 )
-from mtpkit.bench.shapes import choose_drafts
+from mtpkit.bench.shapes import choose_drafts, warn_of_raw_text
 from mtpkit.bench.tables import WideTable
 from mtpkit.config.parts import options_of
 from mtpkit.engine import LLM, require_whole
@@ -33,6 +33,7 @@ from mtpkit.engine.requests.prompts import Prompt, encode, list_prompts
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.files import JsonObject
 from mtpkit.model.hybrid import HybridModel
+from mtpkit.model.quantized import quantized_as
 from mtpkit.training.bootstrap import (
     Interval,
     acceptance_interval,
@@ -284,6 +285,7 @@ def measure_speedup(
             warm_up=False,
         ),
     )
+    warn_of_raw_text(prompts, first.has_chat_template)
     encoded = [
         {"prompt_token_ids": encode(prompt, first.tokenizer, name)[1], "name": name}
         for name, prompt in list_prompts(prompts)
@@ -303,7 +305,11 @@ def measure_speedup(
         device=describe_device(weight.device),
         dtype=str(weight.dtype).removeprefix("torch."),
         commit=commit(),
-        settings={"prompts": len(prompts), **options_of(config)},
+        settings={
+            "prompts": len(prompts),
+            **options_of(config),
+            "weight_formats": sorted(quantized_as(first.model)),
+        },
     )
 
 

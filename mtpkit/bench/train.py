@@ -33,6 +33,7 @@ from mtpkit.training.loop import Trainer
 from mtpkit.training.metrics import find_peak, utilization
 from mtpkit.training.parallel import has_results
 from mtpkit.training.plan import Plan
+from mtpkit.training.stored import StoredFormats
 
 _logger = logging.getLogger(__name__)
 
@@ -173,6 +174,10 @@ class RandomPlan(Plan):
     def read_base(self) -> ModelConfig:
         """The config that was given."""
         return self._base
+
+    def read_formats(self) -> StoredFormats:
+        """None: weights are drawn."""
+        return StoredFormats()
 
     def open_data(self, paths: tuple[str, ...]) -> PackedDataset:
         """Random tokens for one step over all ranks, in documents of one length; every token is

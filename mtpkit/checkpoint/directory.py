@@ -21,6 +21,7 @@ import torch
 from mtpkit.checkpoint.families import Family, get_family, only_fit
 from mtpkit.checkpoint.families.keys import Settings, as_token_ids
 from mtpkit.checkpoint.families.table import Stored, Table
+from mtpkit.checkpoint.kv_scales import KVScaleTensors
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.checkpoint.layouts.huggingface import (
     INDEX,
@@ -31,9 +32,18 @@ from mtpkit.checkpoint.layouts.huggingface import (
 )
 from mtpkit.checkpoint.layouts.megatron import config_from_megatron
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
+from mtpkit.checkpoint.matrices import (
+    CheckedWeights,
+    Found,
+    StoredMatrices,
+    Weights,
+    find_matrices,
+    split_part,
+)
 from mtpkit.checkpoint.original import open_carried, read_stored
-from mtpkit.checkpoint.quantized import CONFIG, Dequantized, read_block_fp8
-from mtpkit.checkpoint.tensors import CheckedTensors, Tensors, TensorSource, require_same_names
+from mtpkit.checkpoint.quantized import CONFIG
+from mtpkit.checkpoint.recipe import Recipe, read_recipe
+from mtpkit.checkpoint.tensors import require_same_names
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed, raise_problems, shown
@@ -103,6 +113,33 @@ class ModelDirectory(ABC):
 
     @property
     @abstractmethod
+    def recipe(self) -> Recipe | None:
+        """The settings of its quantisation, or of that of its original, if there is one.
+
+        Raises:
+            UserError: they are damaged or not supported.
+        """
+
+    @property
+    @abstractmethod
+    def is_quantized(self) -> bool:
+        """Whether some matrices are stored quantised.
+
+        Raises:
+            UserError: files are missing or damaged.
+        """
+
+    @property
+    @abstractmethod
+    def kv_scales(self) -> KVScaleTensors:
+        """The scales of keys and values in a cache in fp8, under Megatron's names.
+
+        Raises:
+            UserError: as `KVScaleTensors`, or files are missing or damaged.
+        """
+
+    @property
+    @abstractmethod
     def weights_place(self) -> Path:
         """The directory that holds the files of the weights.
 
@@ -115,17 +152,19 @@ class ModelDirectory(ABC):
         self,
         fit_config: bool = False,
         device: torch.device | str = "cpu",
-        fp8_as: torch.dtype = torch.bfloat16,
-    ) -> TensorSource:
+        widen: torch.dtype = torch.bfloat16,
+        expand_scales: bool = False,
+    ) -> Weights:
         """The weights under Megatron's names. Each call returns a new source, which checks what is
-        read from it.
+        read from it, and which gives quantised matrices as they are stored, too.
 
         Args:
             fit_config: also check the names and shapes of a Megatron checkpoint's tensors against
                 its own config, before a model is built in the sizes that the config claims. Hugging
                 Face checkpoints are always checked.
             device: device that tensors are read to: a GPU; any other device means the CPU.
-            fp8_as: dtype that weights stored in fp8 are read as.
+            widen: dtype in which `read` gives quantised matrices.
+            expand_scales: see `Table.to_megatron`.
 
         Raises:
             UserError: files are missing or damaged, or do not fit the config.
@@ -175,6 +214,9 @@ class HFDirectory(ModelDirectory):
         # The model has the same sizes and layers, however its weights are stored.
         if self.any_quantization:
             values = {key: value for key, value in values.items() if key != CONFIG}
+        elif CONFIG in values:
+            # ModelOpt's own file may be needed to understand the settings here.
+            values = {**values, CONFIG: self.quantization}
         return self._with_stored_heads(_config_from_hf(values, self.path / _HF_CONFIG))
 
     def _with_stored_heads(self, config: ModelConfig) -> ModelConfig:
@@ -222,7 +264,9 @@ class HFDirectory(ModelDirectory):
     @cached_property
     def stored(self) -> Stored:
         """How the files store their tensors where there is a choice."""
-        return self.table.stored_in(self.reader.tensors)
+        # `any_quantization` lets settings pass that `matrices` refuses.
+        matrices = {} if self.any_quantization else self.matrices
+        return self.table.stored_in(self.reader.tensors.keys() | matrices.keys())
 
     @property
     def companions(self) -> Path:
@@ -233,20 +277,18 @@ class HFDirectory(ModelDirectory):
         carried = self.reader.carried
         return carried if carried.tensors else None
 
+    @cached_property
+    def kv_scales(self) -> KVScaleTensors:
+        return KVScaleTensors(self.reader, self.table.attentions, self.path)
+
     @property
     def weights_place(self) -> Path:
         return self.path
 
     @property
     def quantization(self) -> object:
-        """`quantization_config`, or ModelOpt's settings beside `config.json`; None without either.
-
-        As in vLLM 0.33 and SGLang 0.5.23, the file beside it also counts where layers have
-        different algorithms and `config.json` does not say which. Raises as `read_json` does.
-        """
-        found = self.settings.get(CONFIG)
-        own = self.modelopt if found is None or _lacks_algorithms(found) else None
-        return found if own is None else {"quant_method": "modelopt", **own}
+        """See `quantization_of`; raises as `read_json` does."""
+        return quantization_of(self.settings, self.modelopt)
 
     @property
     def modelopt(self) -> JsonObject | None:
@@ -255,22 +297,50 @@ class HFDirectory(ModelDirectory):
         path = self.path / MODELOPT
         return self._read(path) if is_there(path) else None
 
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        file = Values(self.settings, self.path / _HF_CONFIG)
+        recipe = read_recipe(file, self.modelopt)
+        raise_problems(file.where, file.problems)
+        return recipe
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.matrices)
+
+    @cached_property
+    def matrices(self) -> dict[str, Found]:
+        """The quantised matrices by their names in `table`; raises as `find_matrices` does."""
+        return find_matrices(self.reader.tensors, self.recipe, self.path)
+
     def weights(
         self,
         fit_config: bool = False,
         device: torch.device | str = "cpu",
-        fp8_as: torch.dtype = torch.bfloat16,
-    ) -> TensorSource:
+        widen: torch.dtype = torch.bfloat16,
+        expand_scales: bool = False,
+    ) -> Weights:
         # The reader needs the config, so that an unknown quantisation is refused already unless
         # `any_quantization` let it pass.
-        weights: Tensors = self.reader
-        settings = Values(self.settings, self.path / _HF_CONFIG)
-        block = read_block_fp8(settings)
-        raise_problems(settings.where, settings.problems)
-        if block is not None:
-            weights = Dequantized(weights, block, self.path, fp8_as)
-        checked = CheckedTensors(weights, self.path, torch.device(device))
-        return self.table.to_megatron(checked, self.path)
+        stored = StoredMatrices(self.reader, self.matrices, widen)
+        checked = CheckedWeights(stored, self.path, torch.device(device))
+        return self.table.to_megatron(checked, self.path, expand_scales)
+
+
+def quantization_of(settings: Settings, own: JsonObject | None) -> object:
+    """`quantization_config`, or ModelOpt's settings beside `config.json`; None without either.
+
+    As in vLLM 0.33 and SGLang 0.5.23, the file beside it also counts where layers have different
+    algorithms and `config.json` does not say which.
+
+    Args:
+        settings: `config.json`.
+        own: ModelOpt's settings, if there are any.
+    """
+    found = settings.get(CONFIG)
+    if own is None or not (found is None or _lacks_algorithms(found)):
+        return found
+    return {"quant_method": "modelopt", **own}
 
 
 def _lacks_algorithms(settings: object) -> bool:
@@ -375,16 +445,43 @@ class MegatronDirectory(ModelDirectory):
     def carried(self) -> CarriedTensors | None:
         return open_carried(self.places)
 
+    @cached_property
+    def kv_scales(self) -> KVScaleTensors:
+        return KVScaleTensors(self.reader, None, self.path)
+
+    @property
+    def modelopt(self) -> JsonObject | None:
+        """As in `HFDirectory`, of the original."""
+        own = next((place / MODELOPT for place in self.places if is_there(place / MODELOPT)), None)
+        return None if own is None else self._read(own)
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """As in `HFDirectory`, by the files that the checkpoint was imported with."""
+        file = Values(self.original_settings or {}, self.path / _HF_CONFIG)
+        recipe = read_recipe(file, self.modelopt)
+        raise_problems(file.where, file.problems)
+        return recipe
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(split_part(name)[1] != "weight" for name in self.reader.tensors)
+
     def weights(
         self,
         fit_config: bool = False,
         device: torch.device | str = "cpu",
-        fp8_as: torch.dtype = torch.bfloat16,
-    ) -> TensorSource:
+        widen: torch.dtype = torch.bfloat16,
+        expand_scales: bool = False,
+    ) -> Weights:
         reader = self.reader
+        # Widened imports keep the settings of a quantised checkpoint beside their weights.
+        recipe = self.recipe if self.is_quantized else None
+        found = find_matrices(reader.tensors, recipe, self.path, in_file=False)
+        stored = StoredMatrices(reader, found, widen, in_file=False)
         if fit_config:
-            require_same_names(self.path, reader.tensors, megatron.parameters(self.config))
-        return CheckedTensors(reader, self.path, torch.device(device))
+            require_same_names(self.path, stored.tensors, megatron.parameters(self.config))
+        return CheckedWeights(stored, self.path, torch.device(device))
 
 
 def _config_from_hf(values: Settings, path: Path) -> ModelConfig:

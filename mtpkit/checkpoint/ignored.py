@@ -11,7 +11,7 @@ in the `is_layer_skipped` that these share.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 
 from mtpkit.checkpoint.families.serving import OUTPUT_COPY, SERVERS, USUAL, Server, Serving
@@ -34,7 +34,10 @@ _CALLED: Mapping[tuple[Server, str], str] = {
 _NESTED = "quantization"
 """Key inside `quantization_config` under which older files of ModelOpt hold their settings."""
 _MIXED = "MIXED_PRECISION"
-"""ModelOpt's `quant_algo` under which only the modules in `quantized_layers` are quantised."""
+"""ModelOpt's `quant_algo` under which only the modules in `_LAYERS` are quantised."""
+_LAYERS = "quantized_layers"
+_GROUPS: Mapping[str, int] = {"NVFP4": 16, "W4A16_NVFP4": 16, "FP8_PB_WO": 128}
+"""Algorithm -> its `group_size` there, if it has one."""
 _EXPERTS = re.compile(r".*\.experts(?=\.|$)")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """Modules of latent attention: under ModelOpt, SGLang takes an entry that ends in one of them for
@@ -229,6 +232,11 @@ class Method:
     that ends in one of them for all layers."""
     output_in: tuple[Server, ...] = ()
     """Servers that quantise a head's copy of the output layer unless it is listed."""
+    all_inside: Callable[[str], str] | None = None
+    """Makes the entry that leaves out all modules inside one, for readers that know other names of
+    the heads' modules; None: an entry cannot say that."""
+    twins: tuple[str, ...] = ()
+    """Keys that all get new entries, since other readers know only one of them."""
 
 
 def _as_glob(module: str) -> str:
@@ -281,6 +289,7 @@ METHODS: Mapping[str, Method] = {
             ),
         },
         lambda module: f"re:{_as_regex(module)}",
+        all_inside=lambda place: f"re:^{re.escape(place)}\\..*",
     ),
     "modelopt": Method(
         ("ignore",),
@@ -307,6 +316,8 @@ METHODS: Mapping[str, Method] = {
         nested_key="exclude_modules",
         by_matrix=_LATENT,
         output_in=("vllm",),
+        all_inside=lambda place: f"{place}*",
+        twins=("ignore", "exclude_modules"),
     ),
     "awq": Method(
         ("modules_to_not_convert",),
@@ -395,6 +406,11 @@ class IgnoreList:
         found = self.settings.get(there[0]) if there else None
         return [str(entry) for entry in found] if isinstance(found, list | Mapping) else []
 
+    def _listed(self, key: str) -> list[object] | Mapping[str, object]:
+        """The list under a key, empty if there is none."""
+        found = self.settings.get(key)
+        return found if isinstance(found, list | Mapping) else []
+
     def modules(self, server: Server, names: Iterable[str]) -> dict[str, Module]:
         """The modules of a file under a server's names, by their names in the file."""
         called = self.facts.called.get(server, lambda name, letters: name)
@@ -424,7 +440,7 @@ class IgnoreList:
 
     def _is_quantized_layer(self, module: Module) -> bool:
         """Whether `quantized_layers`, which old and new files of ModelOpt have, names a module."""
-        layers = self.settings.get("quantized_layers")
+        layers = self.settings.get(_LAYERS)
         names = list(layers) if isinstance(layers, Mapping) else []
         inside = f"{module.stack}." if module.stack else ""
         return any(
@@ -518,22 +534,80 @@ class IgnoreList:
             return module.name
         return module.matrix
 
+    @property
+    def names_no_layers(self) -> bool:
+        """Whether these settings leave it to others which modules are quantised."""
+        return self.algorithm == _MIXED and not isinstance(self.settings.get(_LAYERS), Mapping)
+
+    def without_entries(
+        self, config: Mapping[str, object], matches: Callable[[str], bool]
+    ) -> dict[str, object]:
+        """The config without some entries of its list."""
+        keys = {
+            self._old_key,
+            *self.method.twins,
+            *(key for one in self.method.servers.values() for key in one.keys(self.algorithm)),
+        }
+        lists = {
+            key: [entry for entry in found if not matches(str(entry))]
+            for key in keys
+            if isinstance(found := self.settings.get(key), list)
+        }
+        return self._changed(config, lists)
+
+    def with_layers(
+        self, config: Mapping[str, object], algorithms: Mapping[str, str]
+    ) -> dict[str, object]:
+        """The config with further modules among those that mixed precision names.
+
+        Args:
+            algorithms: module -> its algorithm.
+        """
+        layers = self.settings.get(_LAYERS)
+        if self.algorithm != _MIXED or not isinstance(layers, Mapping):
+            return dict(config)
+        new = {
+            module: {"quant_algo": name, "group_size": _GROUPS[name]}
+            if name in _GROUPS
+            else {"quant_algo": name}
+            for module, name in algorithms.items()
+        }
+        return self._changed(config, {_LAYERS: {**layers, **new}})
+
+    def _changed(
+        self, config: Mapping[str, object], changes: Mapping[str, object]
+    ) -> dict[str, object]:
+        """The config with changed settings."""
+        settings = IgnoreList.of(config)
+        assert settings is not None
+        changed = {**settings.settings, **changes}
+        return {**config, _NESTED: changed} if self.nested else changed
+
     def with_entries(
         self, config: Mapping[str, object], entries: Iterable[str]
     ) -> dict[str, object]:
         """The config with further entries in its list. In an object the first entry that matches
         decides, so that new ones are put before the others."""
-        kept = self.settings.get(self.key)
-        old = kept if isinstance(kept, list | Mapping) else []
-        new = [entry for entry in dict.fromkeys(entries) if entry not in old]
+        wanted = list(dict.fromkeys(entries))
+        keys = dict.fromkeys((self.key, *self.method.twins))
+        new = [
+            entry
+            for entry in wanted
+            for key in keys
+            if (key == self.key or key in self.settings) and entry not in self._listed(key)
+        ]
         if not new:
             return dict(config)
+        old = self._listed(self.key)
         if isinstance(old, Mapping) or self.method.is_object:
-            listed: object = {entry: {} for entry in new} | dict(old)
+            kept = old if isinstance(old, Mapping) else {}
+            lists: dict[str, object] = {self.key: {entry: {} for entry in new} | dict(kept)}
         else:
-            listed = list(dict.fromkeys([*self.entries, *new]))
-        changed = {**self.settings, self.key: listed}
-        return {**config, _NESTED: changed} if self.nested else changed
+            both = [*self.entries, *wanted]
+            lists = {
+                key: list(dict.fromkeys([*map(str, self._listed(key)), *both])) for key in keys
+            }
+        return self._changed(config, lists)
 
 
 def module_of(name: str) -> str:
@@ -551,13 +625,13 @@ def linears(shapes: Mapping[str, Shape], facts: Serving) -> list[str]:
 
 @dataclass(frozen=True)
 class Stitching:
-    """The modules of a checkpoint whose heads are unquantised, which its lists must say.
+    """The modules of a checkpoint, of which its lists must say which are not quantised.
 
     The heads are those that it gets; the base's modules stay as they are.
     """
 
     heads: Sequence[str]
-    """Modules of the heads, none of which is quantised."""
+    """Modules of the heads that are not quantised."""
     quantized: Sequence[str]
     """Modules of the base that are quantised."""
     plain: Sequence[str]
@@ -566,9 +640,13 @@ class Stitching:
     """Facts about the family."""
     letters: int
     """Length of the base's pattern."""
+    written: Mapping[str, str] = field(default_factory=dict)
+    """Modules of the heads that are quantised, each with ModelOpt's algorithm for it."""
+    _known: dict[Server, list[Module]] = field(default_factory=dict)
+    """The modules of `_others`, which do not depend on the list."""
 
     def listed_in(self, config: Mapping[str, object]) -> dict[str, object]:
-        """A `quantization_config` whose list says that the modules of heads are not quantised.
+        """A `quantization_config` whose list says which modules of heads are not quantised.
 
         Entries that would match a quantised module of the base in some server are not added; `lint`
         reports such heads.
@@ -576,7 +654,7 @@ class Stitching:
         ignored = IgnoreList.of(config, self.facts, self.letters)
         if ignored is None:
             return dict(config)
-        config = dict(config)
+        config = self._with_written(dict(config), ignored)
 
         # Some servers read the files only as long as there is no list: the first entry would make
         # them quantise the base's unquantised matrices, so these are listed too.
@@ -593,30 +671,113 @@ class Stitching:
             assert ignored is not None
             unlisted = ignored.unlisted(server, self.heads)
             config = ignored.with_entries(config, self._safe(ignored, server, unlisted))
+
+        ignored = IgnoreList.of(config, self.facts, self.letters)
+        assert ignored is not None
+        inside = ignored.method.all_inside
+        places = [] if inside is None or self.written else map(inside, self._places())
+        return ignored.with_entries(
+            config, [entry for entry in places if not self._is_unsafe(ignored, entry)]
+        )
+
+    def is_complete(self, config: Mapping[str, object]) -> bool:
+        """Whether the lists of a config are right for the heads already, for all servers."""
+        ignored = IgnoreList.of(config, self.facts, self.letters)
+        return ignored is None or not (
+            self.misread(config) or any(ignored.unlisted(server, self.heads) for server in SERVERS)
+        )
+
+    def misread(self, config: Mapping[str, object]) -> list[str]:
+        """The quantised modules of the heads that some server would take for unquantised."""
+        ignored = IgnoreList.of(config, self.facts, self.letters)
+        if ignored is None or ignored.names_no_layers:
+            return []
+        hidden = {
+            module.file_name
+            for server in SERVERS
+            for module in ignored.modules(server, self.written).values()
+            if ignored.leaves_out(server, module)
+        }
+        return sorted(hidden)
+
+    def _with_written(self, config: dict[str, object], ignored: IgnoreList) -> dict[str, object]:
+        """A config whose list does not say that quantised modules of heads are not."""
+        names = [*self.written]
+        modules = {server: ignored.modules(server, names) for server in SERVERS}
+        config = ignored.without_entries(
+            config,
+            # Other readers look for the names in the file.
+            lambda entry: (
+                any(_is_match(entry, name) or fnmatch(name, entry) for name in names)
+                or any(
+                    ignored.lists(server, [entry], module)
+                    for server, own in modules.items()
+                    for module in own.values()
+                )
+            ),
+        )
+        config = ignored.with_layers(config, self.written)
+        if not self.written:
+            return config
+        # The same entries may have been about modules of the base, too.
+        before = _of_base(ignored)
+        for server in SERVERS:
+            after = IgnoreList.of(config, self.facts, self.letters)
+            assert after is not None
+            after = _of_base(after)
+            lost = [
+                module
+                for module in before.modules(server, self.plain).values()
+                if before.leaves_out(server, module) and not after.leaves_out(server, module)
+            ]
+            config = after.with_entries(config, self._safe(after, server, lost))
         return config
+
+    def _places(self) -> list[str]:
+        """The shortest beginnings of names that all modules of the heads share with no module of
+        the base: `mtp`, or `model.layers.61`."""
+        taken = {
+            start for module in (*self.quantized, *self.plain) for start in _beginnings(module)
+        }
+        places = (
+            next((start for start in _beginnings(module) if start not in taken), module)
+            for module in self.heads
+        )
+        return list(dict.fromkeys(places))
 
     def _safe(
         self, ignored: IgnoreList, server: Server, modules: Iterable[Module]
     ) -> Iterator[str]:
         """Entries for modules, except for matrices of which an entry matches a quantised module of
         the base."""
-        base = _of_base(ignored)
-        others = {
-            one: {m.stack or m.name: m for m in base.modules(one, self.quantized).values()}
-            for one in SERVERS
-        }
         entries = {
             module: ignored.method.entry(ignored.to_list(server, module)) for module in modules
         }
-        unsafe = {
-            entry
-            for entry in {*entries.values()}
-            if any(
-                base.lists(one, [entry], other) for one in SERVERS for other in others[one].values()
-            )
-        }
+        unsafe = {entry for entry in {*entries.values()} if self._is_unsafe(ignored, entry)}
         apart = {module.matrix for module, entry in entries.items() if entry in unsafe}
         yield from (entry for module, entry in entries.items() if module.matrix not in apart)
+
+    def _is_unsafe(self, ignored: IgnoreList, entry: str) -> bool:
+        """Whether an entry matches a quantised module of the base in some server."""
+        base = _of_base(ignored)
+        return any(
+            base.lists(server, [entry], other)
+            for server in SERVERS
+            for other in self._others(base, server)
+        )
+
+    def _others(self, base: IgnoreList, server: Server) -> list[Module]:
+        """The quantised modules of the base, each stack of experts once."""
+        if server not in self._known:
+            modules = base.modules(server, self.quantized).values()
+            self._known[server] = [*{one.stack or one.name: one for one in modules}.values()]
+        return self._known[server]
+
+
+def _beginnings(module: str) -> Iterator[str]:
+    """The names of the modules that a module is inside of, the outermost first, and its own."""
+    parts = module.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
 def _of_base(ignored: IgnoreList) -> IgnoreList:

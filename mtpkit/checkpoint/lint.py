@@ -16,7 +16,7 @@ import torch
 from mtpkit.checkpoint.directory import HFDirectory, open_directory
 from mtpkit.checkpoint.families import Family
 from mtpkit.checkpoint.families.serving import SERVERS, Finding, Need, Rule, Server, Subject
-from mtpkit.checkpoint.lint_quantized import block_sizes, quantisation
+from mtpkit.checkpoint.lint_quantized import quantisation
 from mtpkit.checkpoint.quantized import FP8, find_quantized
 from mtpkit.checkpoint.tensors import FLOATS, is_finite
 from mtpkit.config import MtpConfig
@@ -57,6 +57,7 @@ def lint(directory: Path | str, server: Server | None = None, ranks: int = 1) ->
         directory=opened.path,
         hf={key: value for key, value in opened.settings.items() if value is not None},
         quantization=opened.quantization,
+        modelopt=opened.modelopt or {},
         config=config,
         found=reader.tensors,
         expected=expected,
@@ -160,8 +161,7 @@ def _rules(family: Family) -> list[Rule]:
         return _norms(subject, facts.norm_means)
 
     def quantized(subject: Subject) -> Iterator[Finding]:
-        yield from quantisation(subject, facts)
-        yield from block_sizes(subject, facts)
+        return quantisation(subject, facts)
 
     def sizes(subject: Subject) -> Iterator[Finding]:
         return _sizes(subject, facts.split_input)

@@ -3,14 +3,29 @@ block sizes."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-from mtpkit.checkpoint.families.serving import SERVERS, Finding, Server, Serving, Subject
+import torch
+from torch import Tensor
+
+from mtpkit.checkpoint.directory import MODELOPT
+from mtpkit.checkpoint.families.serving import (
+    OUTPUT_LAYER,
+    SERVERS,
+    Finding,
+    Server,
+    Serving,
+    Subject,
+)
 from mtpkit.checkpoint.ignored import FUSED, METHODS, IgnoreList, linears, module_of
+from mtpkit.checkpoint.matrices import Found, StoredMatrices, find_matrices
 from mtpkit.checkpoint.quantized import CONFIG, SCALE, BlockFp8, read_block_fp8
-from mtpkit.checkpoint.tensors import Shape
+from mtpkit.checkpoint.recipe import read_recipe
+from mtpkit.checkpoint.tensors import Shape, TensorInfo
 from mtpkit.checkpoint.values import Values
-from mtpkit.errors import listed, shown
+from mtpkit.errors import UserError, listed, shown
+from mtpkit.model.formats import Nvfp4, odd_values
 
 _WHOLE_BLOCKS: Mapping[Server, Mapping[str, tuple[str, ...]]] = {
     "vllm": {matrix: parts[:-1] for matrix, parts in FUSED.items()},
@@ -19,10 +34,19 @@ _WHOLE_BLOCKS: Mapping[Server, Mapping[str, tuple[str, ...]]] = {
 """Server -> matrix of several modules -> those of its modules that must be whole blocks, even on
 one rank."""
 
+_SCALES = (
+    "weight_scale",
+    "weight_scale_2",
+    "weight_scale_inv",
+    "weight_global_scale",
+    "input_scale",
+)
+"""Ends of the names of tensors that quantisers store beside an output layer."""
+
 
 def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
     """A server must be able to read the config and to learn from it which modules of the heads are
-    not quantised."""
+    not quantised, and must find what it needs beside the quantised ones."""
     config = subject.quantization
     if config is None:
         if subject.quantized:
@@ -31,9 +55,11 @@ def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
                 f" {listed(sorted(subject.quantized))}"
             )
         return
+
     if not isinstance(config, Mapping) or not isinstance(config.get("quant_method"), str):
         yield Finding(f"{CONFIG} {shown(config)} names no quant_method")
         return
+
     ignored = IgnoreList.of(config, facts, len(subject.config.pattern))
     # No finding is fatal here: the servers may well know a method that mtpkit does not.
     if ignored is None:
@@ -43,12 +69,21 @@ def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
             False,
         )
         return
+
     yield from _heads(subject, ignored)
+    yield from _output_layer(subject, config)
+    yield from _kv_cache(subject, config)
+    found, problem = _found_in(subject)
     if config["quant_method"] == "fp8":
         yield from _fp8(subject, config)
+    elif problem:
+        yield Finding(problem)
+    yield from _values(subject, found)
+    yield from _block_sizes(subject, facts, config, found)
 
 
 def _heads(subject: Subject, ignored: IgnoreList) -> Iterator[Finding]:
+    # What is wrong for several servers is said once.
     said: dict[str, list[Server]] = {}
     for server in SERVERS:
         for text in _heads_in(server, subject, ignored):
@@ -61,6 +96,8 @@ def _heads_in(server: Server, subject: Subject, ignored: IgnoreList) -> Iterator
     quantized = {module_of(name) for name in subject.quantized}
     there = subject.heads & (subject.found.keys() | subject.quantized.keys())
     modules = linears({name: subject.expected[name] for name in there}, ignored.facts)
+
+    # What the config says counts only for modules that the server may quantise.
     plain = ignored.built_plain(server, modules)
     own = ignored.modules(server, modules)
     told = {
@@ -68,16 +105,18 @@ def _heads_in(server: Server, subject: Subject, ignored: IgnoreList) -> Iterator
         for name, module in own.items()
         if name not in plain
     }
-    if odd := sorted(
-        module for module, left_out in told.items() if left_out and module in quantized
-    ):
+
+    odd = sorted(module for module, left_out in told.items() if left_out and module in quantized)
+    if odd:
         yield f"quantised, though {CONFIG} says that they are not: {listed(odd)}"
-    if odd := sorted(plain & quantized):
+    odd = sorted(plain & quantized)
+    if odd:
         yield f"quantised, but built without quantisation; store them in bf16: {listed(odd)}"
     yield from _halves({name: ignored.answer(server, own[name]) for name in told})
-    if missing := ignored.unlisted(
-        server, [module for module in modules if module not in quantized]
-    ):
+
+    unquantized = [module for module in modules if module not in quantized]
+    missing = ignored.unlisted(server, unquantized)
+    if missing:
         what = (
             f"modules of the heads are not quantised, but not listed in {CONFIG}'s"
             f" {ignored.key}: add"
@@ -87,6 +126,7 @@ def _heads_in(server: Server, subject: Subject, ignored: IgnoreList) -> Iterator
         )
         if names:
             yield f"{what} {listed(names, most=100, width=2000)}"
+
         stacks = dict.fromkeys(one.stack for one in missing if not ignored.can_list(server, one))
         if stacks:
             yield (
@@ -98,13 +138,15 @@ def _heads_in(server: Server, subject: Subject, ignored: IgnoreList) -> Iterator
 def _halves(told: Mapping[str, bool]) -> Iterator[str]:
     """Either all or none of the modules that are built as one matrix must be left out."""
     for parts in FUSED.values():
-        for first in (m for m in told if m.endswith(f".{parts[0]}")):
+        for first in (module for module in told if module.endswith(f".{parts[0]}")):
             start = first.removesuffix(parts[0])
             answers = {part: told[start + part] for part in parts if start + part in told}
-            if len(set(answers.values())) > 1:
-                left_out = [part for part, answer in answers.items() if answer]
-                what = f"{CONFIG}: of {start}{{{','.join(answers)}}}, which are one matrix"
-                yield f"{what}, only {listed(left_out)} left out"
+            if len(set(answers.values())) == 1:
+                continue
+
+            left_out = [part for part, answer in answers.items() if answer]
+            what = f"{CONFIG}: of {start}{{{','.join(answers)}}}, which are one matrix"
+            yield f"{what}, only {listed(left_out)} left out"
 
 
 def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
@@ -113,6 +155,8 @@ def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
         yield Finding(
             f"{CONFIG}: activation_scheme {shown(scheme)} instead of 'dynamic' or 'static'"
         )
+
+    # Without blocks there is one scale per tensor or channel, which fits every size.
     if config.get("weight_block_size") is None:
         return
     block = read_block_fp8(Values({CONFIG: config}, subject.directory))
@@ -122,8 +166,10 @@ def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
             " e4m3"
         )
         return
+
     if config.get("activation_scheme") == "static":
         yield Finding(f"{CONFIG}: activation_scheme 'static' is refused with weight_block_size")
+
     for name in sorted(subject.quantized.keys() & subject.found.keys()):
         scale = subject.found.get(name + SCALE)
         shape = block.scale_shape(subject.found[name].shape)
@@ -133,24 +179,135 @@ def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
             yield Finding(f"{name}{SCALE} {list(scale.shape)} instead of {list(shape)}")
 
 
-def block_sizes(subject: Subject, facts: Serving) -> Iterator[Finding]:
-    """Each rank's rows or columns of an fp8 matrix must be whole blocks, and so must the parts of a
-    fused matrix."""
+def _output_layer(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
+    """The heads share the base's output layer, of which servers must know how it is stored."""
+    name = next((each for each in subject.expected if each.endswith(OUTPUT_LAYER)), "")
+    start = name.removesuffix("weight")
+    parts = [start + end for end in _SCALES if start + end in subject.found]
+    if not name or not parts:
+        return
+    told = read_recipe(Values({CONFIG: config}, subject.directory))
+    if told is not None and told.ignores(module_of(name)):
+        yield Finding(
+            f"{listed(parts)}: {CONFIG} says that {module_of(name)} is not quantised, so that"
+            " servers have no place for them; take the entry out of the list, or store it in bf16"
+        )
+
+
+def _kv_cache(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
+    """Servers read how keys and values are stored in `config.json`, SGLang of mixed precision in
+    ModelOpt's file, too."""
+    own = subject.modelopt.get("quantization", subject.modelopt)
+    found = own.get("kv_cache_quant_algo") if isinstance(own, Mapping) else None
+    here = subject.hf.get(CONFIG)
+    if not found or not isinstance(here, Mapping):
+        return
+    if here.get("kv_cache_scheme") or here.get("kv_cache_quant_algo"):
+        return
+    mixed = str(here.get("quant_algo")).upper() == "MIXED_PRECISION"
+    deaf: tuple[Server, ...] = ("vllm",) if mixed else SERVERS
+    yield Finding(
+        f"kv_cache_quant_algo {shown(found)} is in {MODELOPT} alone: keys and values are kept in"
+        f" the model's dtype; write kv_cache_scheme into {CONFIG}, or give the server"
+        " --kv-cache-dtype",
+        False,
+        deaf,
+    )
+
+
+def _found_in(subject: Subject) -> tuple[dict[str, Found], str]:
+    """The quantised matrices, and what is wrong with the tensors of some, of which there are none
+    then; none of AWQ and GPTQ, or if mtpkit cannot read the method."""
     config = subject.quantization
-    if not isinstance(config, Mapping) or config.get("weight_block_size") is None:
-        return
-    block = read_block_fp8(Values({CONFIG: config}, subject.directory))
-    if block is None:
-        return
+    method = str(config.get("quant_method")) if isinstance(config, Mapping) else ""
+    if method.startswith(("awq", "gptq")):
+        return {}, ""
+    recipe = read_recipe(Values(subject.hf, subject.directory), subject.modelopt or None)
+    try:
+        return find_matrices(subject.found, recipe, subject.directory), ""
+    except UserError as error:
+        return {}, str(error).removeprefix(f"{subject.directory}: ")
+
+
+def _values(subject: Subject, found: Mapping[str, Found]) -> Iterator[Finding]:
+    """Scales are positive and finite, and matrices that servers join have one scale where servers
+    take the largest."""
+    stored = StoredMatrices(_Files(dict(subject.found), subject.read), found, torch.bfloat16)
+    odd = []
+    wholes: dict[str, float] = {}
+    for name in stored.matrices:
+        matrix = stored.quantized(name)
+        odd += [f"{name}: {clause}" for clause in odd_values(matrix)]
+        if isinstance(matrix.format, Nvfp4):
+            wholes[name] = matrix.parts[matrix.format.whole].flatten()[0].item()
+    if odd:
+        yield Finding(f"scales that no quantiser writes: {listed(odd, most=20, width=1000)}")
+
+    uneven = []
+    for parts in FUSED.values():
+        first = f".{parts[0]}.weight"
+        for name in (each for each in wholes if each.endswith(first)):
+            start = name.removesuffix(first)
+            names = [f"{start}.{part}.weight" for part in parts]
+            if len({wholes[each] for each in names if each in wholes}) > 1:
+                uneven.append(f"{start}.{{{','.join(parts)}}}")
+    if uneven:
+        yield Finding(
+            f"{listed(uneven)} are one matrix in servers, which take the largest scale of the whole"
+            " matrices for all and so change the others",
+            False,
+        )
+
+
+@dataclass
+class _Files:
+    """The tensors of a directory."""
+
+    tensors: dict[str, TensorInfo]
+    read: Callable[[str], Tensor]
+
+
+def _block_sizes(
+    subject: Subject, facts: Serving, config: Mapping[str, object], found: Mapping[str, Found]
+) -> Iterator[Finding]:
+    """Each rank's rows and columns of a quantised matrix must be whole blocks or groups, and so
+    must the parts of a fused matrix."""
     said: dict[str, list[Server]] = {}
+    blocks = dict(_blocks(subject, config, found))
     for server in SERVERS:
+        # Layers and experts of one kind have the same clauses, of which each is said once.
         odd: dict[str, None] = {}
-        for name in sorted(subject.quantized):
-            if (shape := subject.expected[name]) and len(shape) == 2:
-                odd |= dict.fromkeys(_uneven(server, subject, facts, module_of(name), shape, block))
+        for name, (kind, block) in sorted(blocks.items()):
+            shape = subject.expected[name]
+            if shape and len(shape) == 2:
+                clauses = _uneven(server, subject, facts, module_of(name), shape, block)
+                odd |= dict.fromkeys(f"{kind}: {clause}" for clause in clauses)
         for text in odd:
             said.setdefault(text, []).append(server)
-    yield from (Finding(f"fp8: {text}", True, tuple(servers)) for text, servers in said.items())
+    yield from (Finding(text, True, tuple(servers)) for text, servers in said.items())
+
+
+def _blocks(
+    subject: Subject, config: Mapping[str, object], found: Mapping[str, Found]
+) -> Iterator[tuple[str, tuple[str, BlockFp8]]]:
+    """Each quantised matrix with the name of its format and the rows and columns that share an
+    entry."""
+    if config.get("weight_block_size") is not None:
+        block = read_block_fp8(Values({CONFIG: config}, subject.directory))
+        if block is not None:
+            yield from ((name, ("fp8", block)) for name in subject.quantized)
+        return
+    group = config.get("group_size")
+    method = str(config.get("quant_method"))
+    if method.startswith(("awq", "gptq")) and type(group) is int and group > 0:
+        yield from ((name, (method, BlockFp8(1, group))) for name in subject.quantized)
+        return
+    for name, each in found.items():
+        parts = each.format.parts().values()
+        rows = max(part.rows or 1 for part in parts)
+        columns = max(part.columns or 1 for part in parts)
+        if name in subject.expected:
+            yield name, (each.format.name, BlockFp8(rows, columns))
 
 
 def _is_joined(server: Server, subject: Subject, module: str) -> bool:
@@ -175,17 +332,15 @@ def _uneven(
     part = module.rpartition(".")[2]
     ranks = subject.ranks
     split = is_one_of(facts.split_rows)
+    # A joined matrix must be whole blocks part by part, even where no rank splits it.
     if (split and (ranks > 1 or ".experts." in module)) or _is_joined(server, subject, module):
-        shares = (
-            min(ranks, subject.config.attention.num_query_groups)
-            if is_one_of(facts.split_groups)
-            else ranks
-        )
-        # A joined matrix must be whole blocks part by part, even where no rank splits it.
-        shares = shares if split else 1
+        shares = ranks if split else 1
+        if split and is_one_of(facts.split_groups):
+            shares = min(ranks, subject.config.attention.num_query_groups)
         if shape[0] // shares % block.rows:
             rows = f"{shape[0]} rows, {shape[0] // shares} per rank"
             yield f"{part} has {rows}, not a multiple of the block size {block.rows}"
+
     if is_one_of(facts.split_columns) and ranks > 1 and shape[1] // ranks % block.columns:
         columns = f"{shape[1]} columns, {shape[1] // ranks} per rank"
         yield f"{part} has {columns}, not a multiple of the block size {block.columns}"

@@ -5,23 +5,21 @@ weight is its fp8 value times the scale of its block; blocks at the edges may be
 (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from mtpkit.checkpoint.tensors import FLOATS, Shape, TensorInfo, Tensors
+from mtpkit.checkpoint.tensors import FLOATS, Shape, TensorInfo
 from mtpkit.checkpoint.values import Values
-from mtpkit.errors import UserError, listed, shown
+from mtpkit.errors import shown
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
 """Suffix that the name of a scale adds to the name of its weight."""
 CONFIG = "quantization_config"
-
-_ROWS = 16
-"""Number of rows of blocks that are widened at once."""
+FP8_METHOD = "fp8"
+"""`quant_method` of fp8 in blocks."""
 
 
 _INSTEAD = ("weight_packed", "qweight", "packed")
@@ -39,8 +37,6 @@ _BESIDE = (
         "weight_g_idx",
         "input_scale",
         "input_global_scale",
-        "k_scale",
-        "v_scale",
         "scale_inv",
         "scale",
     ),
@@ -61,25 +57,6 @@ class BlockFp8:
         *leading, out, width = shape
         return (*leading, -(-out // self.rows), -(-width // self.columns))
 
-    def dequantize(self, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert fp8 [..., out, in] and the scales of its blocks to `dtype`: multiply in fp32,
-        then round once."""
-        if weight.dim() > 2:
-            return torch.stack(
-                [self.dequantize(w, s, dtype) for w, s in zip(weight, scale, strict=True)]
-            )
-        result = torch.empty(weight.shape, dtype=dtype)
-        # A few rows of blocks at a time: a whole matrix in fp32 would need four times its bytes.
-        step = self.rows * _ROWS
-        for at in range(0, len(weight), step):
-            part = weight[at : at + step].float()
-            scales = scale[at // self.rows : at // self.rows + _ROWS].float()
-            by_row = scales.repeat_interleave(self.rows, 0)[: len(part)]
-            result[at : at + step] = part.mul_(
-                by_row.repeat_interleave(self.columns, 1)[:, : part.shape[1]]
-            )
-        return result
-
 
 def read_block_fp8(file: Values) -> BlockFp8 | None:
     """The block size of a `config.json`; None if it has no `quantization_config`, or one with a
@@ -93,7 +70,7 @@ def read_block_fp8(file: Values) -> BlockFp8 | None:
     block = found.get("weight_block_size") if isinstance(found, Mapping) else None
     known = (
         isinstance(found, Mapping)
-        and found.get("quant_method") == "fp8"
+        and found.get("quant_method") == FP8_METHOD
         and found.get("fmt", "e4m3") == "e4m3"
     )
     sizes = (
@@ -104,62 +81,11 @@ def read_block_fp8(file: Values) -> BlockFp8 | None:
     if not known or not sizes:
         file.problems.append(
             f"{CONFIG} {shown(found)} is not supported, only quant_method 'fp8' with fmt 'e4m3' and"
-            " weight_block_size"
+            " weight_block_size, 'modelopt', 'compressed-tensors', 'awq' and 'gptq'"
         )
         return None
     assert isinstance(block, list)
     return BlockFp8(*block)
-
-
-class Dequantized:
-    """A source whose fp8 weights are read as `dtype`; their scales are hidden.
-
-    Raises:
-        UserError: weights lack their scale, or scales have another shape or dtype; the message
-            names them all.
-    """
-
-    def __init__(
-        self, source: Tensors, block: BlockFp8, where: object, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
-        self._source = source
-        self._block = block
-        self._dtype = dtype
-        quantized = {
-            name
-            for name, info in source.tensors.items()
-            if info.dtype == FP8 and len(info.shape) > 1
-        }
-        # Before anything is read: a missing scale would show up after minutes of reading.
-        if problems := list(self._misfits(quantized)):
-            raise UserError(f"{where}: {listed(problems, width=240, separator='; ')}")
-        scales = {name + SCALE for name in quantized}
-        self.tensors = {
-            name: TensorInfo(info.shape, dtype) if name in quantized else info
-            for name, info in source.tensors.items()
-            if name not in scales
-        }
-        self._quantized = quantized
-
-    def _misfits(self, quantized: set[str]) -> Iterator[str]:
-        found = self._source.tensors
-        if missing := sorted(name + SCALE for name in quantized if name + SCALE not in found):
-            yield (
-                f"{len(missing)} missing, without which fp8 weights cannot be read:"
-                f" {listed(missing)}"
-            )
-        for name in sorted(quantized):
-            scale = found.get(name + SCALE)
-            shape = self._block.scale_shape(found[name].shape)
-            if scale is not None and scale != (shape, torch.float32):
-                have = f"{list(scale.shape)} {scale.dtype}".replace("torch.", "")
-                yield f"{name}{SCALE} {have} instead of {list(shape)} float32"
-
-    def read(self, name: str) -> Tensor:
-        weight = self._source.read(name)
-        if name not in self._quantized:
-            return weight
-        return self._block.dequantize(weight, self._source.read(name + SCALE), self._dtype)
 
 
 def find_quantized(

@@ -19,7 +19,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +48,26 @@ from mtpkit.checkpoint.directory import (
     latest_iteration,
     open_directory,
 )
+from mtpkit.checkpoint.kv_scales import is_kv_scale
 from mtpkit.checkpoint.layouts.huggingface import copy_companions
 from mtpkit.checkpoint.layouts.megatron import split_slice
 from mtpkit.checkpoint.layouts.torch_dist import COMMON_STATE, MegatronReader
 from mtpkit.checkpoint.layouts.torch_dist_index import INDEX, read_index
 from mtpkit.checkpoint.layouts.torch_dist_write import CHECKPOINT_VERSION, write_megatron
 from mtpkit.checkpoint.load import unchanged_base
+from mtpkit.checkpoint.matrices import SomeWeights
 from mtpkit.checkpoint.original import keep_original, link_original
+from mtpkit.checkpoint.parts import Parts, scale_shapes_of, stored_parts
 from mtpkit.checkpoint.tensors import (
     ANOTHER_COPY,
     FLOATS,
+    SeveralSources,
     Shape,
     is_finite,
     refuse_not_finite,
     require_same_names,
 )
+from mtpkit.checkpoint.waiting import quantized_linears
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError, listed
 from mtpkit.files import (
@@ -101,9 +106,20 @@ def save_model(
     in `companions`.
 
     Tensors of the base that were loaded from `companions` and have not changed keep their dtypes
-    from there, whatever dtype the model has. Collective: every rank calls it. Errors as in
-    `save_checkpoint`.
+    from there, whatever dtype the model has; quantised ones always come from there. Collective:
+    every rank calls it. Errors as in `save_checkpoint`.
+
+    Raises:
+        UserError: weights are quantised that do not come from `companions`.
     """
+    quantized = quantized_linears(model)
+    if companions is not None:
+        quantized = [name for name in quantized if name.startswith("mtp.")]
+    if quantized:
+        raise UserError(
+            f"{directory} is not written: the model's weights are quantised ({listed(quantized)});"
+            " convert the directory that it was loaded from"
+        )
     state = model.sharded_state_dict()
     source = None if companions is None else open_directory(companions)
     stored = set() if source is None else unchanged_base(model, source)
@@ -212,7 +228,8 @@ def _copy_original(source: ModelDirectory, run: Path) -> None:
     if not isinstance(source, HFDirectory):
         link_original(source.companions, run)
     elif not (run / OWN_CONFIG).exists():
-        keep_original(source.reader, source.table, run)
+        scale_shapes = scale_shapes_of(source.matrices, source.reader.tensors)
+        keep_original(source.reader, source.table, source.stored, scale_shapes, run)
 
 
 def _add_base(staging: Path, target: Path, source: Path | str | ModelDirectory) -> None:
@@ -235,13 +252,14 @@ def _add_base(staging: Path, target: Path, source: Path | str | ModelDirectory) 
 
 
 def _write_base(directory: Path, source: ModelDirectory, own: Metadata) -> Metadata:
-    """Write the base's files into a checkpoint with the index `own`; return the index of their
-    tensors."""
-    base = source.weights()
+    """Write the base's files into a checkpoint with the index `own`, quantised matrices as they are
+    stored; return the index of their tensors."""
+    weights = stored_base(source, own.state_dict_metadata.keys())
+    base = SeveralSources(weights, source.kv_scales)
     base.tensors = {
         name: info
         for name, info in base.tensors.items()
-        if split_slice(name)[0] not in own.state_dict_metadata and not name.startswith("mtp.")
+        if name in weights.tensors or _is_of_base(name, own.state_dict_metadata)
     }
     if not base.tensors:
         return Metadata({}, storage_data={})
@@ -264,6 +282,26 @@ def _write_base(directory: Path, source: ModelDirectory, own: Metadata) -> Metad
         if index.fqn != COMMON_STATE
     }
     return _part(written, storage)
+
+
+def stored_base(source: ModelDirectory, without: Container[str] = ()) -> Parts:
+    """The weights of a directory's base as a run writes them: quantised matrices as they are
+    stored, if need be with a scale per row in place of those of blocks.
+
+    Args:
+        without: keys on disk of tensors to leave out.
+
+    Raises:
+        UserError: quantised matrices cannot be kept in Megatron's layout; the message names them.
+    """
+    whole = source.weights(expand_scales=True)
+    names = {name for name in whole.tensors if _is_of_base(name, without)}
+    base = SomeWeights(whole, names)
+    return stored_parts(base, source.recipe if base.matrices else None, source.path)
+
+
+def _is_of_base(name: str, without: Container[str]) -> bool:
+    return split_slice(name)[0] not in without and not name.startswith("mtp.")
 
 
 def _link_base(directory: Path, previous: Path | None) -> Metadata | None:
@@ -324,7 +362,9 @@ def load_checkpoint(
     objects = _over_all_ranks({o.unique_key: () for o in flat if isinstance(o, ShardedObject)})
     if missing := objects.keys() - stored.keys:
         raise UserError(f"{path}: missing {listed(sorted(missing))}")
-    require_same_names(path, stored.on_disk, shapes, extra_ok=partial)
+    # The scales of a base stay beside its weights, but models hold them as numbers.
+    held = {name: info for name, info in stored.on_disk.items() if not is_kv_scale(name)}
+    require_same_names(path, held, shapes, extra_ok=partial)
     try:
         with _without_code():
             state = dist_checkpointing.load(asked, str(path))

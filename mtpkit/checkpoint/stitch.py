@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,14 @@ from torch import Tensor
 from mtpkit.checkpoint.convert import check_destination_of, open_hf
 from mtpkit.checkpoint.directory import HFDirectory, ModelDirectory, open_directory
 from mtpkit.checkpoint.families import Family, get_family
-from mtpkit.checkpoint.families.table import MappedTensors
+from mtpkit.checkpoint.head_formats import (
+    HeadFormat,
+    holds_quantized_heads,
+    scale_shapes_in,
+    written_heads,
+)
 from mtpkit.checkpoint.ignored import Stitching, linears, module_of
+from mtpkit.checkpoint.kv_scales import RenamedScales, scales_of_heads
 from mtpkit.checkpoint.layouts.huggingface import (
     INDEX,
     SINGLE,
@@ -28,8 +34,10 @@ from mtpkit.checkpoint.layouts.huggingface import (
     write_shard,
 )
 from mtpkit.checkpoint.layouts.parallel import Budget
-from mtpkit.checkpoint.stitch_quantized import check_base, list_heads
-from mtpkit.checkpoint.tensors import CheckedTensors, TensorInfo, TensorSource
+from mtpkit.checkpoint.matrices import CheckedWeights, SomeWeights, StoredMatrices
+from mtpkit.checkpoint.parts import FileParts
+from mtpkit.checkpoint.stitch_quantized import check_base, check_heads, list_heads
+from mtpkit.checkpoint.tensors import SeveralSources, TensorInfo, TensorSource
 from mtpkit.config import ModelConfig
 from mtpkit.config.checked import keys_of
 from mtpkit.errors import MtpkitError, StorageError, UserError, listed, shown
@@ -83,6 +91,7 @@ def stitch(
     destination: Path | str,
     link: bool = False,
     force: bool = False,
+    head_format: HeadFormat = "auto",
 ) -> Stitched:
     """Write a Hugging Face checkpoint with the heads of another model directory.
 
@@ -99,11 +108,12 @@ def stitch(
             then the source's own files: a program that changes one in place changes both
             checkpoints.
         force: replace a checkpoint at the destination.
+        head_format: how to write the matrices of heads that servers would quantise.
 
     Raises:
         UserError: a directory is damaged or does not fit its config (every offending tensor is
-            named), the two differ in sizes, `trained` has no heads, or the destination is in use;
-            nothing is left behind.
+            named), the two differ in sizes, `trained` has no heads, the base cannot say that heads
+            have this format, or the destination is in use; nothing is left behind.
         StorageError: writing failed, or files cannot be linked; nothing is left behind.
     """
     base = open_hf(source, any_quantization=True)
@@ -111,7 +121,7 @@ def stitch(
     heads = open_directory(trained)
     # The trained directory must not be inside the destination either, which is replaced.
     check_destination_of(heads.path, destination, force)
-    plan = _Plan(base, heads)
+    plan = _Plan(base, heads, head_format)
     with staged_directory(destination) as staging:
         for file in plan.kept_files:
             _keep(base.path / file, staging / plan.names.get(file, file), link)
@@ -137,7 +147,9 @@ class _Plan:
         UserError: as `stitch` does.
     """
 
-    def __init__(self, source: HFDirectory, trained: ModelDirectory) -> None:
+    def __init__(
+        self, source: HFDirectory, trained: ModelDirectory, head_format: HeadFormat
+    ) -> None:
         self.config = _with_heads(source, trained)
         self.family: Family = get_family(self.config.family)
         # The base's family must have names for the heads, which may be of another model's kinds.
@@ -152,17 +164,40 @@ class _Plan:
         old_heads = source.table.mtp_names(source.stored)
         # drops their scales, too
         old_heads |= {name for head in old_heads for name in self.quantized.get(head, ())}
+        old_heads |= scales_of_heads(self.reader.kv_scales, source.table.attentions)
 
         table = self.family.table(self.config)
         # Some families store copies of the base's embedding or output layer with each head; these
         # are taken from this base, not from the one that the heads were trained on.
-        copied = _Part(CheckedTensors(self.reader, source.path), {*table.copies.values()})
-        self.mapped: MappedTensors = table.heads_to_hf(
-            _heads_of(trained), copied, trained.path, source.stored
+        copied = _copied(source, {*table.copies.values()} & self.quantized.keys())
+        copied = _Part(copied, {*table.copies.values()})
+        mapped = table.heads_to_hf(
+            _heads_of(trained, head_format), copied, trained.path, source.stored
         )
+        self.formatted = written_heads(
+            mapped,
+            mapped.tensors.keys(),
+            head_format,
+            source.quantization,
+            self.family.serving,
+            len(self.config.pattern),
+            source.path,
+        )
+        parts = self._parts(trained)
+        scales = RenamedScales(_heads_in(trained.kv_scales), table.attentions, source.settings)
+        self.mapped = SeveralSources(parts, scales)
         self.heads = [*self.mapped.tensors]
         self.others = [name for name in self.reader.places if name not in old_heads]
         self._assign(old_heads)
+        self.settings = self._settings()
+
+    def _parts(self, trained: ModelDirectory) -> TensorSource:
+        """The heads as they are written."""
+        weights = self.formatted.weights
+        if not weights.matrices:
+            return weights
+        shapes = {**scale_shapes_in(trained), **self.formatted.scale_shapes}
+        return FileParts(weights, self.source.recipe, shapes)
 
     def _assign(self, old_heads: set[str]) -> None:
         """Heads under old names stay in their files; new names go into the last of these, or into
@@ -208,15 +243,26 @@ class _Plan:
             metadata = read_total_metadata(self.source.path) | {"total_size": total + written}
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        config = self.family.count_heads(self.config, self.source.settings)
-        for file, settings in list_heads(self.source, config, self._modules()).items():
+        for file, settings in self.settings.items():
             (staging / file).write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _settings(self) -> dict[str, Mapping[str, object]]:
+        """The files with settings that change, by name.
+
+        Raises:
+            UserError: they cannot say how the heads are stored.
+        """
+        config = self.family.count_heads(self.config, self.source.settings)
+        modules = self._modules()
+        files = list_heads(config, self.source.modelopt, modules)
+        check_heads(files, self.mapped.tensors, modules, self.source.path)
+        return files
 
     def _modules(self) -> Stitching:
         """What lists of unquantised modules must say."""
         facts = self.family.serving
-        heads = {name: info.shape for name, info in self.mapped.tensors.items()}
-        quantized = [module_of(name) for name in self.quantized.keys() - heads.keys()]
+        replaced = self.source.table.mtp_names(self.source.stored)
+        quantized = [module_of(name) for name in self.quantized.keys() - replaced]
         base = linears(
             {
                 name: self.reader.info(name).shape
@@ -226,7 +272,14 @@ class _Plan:
             facts,
         )
         plain = [module for module in base if module not in quantized]
-        return Stitching(linears(heads, facts), quantized, plain, facts, len(self.config.pattern))
+        return Stitching(
+            self.formatted.plain(facts),
+            quantized,
+            plain,
+            facts,
+            len(self.config.pattern),
+            self.formatted.algorithms,
+        )
 
 
 class _Content:
@@ -269,10 +322,28 @@ class _Part:
         self._source.require_finite()
 
 
-def _heads_of(trained: ModelDirectory) -> _Part:
-    """The heads of a model directory, under Megatron's names."""
-    weights = trained.weights()
-    return _Part(weights, {name for name in weights.tensors if name.startswith("mtp.")})
+def _names_of_heads(source: TensorSource) -> set[str]:
+    return {name for name in source.tensors if name.startswith("mtp.")}
+
+
+def _heads_in(source: TensorSource) -> _Part:
+    """The tensors of heads among those of a model, under Megatron's names."""
+    return _Part(source, _names_of_heads(source))
+
+
+def _heads_of(trained: ModelDirectory, head_format: HeadFormat) -> TensorSource:
+    """The heads of a model directory, quantised ones as they are stored if they are to stay so."""
+    if head_format != "auto" or not holds_quantized_heads(trained):
+        return _heads_in(trained.weights())
+    # Rows are put back in order, where those of a block are together again.
+    weights = trained.weights(expand_scales=isinstance(trained, HFDirectory))
+    return SomeWeights(weights, _names_of_heads(weights))
+
+
+def _copied(base: HFDirectory, quantized: Set[str]) -> TensorSource:
+    """The tensors of a base, of which some are widened."""
+    found = {name: base.matrices[name] for name in quantized}
+    return CheckedWeights(StoredMatrices(base.reader, found, torch.bfloat16), base.path)
 
 
 def _with_heads(source: HFDirectory, where: ModelDirectory) -> ModelConfig:

@@ -3,11 +3,16 @@ unquantised modules."""
 
 from collections.abc import Mapping
 
+import torch
+
 from mtpkit.checkpoint.directory import MODELOPT, HFDirectory
-from mtpkit.checkpoint.ignored import Stitching
-from mtpkit.checkpoint.quantized import CONFIG, Dequantized, find_quantized, read_block_fp8
-from mtpkit.checkpoint.tensors import require_same_names
+from mtpkit.checkpoint.ignored import Stitching, module_of
+from mtpkit.checkpoint.matrices import StoredMatrices, find_matrices
+from mtpkit.checkpoint.quantized import CONFIG, find_quantized, read_block_fp8
+from mtpkit.checkpoint.recipe import read_recipe
+from mtpkit.checkpoint.tensors import TensorInfo, require_same_names
 from mtpkit.checkpoint.values import Values
+from mtpkit.errors import UserError, listed, raise_problems
 
 
 def check_base(source: HFDirectory) -> dict[str, frozenset[str]]:
@@ -26,8 +31,12 @@ def check_base(source: HFDirectory) -> dict[str, frozenset[str]]:
         require_same_names(source.path, found.tensors, expected)
         return {}
     quantized = find_quantized(found.tensors, expected)
-    block = read_block_fp8(Values(source.settings, source.path / "config.json"))
-    tensors = found.tensors if block is None else Dequantized(found, block, source.path).tensors
+    settings = Values(source.settings, source.path / "config.json")
+    block = read_block_fp8(settings)
+    tensors = found.tensors
+    if block is not None:
+        matrices = find_matrices(tensors, read_recipe(settings), source.path)
+        tensors = StoredMatrices(found, matrices, torch.bfloat16).tensors
     apart = {} if block else quantized
     taken = apart.keys() | {name for names in apart.values() for name in names}
     plain = {name: info for name, info in tensors.items() if name not in taken}
@@ -38,22 +47,73 @@ def check_base(source: HFDirectory) -> dict[str, frozenset[str]]:
 
 
 def list_heads(
-    source: HFDirectory, config: Mapping[str, object], modules: Stitching
+    config: Mapping[str, object],
+    own: Mapping[str, object] | None,
+    modules: Stitching,
+    only_incomplete: bool = False,
 ) -> dict[str, Mapping[str, object]]:
-    """`config.json`, and ModelOpt's file if there is one, with the heads added to their lists of
-    unquantised modules.
+    """`config.json`, and ModelOpt's file if there is one, with the heads as their lists of
+    unquantised modules must have them.
 
     Args:
         config: the `config.json` to change.
+        own: ModelOpt's file.
+        only_incomplete: change nothing where servers read the lists rightly already.
     """
+
+    def listed_in(settings: Mapping[str, object]) -> Mapping[str, object]:
+        complete = only_incomplete and modules.is_complete(settings)
+        return settings if complete else modules.listed_in(settings)
+
     files: dict[str, Mapping[str, object]] = {"config.json": config}
     settings = config.get(CONFIG)
     if isinstance(settings, Mapping):
-        files["config.json"] = {**config, CONFIG: modules.listed_in(settings)}
-    if (own := source.modelopt) is not None:
+        files["config.json"] = {**config, CONFIG: listed_in(settings)}
+    if own is not None:
         # the file leaves out the method, by which lists are read
-        changed = modules.listed_in({"quant_method": "modelopt", **own})
+        changed = listed_in({"quant_method": "modelopt", **own})
         files[MODELOPT] = {
             key: value for key, value in changed.items() if key != "quant_method" or key in own
         }
     return files
+
+
+def check_heads(
+    files: Mapping[str, Mapping[str, object]],
+    tensors: Mapping[str, TensorInfo],
+    modules: Stitching,
+    where: object,
+) -> None:
+    """Check that settings say how the quantised matrices of heads are stored.
+
+    Args:
+        files: the result of `list_heads`.
+        tensors: those of the heads, as they are written.
+        where: the base, for messages.
+
+    Raises:
+        UserError: they do not.
+    """
+    if not modules.written:
+        return
+    config = files["config.json"]
+    own = files.get(MODELOPT)
+    told = [config.get(CONFIG), {"quant_method": "modelopt", **own} if own else None]
+    hidden = {name for each in told if isinstance(each, Mapping) for name in modules.misread(each)}
+    problem = f"servers would take {listed(sorted(hidden))} for unquantised" if hidden else ""
+    if not problem:
+        file = Values(config, "config.json")
+        try:
+            recipe = read_recipe(file, own)
+            raise_problems(file.where, file.problems)
+            found = find_matrices(tensors, recipe, "its settings")
+        except UserError as error:
+            problem = str(error)
+        else:
+            missed = modules.written.keys() - {module_of(name) for name in found}
+            problem = f"its settings say nothing of {listed(sorted(missed))}" if missed else ""
+    if problem:
+        raise UserError(
+            f"{where}: the heads are quantised in a way that this base cannot say ({problem});"
+            " write them in bf16 by --head-format bf16"
+        )

@@ -3,8 +3,6 @@ fingerprints."""
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +13,11 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.directory import HFDirectory, ModelDirectory, open_directory
+from mtpkit.checkpoint.compared import Compared, compared
+from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.load import load_model
-from mtpkit.checkpoint.quantized import find_quantized
+from mtpkit.checkpoint.run import stored_base
 from mtpkit.checkpoint.tensors import (
-    CheckedTensors,
-    SeveralSources,
     TensorSource,
     bits_equal,
     is_finite,
@@ -28,6 +25,7 @@ from mtpkit.checkpoint.tensors import (
 from mtpkit.config import ModelConfig
 from mtpkit.errors import UserError
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states, unroll_depths
+from mtpkit.model.formats import Format
 
 Files = dict[str, list[int]]
 """File name -> size (bytes) and modification time (ns), for each file that holds weights."""
@@ -41,7 +39,8 @@ _READERS = 4
 @dataclass
 class Comparison:
     """Tensor names, grouped by the result of comparing two checkpoints. They are Hugging Face's if
-    both have that layout and store their tensors alike, else Megatron's as on disk."""
+    both have that layout and store their tensors alike, else Megatron's as on disk. Matrices that
+    both have quantised in one format are compared by their parts, others under one name."""
 
     equal: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
@@ -51,7 +50,7 @@ class Comparison:
     not_finite: list[str] = field(default_factory=list)
     """Tensors in both checkpoints that hold NaN or infinity in at least one of them, equal or
     not."""
-    heads: Set[str] = frozenset()
+    heads: set[str] = field(default_factory=set)
     """Names that belong to heads."""
 
     @property
@@ -74,91 +73,67 @@ class Comparison:
 def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     """Compare every tensor bitwise, shape and dtype included, with two tensors in memory at a time.
 
+    Quantised matrices are compared as they are stored, part by part. If one checkpoint has a matrix
+    quantised and the other does not, the first is widened to the dtype of the other.
+
     Tensors that hold NaN or infinity are reported in `not_finite` even if they are equal.
 
     Raises:
         UserError: a directory is no checkpoint or is damaged.
     """
-    directories = [open_directory(directory) for directory in (first, second)]
-    views = _as_stored(directories) or [_as_megatron(directory) for directory in directories]
-    a, b = (view.weights for view in views)
+    a, b = compared([open_directory(directory) for directory in (first, second)])
     result = Comparison(
-        only_first=sorted(a.tensors.keys() - b.tensors.keys()),
-        only_second=sorted(b.tensors.keys() - a.tensors.keys()),
-        heads=views[0].heads | views[1].heads,
+        only_first=sorted(a.formats.keys() - b.formats.keys()),
+        only_second=sorted(b.formats.keys() - a.formats.keys()),
     )
-    for name in tqdm([n for n in a.tensors if n in b.tensors], desc="comparing", disable=None):
-        one = a.read(name)
-        other = b.read(name)
-        difference = _difference(one, other)
-        # Equal tensors need one look; those outside the text model may hold any values.
-        if name not in views[0].apart and not (
-            is_finite(one) and (not difference or is_finite(other))
-        ):
-            result.not_finite.append(name)
-        if difference:
-            result.different.append(f"{name} ({difference})")
-        else:
-            result.equal.append(name)
+    heads = a.heads | b.heads
+    result.heads |= heads
+    for name in tqdm([n for n in a.formats if n in b.formats], desc="comparing", disable=None):
+        told = [_as_told(each) for each in (a.formats[name], b.formats[name]) if each is not None]
+        if len({*told}) > 1:
+            result.different.append(f"{name} (stored as {' and '.join(told)})")
+            continue
+        ones = _stored(a, b, name)
+        others = _stored(b, a, name)
+        if name in heads:
+            result.heads |= ones.keys() | others.keys()
+        result.only_first += sorted(ones.keys() - others.keys())
+        result.only_second += sorted(others.keys() - ones.keys())
+        for part in (part for part in ones if part in others):
+            _compare(result, part, ones[part], others[part], name in a.apart)
     return result
 
 
-class _View(NamedTuple):
-    """The weights of a directory under the names that a comparison speaks."""
-
-    weights: TensorSource
-    heads: Set[str]
-    apart: Set[str]
-    """Names of the tensors outside the text model, which may hold any values."""
-
-
-def _as_megatron(directory: ModelDirectory) -> _View:
-    """The weights of a directory of either layout under Megatron's names."""
-    weights = directory.weights()
-    carried = directory.carried
-    heads = {name for name in weights.tensors if name.startswith("mtp.")}
-    if carried is None:
-        return _View(weights, heads, frozenset())
-    return _View(SeveralSources(weights, carried), heads, carried.tensors.keys())
+def _stored(side: Compared, other: Compared, name: str) -> dict[str, Tensor]:
+    """What one checkpoint stores of a tensor, or the tensor alone if the other has it in no
+    format."""
+    if other.formats[name] is None:
+        return {name: side.read(name, other.dtype(name))}
+    if side.formats[name] is None:
+        return {name: side.read(name, side.dtype(name))}
+    return side.stored(name)
 
 
-def _as_stored(directories: Sequence[ModelDirectory]) -> list[_View] | None:
-    """The weights of Hugging Face directories under their own names; None if a directory has
-    another layout, or if the directories have other families, are quantised, or store tensors in
-    different ways.
+def _compare(result: Comparison, name: str, one: Tensor, other: Tensor, any_values: bool) -> None:
+    """Compare two tensors and note the result.
 
-    Heads' copies of the base's tensors that not all directories have are left out, as in Megatron's
-    layout.
+    Args:
+        any_values: whether they may be not finite.
     """
-    in_hf = [directory for directory in directories if isinstance(directory, HFDirectory)]
-    if len(in_hf) < len(directories):
-        return None
-    views = []
-    ways: list[tuple[str, Mapping[str, str]]] = []
-    copies: list[set[str]] = []
-    for directory in in_hf:
-        directory.weights()  # refuses files that do not fit their config
-        reader = directory.reader
-        table = directory.table
-        stored = directory.stored
-        # Quantised weights are compared as they are read, which only Megatron's names can express:
-        # scales and packed values have no counterpart in a file that is not quantised.
-        if find_quantized(reader.tensors, table.hf_shapes(stored)):
-            return None
-        ways.append((directory.family.model_type, stored.ways))
-        copies.append({copy for copy in table.copies if copy in reader.tensors})
-        weights = SeveralSources(CheckedTensors(reader, directory.path), reader.carried)
-        views.append(_View(weights, table.mtp_names(stored), reader.carried.tensors.keys()))
-    # Packed and single experts have different names on disk, and the same ones in Megatron's
-    # layout.
-    if any(way != ways[0] for way in ways):
-        return None
-    # A copy that one side leaves out says nothing: it is equal to the base's own tensor.
-    counts = Counter(name for names in copies for name in names)
-    for name in (name for name, count in counts.items() if count < len(directories)):
-        for view in views:
-            view.weights.tensors.pop(name, None)
-    return views
+    difference = _difference(one, other)
+    # Equal tensors need one look.
+    if not any_values and not (is_finite(one) and (not difference or is_finite(other))):
+        result.not_finite.append(name)
+    if difference:
+        result.different.append(f"{name} ({difference})")
+    else:
+        result.equal.append(name)
+
+
+def _as_told(kind: Format) -> str:
+    """A format in words, with how inputs are quantised."""
+    rule = kind.inputs.rule
+    return kind.name if rule == "none" else f"{kind.name} with inputs by {rule}"
 
 
 def _difference(a: Tensor, b: Tensor) -> str:
@@ -229,8 +204,8 @@ def _all_logits(model: HybridModel, tokens: Tensor, depths: int) -> dict[str, Te
 def fingerprint_base(
     directory: Path, known: tuple[Path, str, Files] | None = None
 ) -> tuple[str, Files]:
-    """Fingerprint of the base's weights, without heads, as 32 hexadecimal digits; and the files
-    that hold the weights.
+    """Fingerprint of the base's weights as they are stored, without heads, as 32 hexadecimal
+    digits; and the files that hold the weights.
 
     All weights are read, with a progress bar, unless the files are those for which the digits are
     known.
@@ -248,7 +223,7 @@ def fingerprint_base(
     # Size and time of change suffice here: the digits come from the same directory.
     if known is not None and (known[0], known[2]) == (directory.resolve(), files):
         return known[1], files
-    return _digest(opened.weights()), files
+    return _digest(stored_base(opened)), files
 
 
 def fingerprint_config(config: ModelConfig) -> str:

@@ -68,6 +68,7 @@ def acceptance(
         ),
     ] = "local",
     *,
+    hub: options.Hub,
     parallel: Annotated[
         ParallelConfig,
         options.Fields(only=("tensor", "pipeline", "expert"), suffix="_parallel_size"),
@@ -93,12 +94,14 @@ def acceptance(
     work: torchrun --standalone --no-python --nproc-per-node N mtpkit acceptance ...
     """
     from mtpkit.bench.tables import print_object
+    from mtpkit.checkpoint.hub import find_model
     from mtpkit.files import check_writable, write_file
     from mtpkit.training.evaluation import evaluate_directory
 
     # Refused now, not when the base has run over all data.
     if output is not None:
         check_writable(output, file=True)
+    model = find_model(model, hub.revision, hub.download_dir)
     found = evaluate_directory(
         model,
         data,

@@ -17,6 +17,7 @@ from mtpkit.bench.settings import (
     DecodeConfig,
     LoadConfig,
     PrefillConfig,
+    PublishedFormat,
     RooflineConfig,
     StallConfig,
     TrainBenchConfig,
@@ -27,6 +28,7 @@ from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.config.checked import keys_of
 from mtpkit.engine import EngineOptions
+from mtpkit.engine.requests.options import HubOptions
 from mtpkit.errors import listed
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ if TYPE_CHECKING:
 app = new_app(no_args_is_help=True, help=__doc__)
 
 _SHAPES = (
-    f"A model directory, or published sizes with random weights: {', '.join(LARGE_SHAPES)} on a"
-    f" GPU; {', '.join(SMALL_SHAPES)}, small ones of their kinds, on a CPU."
+    "A model directory, the id of a model in the Hugging Face hub, or published sizes with random"
+    f" weights: {', '.join(LARGE_SHAPES)} on a GPU; {', '.join(SMALL_SHAPES)}, small ones of their"
+    " kinds, on a CPU."
 )
 NVIDIA_8B = "nemotron-h-8b"
 TINY = "nemotron-h-tiny"
@@ -53,6 +56,17 @@ FittingModel = Annotated[
 ]
 Pattern = Annotated[
     str | None, typer.Option(help="Layers of a shape's head, such as '*-'; by default '*'.")
+]
+WeightFormat = Annotated[
+    PublishedFormat | None,
+    typer.Option(
+        help=(
+            "Format of a shape's matrices, as checkpoints in this format are published: fp8-blocks"
+            " (DeepSeek-V3, Qwen) of base and heads, int4 or nvfp4 of the base. --quantization fp8"
+            " is a scale per row of the base."
+        ),
+        show_default=False,
+    ),
 ]
 Output = Annotated[
     Path | None,
@@ -71,6 +85,7 @@ def decode(
     distinct: Annotated[
         bool, typer.Option("--distinct", help="Give a shape one head per depth.")
     ] = False,
+    weight_format: WeightFormat = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -82,6 +97,7 @@ def decode(
         ),
     ] = None,
     *,
+    hub: options.Hub,
     config: Annotated[DecodeConfig, options.Fields()],
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Print which kernels a step consists of, too.")
@@ -107,6 +123,7 @@ def decode(
     from mtpkit.model.stages import Decoding
     from mtpkit.platform import default_device
 
+    model = _located(model, hub)
     model, (config,), small = _fitting(context, model, default_device(), config)
     engine = config.engine
     stages = engine.pipeline_parallel_size
@@ -144,7 +161,7 @@ def decode(
             result.save(output)
             kernel_shares(result).save(output)
 
-    opened = _open(model, engine, pattern, distinct, balance)
+    opened = _open(model, engine, pattern, distinct, balance, weight_format)
     result = measure_decode(opened, config, token_ids, model, keep)
     _say(small)
     if kernels:
@@ -158,6 +175,7 @@ def load(
     context: typer.Context,
     model: FittingModel = None,
     pattern: Pattern = None,
+    weight_format: WeightFormat = None,
     workload: Annotated[
         Literal["mixed", "stall", "turns", "prefill"],
         typer.Option(
@@ -170,6 +188,7 @@ def load(
         ),
     ] = "mixed",
     *,
+    hub: options.Hub,
     config: Annotated[LoadConfig, options.Fields()],
     stall_rule: Annotated[StallConfig, options.Fields()],
     turns_rule: Annotated[TurnsConfig, options.Fields()],
@@ -201,6 +220,7 @@ def load(
     from mtpkit.platform import default_device, require_one_process
 
     require_one_process()
+    model = _located(model, hub)
     rules = {"stall": stall_rule, "turns": turns_rule, "prefill": prefill_rule}
     for name, rule in rules.items():
         unused = sorted(_given(context, rule)) if name != workload else []
@@ -223,7 +243,7 @@ def load(
     model, (config, *fitted), small = _fitting(context, model, default_device(), config, *chosen)
     drafts = choose_drafts(get_config(model, pattern), config.num_speculative_tokens, LOAD_DRAFTS)
     config = replace(config, num_speculative_tokens=drafts)
-    opened = _open(model, config.engine, pattern)
+    opened = _open(model, config.engine, pattern, weight_format=weight_format)
     rule = fitted[0] if fitted else None
     result = measure_load(opened, config, rule, model, _keep(output))
     _say(small)
@@ -286,6 +306,7 @@ def train(
 def roofline(
     model: Model = NVIDIA_8B,
     pattern: Pattern = None,
+    weight_format: WeightFormat = None,
     *,
     config: Annotated[RooflineConfig, options.Fields()],
     works: Annotated[
@@ -300,10 +321,16 @@ def roofline(
     The bandwidth is that of a copy, as in `bench decode`. Reads alone may be faster, so the result
     is only a yardstick.
     """
-    from mtpkit.bench.roofline import tabulate_limits
-    from mtpkit.bench.shapes import get_config
+    import torch
 
-    steps, pieces = tabulate_limits(get_config(model, pattern), config, model)
+    from mtpkit.bench.roofline import tabulate_limits
+    from mtpkit.bench.shapes import get_config, held_weights
+
+    quantization = config.engine.quantization
+    refuse_both(weight_format, quantization)
+    dtype = getattr(torch, config.dtype)
+    weights = held_weights(model, dtype, pattern, quantization, weight_format)
+    steps, pieces = tabulate_limits(get_config(model, pattern), config, model, weights)
     if works:
         pieces.show_tables()
     _finish(steps, output, as_json)
@@ -354,6 +381,13 @@ def _fitting(
     return chosen, fitted, sentence
 
 
+def _located(model: str | None, hub: HubOptions) -> str | None:
+    """The directory of a model in the hub; shapes and directories stay as they are."""
+    from mtpkit.checkpoint.hub import find_model
+
+    return None if model is None else str(find_model(model, hub.revision, hub.download_dir))
+
+
 def _say(sentence: str) -> None:
     """Print a sentence on standard error, if there is one."""
     if sentence:
@@ -366,10 +400,12 @@ def _open(
     pattern: str | None = None,
     distinct: bool = False,
     balance: "StageBalance" = "memory",
+    weight_format: PublishedFormat | None = None,
 ) -> "HybridModel":
     from mtpkit.bench.shapes import open_model, require_gpu
     from mtpkit.platform import default_device
 
+    refuse_both(weight_format, engine.quantization)
     device = default_device()
     require_gpu(model, device)
     return open_model(
@@ -382,7 +418,15 @@ def _open(
         engine.enable_expert_parallel,
         engine.pipeline_parallel_size,
         balance,
+        engine.quantization,
+        weight_format,
     )
+
+
+def refuse_both(weight_format: PublishedFormat | None, quantization: str | None) -> None:
+    """Refuse two formats of the same matrices."""
+    if weight_format is not None and quantization is not None:
+        raise typer.BadParameter("give one of them", param_hint="--weight-format / --quantization")
 
 
 def _keep(output: Path | None) -> "Callable[[Result[Any]], object] | None":

@@ -25,6 +25,7 @@ _MAY_BE_INFINITE = ("request_rate",)
 SHORT_NAMES = {
     "--k": ("--num-speculative-tokens", "--num-depths"),
     "--out": ("--output",),
+    "--data-parallel": ("--data-parallel-size",),
 }
 """Short names of options, each with the names that it stands for. Help does not list them."""
 

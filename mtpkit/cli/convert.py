@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.config import MAX_SHARD_BYTES
 from mtpkit.errors import UserError, counted, listed
@@ -15,26 +16,54 @@ app = new_app(no_args_is_help=True, help=__doc__)
 
 Source = Annotated[Path, typer.Argument(help="Model directory to read.")]
 Destination = Annotated[Path, typer.Argument(help="Model directory to write.")]
+HeadFormat = Annotated[
+    Literal["auto", "bf16", "fp8", "nvfp4", "int4"],
+    typer.Option(
+        help=(
+            "Format of the heads' matrices, as far as the quantisation of the base can say it;"
+            " auto: as they are stored, which is bf16 after training."
+        )
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is already there.")]
 
 
 @app.command("import", cls=Command)
+@options.takes_options
 def import_(
-    source: Source,
+    source: Annotated[
+        Path, typer.Argument(help="Model directory to read, or the id of one in the hub.")
+    ],
     destination: Destination,
     force: Force = False,
     fp8_as: Annotated[
-        Literal["bfloat16", "float32"],
-        typer.Option(help="Dtype of weights that are stored in fp8."),
-    ] = "bfloat16",
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(
+            help="Dtype to widen quantised weights to; default: keep them as they are stored."
+        ),
+    ] = None,
+    expand_scales: Annotated[
+        bool,
+        typer.Option(
+            "--expand-scales",
+            help=(
+                "Give each row the scales of its block where Megatron's layout takes a block apart."
+            ),
+        ),
+    ] = False,
+    *,
+    hub: options.Hub,
 ) -> None:
     """Hugging Face -> Megatron: weights, config, tokenizer."""
     import torch
 
     from mtpkit.checkpoint.convert import import_checkpoint
+    from mtpkit.checkpoint.hub import find_model
     from mtpkit.data.tokenizer import lacks_vocabulary
 
-    _list_carried(import_checkpoint(source, destination, force, getattr(torch, fp8_as)))
+    dtype = None if fp8_as is None else getattr(torch, fp8_as)
+    source = find_model(source, hub.revision, hub.download_dir)
+    _list_carried(import_checkpoint(source, destination, force, dtype, expand_scales))
     if problem := lacks_vocabulary(destination):
         print(f"mtpkit: warning: the tokenizer is incomplete: {problem}", file=sys.stderr)
     print(f"wrote {destination}")
@@ -61,12 +90,14 @@ def export(
             ),
         ),
     ] = None,
+    head_format: HeadFormat = "auto",
 ) -> None:
     """Megatron -> Hugging Face: weights, config, tokenizer."""
     from mtpkit.checkpoint.convert import export_checkpoint
 
+    size = int(max_shard_gb * 1e9)
     _list_carried(
-        export_checkpoint(source, destination, force, int(max_shard_gb * 1e9), family, vocab_size)
+        export_checkpoint(source, destination, force, size, family, vocab_size, head_format)
     )
     print(f"wrote {destination}")
 
@@ -101,12 +132,13 @@ def stitch_(
             ),
         ),
     ] = False,
+    head_format: HeadFormat = "auto",
 ) -> None:
     """Put trained heads into a Hugging Face checkpoint; only files with heads, and the index, are
     rewritten."""
     from mtpkit.checkpoint.stitch import stitch
 
-    done = stitch(source, trained, destination, link, force)
+    done = stitch(source, trained, destination, link, force, head_format)
     print(
         f"wrote {counted(len(done.heads), 'tensor')} of heads, {done.head_bytes / 1e9:.3g} GB:"
         f" {listed(done.heads)}"
@@ -131,7 +163,11 @@ def verify(
         float, typer.Option(min=0, help="Largest relative difference of logits.")
     ] = 1e-5,
 ) -> None:
-    """Compare two checkpoints bitwise; exit code 1 if they differ, or hold NaN or infinity."""
+    """Compare two checkpoints bitwise, quantised matrices as they are stored; exit code 1 if they
+    differ, or hold NaN or infinity.
+
+    A matrix that only one of them has quantised is widened to the dtype of the other.
+    """
     from mtpkit.checkpoint.verify import compare_logits, compare_weights
 
     result = compare_weights(first, second)

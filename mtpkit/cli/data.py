@@ -16,7 +16,7 @@ from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
 from mtpkit.data.options import DataOptions
 from mtpkit.data.samples import Columns
-from mtpkit.engine import LLMOptions, SamplingParams
+from mtpkit.engine import NOT_OPTIONS, LLMOptions, SamplingParams
 
 if TYPE_CHECKING:
     from mtpkit.data.dataset import PackedDataset, SourceCounts
@@ -41,6 +41,8 @@ ChatTemplate = Annotated[
 ]
 _ENGINE = (
     "model",
+    "revision",
+    "download_dir",
     "num_speculative_tokens",
     "dtype",
     "max_num_seqs",
@@ -164,7 +166,10 @@ def regenerate(
     *,
     sampling: Annotated[
         SamplingParams,
-        options.Fields(without=("n", "seed"), defaults=SamplingParams(max_tokens=512)),
+        options.Fields(
+            without=(*NOT_OPTIONS, "seed"),
+            defaults=SamplingParams(max_tokens=512),
+        ),
     ],
     engine: Annotated[LLMOptions, options.Fields(only=_ENGINE)],
     columns: Annotated[
@@ -194,7 +199,7 @@ def regenerate(
     from mtpkit.data.regenerate import Journal
     from mtpkit.data.tokenizer import fingerprint
     from mtpkit.engine import LLM
-    from mtpkit.engine.loading import config_of, resolve_drafts
+    from mtpkit.engine.loading import config_of, located, resolve_drafts
     from mtpkit.engine.regenerate import journal_settings
     from mtpkit.engine.regenerate import regenerate as answer_prompts
     from mtpkit.errors import counted
@@ -202,6 +207,8 @@ def regenerate(
 
     check_writable(output, file=True, replace=force)
     # refused before any data is read
+    engine = located(engine)
+    model = engine.model
     source = open_directory(model)
     resolve_drafts(config_of(source), engine.num_speculative_tokens)
     tokenizer = _tokenizer(source.companions, chat_template)

@@ -233,11 +233,13 @@ def _convert(run: Path, hf: Path, back: Path) -> None:
     Raises:
         MtpkitError: a tensor has changed.
     """
+    from mtpkit.checkpoint.convert import import_checkpoint
     from mtpkit.checkpoint.verify import compare_weights
     from mtpkit.cli import convert
 
     convert.export(run, hf)
-    convert.import_(hf, back)
+    import_checkpoint(hf, back)
+    print(f"wrote {back}")
     result = compare_weights(run, back)
     if not result.identical:
         raise MtpkitError(f"converting {run} to {hf} and back to {back} changed tensors: {result}")

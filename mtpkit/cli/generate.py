@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +14,26 @@ from tqdm import tqdm
 
 from mtpkit.cli import options
 from mtpkit.cli.command import Command, new_app
-from mtpkit.engine import COMMAND_DEFAULTS, LLMOptions, SamplingParams
+from mtpkit.engine import COMMAND_DEFAULTS, NOT_OPTIONS, LLMOptions, SamplingParams
 from mtpkit.errors import MtpkitError, UserError, counted
 from mtpkit.files import JsonObject
 
 if TYPE_CHECKING:
-    from mtpkit.engine import LLM, EngineStats, Replicas, RequestOutput
+    from mtpkit.engine import LLM, CompletionOutput, EngineStats, Replicas, RequestOutput
     from mtpkit.engine.requests.stats import AcceptanceStats
 
 app = new_app()
 
 _HEADING = 60
 """Most characters of a prompt in its heading."""
-_NOT_OPTIONS = ("seed", "warm_up", "synthetic_acceptance", "device", "tokenizer")
+_NOT_OPTIONS = (
+    "seed",
+    "warm_up",
+    "synthetic_acceptance",
+    "device",
+    "logprobs_mode",
+    "tokenizer",
+)
 """Settings of the engine that are no options: `--seed` is that of the prompts."""
 
 
@@ -41,14 +48,22 @@ def generate(
         Path | None,
         typer.Option(
             help=(
-                'Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids":'
-                " [..]}; "
+                'Text, one prompt per line, or .jsonl with {"prompt": ..}, {"prompt_token_ids":'
+                ' [..]} or {"messages": [..]}; '
                 '"checkpoint_at" beside it: tokens after which the prefix cache keeps a checkpoint.'
             )
         ),
     ] = None,
     *,
-    sampling: Annotated[SamplingParams, options.Fields(without=("n",), defaults=COMMAND_DEFAULTS)],
+    chat: options.Chat = False,
+    template: options.Template,
+    sampling: Annotated[
+        SamplingParams,
+        options.Fields(
+            without=tuple(name for name in NOT_OPTIONS if name != "n"),
+            defaults=COMMAND_DEFAULTS,
+        ),
+    ],
     engine: Annotated[LLMOptions, options.Fields(without=_NOT_OPTIONS)],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt, in their order.")
@@ -83,9 +98,10 @@ def generate(
     infer/generate.py --tensor-parallel-size 2 ... --data-parallel-size distributes the prompts of a
     file over processes that each hold the whole model.
     """
-    from mtpkit.engine.loading import config_of, resolve_tree
+    from mtpkit.bench.shapes import as_conversations, warn_of_raw_text
+    from mtpkit.engine.loading import config_of, located, resolve_tree
+    from mtpkit.engine.processes import gpus_of_replicas
     from mtpkit.engine.ranks import reports, run_on_first_rank
-    from mtpkit.engine.replicas import gpus_of_replicas
     from mtpkit.files import check_writable
 
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
@@ -95,9 +111,12 @@ def generate(
         check_writable(output, file=True)
     first = reports(engine.tensor_parallel_size, engine.pipeline_parallel_size)
     k = engine.num_speculative_tokens
-    _, drafts = resolve_tree(engine, config_of(model))  # refused before stdin is read
+    # Before stdin is read: a model that is not there, or a tree that it cannot serve, is refused.
+    engine = located(engine)
+    _, drafts = resolve_tree(engine, config_of(engine.model))
     # One rank reads for all: stdin can be read only once.
-    given = run_on_first_rank(ranks, lambda: _prompts(prompt, prompts))
+    read = run_on_first_rank(ranks, lambda: _prompts(prompt, prompts))
+    given = as_conversations(read, chat, template.chat_template_kwargs)
     if len(given) < data_parallel_size:
         print(
             f"{counted(len(given), 'prompt')}: no more of {data_parallel_size} replicas are"
@@ -106,7 +125,7 @@ def generate(
         )
     replicas = min(data_parallel_size, len(given))
     with (
-        _decoder(engine, replicas, len(given)) as llm,
+        _decoder(engine, replicas, len(given) * sampling.n) as llm,
         _destination(output if first else None) as file,
     ):
         # A lone prompt that cannot be served is refused, one of several ends with an error.
@@ -118,7 +137,8 @@ def generate(
                 f"{model} has no tokenizer, so there is no text: --json prints token ids",
                 file=sys.stderr,
             )
-        printer = _InOrder([_heading(one) for one in given], as_json, file)
+        warn_of_raw_text(given, llm.has_chat_template)
+        printer = _InOrder([_heading(one) for one in given], sampling.n, as_json, file)
         # A terminal shows the outputs themselves.
         progress = tqdm(total=len(given), desc="prompts", disable=True if file.isatty() else None)
         with progress, printer.whole_lines():
@@ -151,13 +171,13 @@ def _destination(output: Path | None) -> Iterator[TextIO]:
 
 
 @contextmanager
-def _decoder(engine: LLMOptions, replicas: int, prompts: int) -> Iterator["LLM | Replicas"]:
-    """Start what decodes the prompts: one engine in this process, or several replicas in other
+def _decoder(engine: LLMOptions, replicas: int, outputs: int) -> Iterator["LLM | Replicas"]:
+    """Start what decodes so many outputs: one engine in this process, or several replicas in other
     processes."""
     from mtpkit.engine import LLM, Replicas
 
-    # Few prompts need few of the graphs that could be captured.
-    fewest = min(engine.max_num_seqs, -(-prompts // replicas))
+    # Few outputs need few of the graphs that could be captured.
+    fewest = min(engine.max_num_seqs, -(-outputs // replicas))
     options = replace(engine, max_num_seqs=fewest, warm_up=False)
     if replicas == 1:
         yield LLM(**vars(options))
@@ -194,27 +214,46 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[JsonObject]:
 
 def _heading(prompt: JsonObject) -> str:
     """Heading of a prompt: its name and its beginning."""
-    text = (
-        " ".join(prompt["prompt"].split())
-        if "prompt" in prompt
-        else f"{len(prompt['prompt_token_ids'])} tokens"
-    )
+    if "prompt_token_ids" in prompt:
+        text = f"{len(prompt['prompt_token_ids'])} tokens"
+    else:
+        content = prompt["prompt"] if "prompt" in prompt else _last_content(prompt)
+        text = " ".join(str(content).split())
     return f"== {prompt['name']}: {text if len(text) <= _HEADING else text[:_HEADING] + ' ...'}"
+
+
+def _last_content(prompt: JsonObject) -> object:
+    """What the last message of a conversation holds, which is not checked yet."""
+    last = (prompt["messages"] or [""])[-1]
+    return last.get("content", "") if isinstance(last, dict) else last
 
 
 class _InOrder:
     """Prints outputs in the order of their prompts, whichever finishes first; the first unfinished
-    one is streamed."""
+    one is streamed.
 
-    def __init__(self, headings: Sequence[str], as_json: bool, file: TextIO) -> None:
-        self._headings = headings if len(headings) > 1 and not as_json else None
+    Args:
+        num_outputs: outputs of each prompt.
+    """
+
+    def __init__(
+        self, headings: Sequence[str], num_outputs: int, as_json: bool, file: TextIO
+    ) -> None:
+        self._headings = headings if len(headings) > 1 or num_outputs > 1 else None
         """Printed before each text."""
+        self._num_outputs = num_outputs
         self._outputs: list[RequestOutput | None] = [None] * len(headings)
+        """The newest of each prompt."""
+        self._completions: list[dict[int, CompletionOutput]] = [{} for _ in headings]
+        """The newest of each output of each prompt."""
         self._as_json = as_json
         self._file = file
         self._current = 0
-        self._headed = -1
-        """The newest prompt whose heading is printed."""
+        """The prompt that is printed."""
+        self._place = 0
+        """The output of this prompt that is printed."""
+        self._headed = False
+        """Whether the heading of this output is printed."""
         self._shown = 0
         self.failed = 0
         """Prompts printed that ended with an error."""
@@ -233,48 +272,80 @@ class _InOrder:
             raise
 
     def update(self, output: "RequestOutput") -> None:
-        """Store the newest state of a request and print whatever can be printed now."""
+        """Store the newest state of a prompt and print whatever can be printed now."""
         # Requests are numbered in the order of their prompts.
-        self._outputs[int(output.request_id)] = output
-        while (
-            self._current < len(self._outputs)
-            and (current := self._outputs[self._current]) is not None
-        ):
-            if self._headings and self._current != self._headed:
-                print(self._headings[self._current], file=self._file)
-                self._headed = self._current
-            if not self._as_json:
-                text = current.outputs[0].text
-                print(text[self._shown :], end="", file=self._file, flush=True)
-                self._shown = len(text)
-            if not current.finished:
+        prompt = int(output.request_id)
+        self._outputs[prompt] = output
+        self._completions[prompt] |= {one.index: one for one in output.outputs}
+        while self._current < len(self._outputs) and self._print_current():
+            self._current += 1
+
+    def _print_current(self) -> bool:
+        """Print what is new of the current prompt; returns whether it has ended."""
+        output = self._outputs[self._current]
+        if output is None:
+            return False
+        completions = self._completions[self._current]
+        if not self._as_json:
+            self._print_texts(completions)
+        if not output.finished:
+            return False
+
+        every = [completions[index] for index in sorted(completions)]
+        if self._as_json:
+            print(json.dumps(_record(output, every)), file=self._file, flush=True)
+        self.finish_reasons.update(str(one.finish_reason) for one in every)
+        errors = [one.error for one in every if one.error is not None]
+        if errors:
+            print(errors[0], file=sys.stderr)
+            self.failed += 1
+        self._place = 0
+        return True
+
+    def _print_texts(self, completions: "Mapping[int, CompletionOutput]") -> None:
+        """Print the texts of the current prompt's outputs, up to the first one that still grows."""
+        while (one := completions.get(self._place)) is not None:
+            if self._headings and not self._headed:
+                print(self._headings[self._current] + self._place_among_outputs, file=self._file)
+            self._headed = True
+            print(one.text[self._shown :], end="", file=self._file, flush=True)
+            self._shown = len(one.text)
+            if one.finish_reason is None:
                 return
-            print(
-                json.dumps(_record(current)) if self._as_json else "", file=self._file, flush=True
-            )
-            if current.error is not None:
-                print(current.error, file=sys.stderr)
-                self.failed += 1
-            self.finish_reasons[str(current.outputs[0].finish_reason)] += 1
-            self._current = self._current + 1
+            print(file=self._file, flush=True)
+            self._place += 1
+            self._headed = False
             self._shown = 0
 
+    @property
+    def _place_among_outputs(self) -> str:
+        """End of the heading of an output."""
+        if self._num_outputs == 1:
+            return ""
+        return f" (output {self._place + 1} of {self._num_outputs})"
 
-def _record(output: "RequestOutput") -> JsonObject:
-    completion = output.outputs[0]
+
+def _record(output: "RequestOutput", completions: "Sequence[CompletionOutput]") -> JsonObject:
     stats = output.stats
+    texts = [_text_record(one) for one in completions]
     return {
         "index": int(output.request_id),
         "prompt": output.prompt,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        **({"error": completion.error} if completion.error else {}),
+        **(texts[0] if len(texts) == 1 else {"outputs": texts}),
         "num_cached_tokens": output.num_cached_tokens,
         "steps": stats.steps,
         "acceptance_length": stats.acceptance_length,
         "conditional_acceptance": stats.conditional_acceptance,
         **({"ranks_per_depth": stats.ranks_per_depth} if stats.ranks_per_depth else {}),
+    }
+
+
+def _text_record(completion: "CompletionOutput") -> JsonObject:
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        **({"error": completion.error} if completion.error else {}),
     }
 
 

@@ -18,6 +18,8 @@ COMMANDS = {
     "data": "Prepare training data, let the base write it, look at it.",
     "convert": "Convert and compare Hugging Face and Megatron checkpoints.",
     "generate": "Continue prompts, with or without drafts from the MTP heads.",
+    "chat": "Talk with a model in a terminal.",
+    "serve": "Serve a model over HTTP, to clients of OpenAI's or vLLM's servers.",
     "speedup": "Measure how much faster a model decodes with its heads.",
     "bench": "Time decoding, serving a load of requests, and training.",
     "demo": "Train heads on the tiny base, convert and measure them.",

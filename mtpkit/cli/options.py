@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 
 from mtpkit.config.checked import attempt, field_clauses, fields_of, keys_of
 from mtpkit.config.parts import Part, part_of
+from mtpkit.data.options import DataOptions
 from mtpkit.engine import EngineOptions
+from mtpkit.engine.requests.options import HubOptions
 from mtpkit.errors import UserError, listed
 
 _OBJECT = "JSON"
@@ -239,12 +241,24 @@ def _number(text: str) -> int | str:
 
 
 Model = Annotated[
-    Path, typer.Option(help="Model directory, in the Hugging Face or the Megatron layout.")
+    Path,
+    typer.Option(
+        help=(
+            "Model directory, in the Hugging Face or the Megatron layout, or the id of a model in"
+            " the Hugging Face hub, such as org/name."
+        )
+    ),
 ]
+Hub = Annotated[HubOptions, Fields()]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option(help=_field(EngineOptions, "dtype").description),
 ]
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Ask each text as a question, through the chat template."),
+]
+Template = Annotated[DataOptions, Fields(only=("chat_template_kwargs",))]
 PrintJson = Annotated[
     bool,
     typer.Option(

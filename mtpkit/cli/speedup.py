@@ -22,8 +22,8 @@ def speedup(
         Path,
         typer.Option(
             help=(
-                'Text, one prompt per line, or .jsonl with {"prompt": ..} or {"prompt_token_ids":'
-                " [..]}."
+                'Text, one prompt per line, or .jsonl with {"messages": [..]}, {"prompt": ..} or'
+                ' {"prompt_token_ids": [..]}.'
             )
         ),
     ],
@@ -38,6 +38,9 @@ def speedup(
         int | None, typer.Option(min=1, help="Only this many, evenly spread over the file.")
     ] = None,
     *,
+    chat: options.Chat = False,
+    template: options.Template,
+    hub: options.Hub,
     config: Annotated[SpeedupConfig, options.Fields()],
     as_json: options.PrintJson = False,
 ) -> None:
@@ -48,19 +51,24 @@ def speedup(
     when drafts changed the tokens of greedy fp32 decoding. To split a model over processes:
     torchrun --standalone --nproc-per-node 2 infer/eval_speedup.py --tensor-parallel-size 2 ...
     """
-    from mtpkit.bench.shapes import choose_drafts, read_prompts
+    from mtpkit.bench.shapes import as_conversations, choose_drafts, read_prompts
     from mtpkit.bench.speedup import measure_speedup
     from mtpkit.checkpoint import load_config
+    from mtpkit.checkpoint.hub import find_model
     from mtpkit.engine.ranks import reports
 
     first = reports(config.engine.tensor_parallel_size, config.engine.pipeline_parallel_size)
+    model = find_model(model, hub.revision, hub.download_dir)
     ks = choose_drafts(
         load_config(model),
         asked_drafts(config.num_speculative_tokens, config.engine),
         SPEEDUP_DRAFTS,
     )
     chosen = replace(config, num_speculative_tokens=ks)
-    report = measure_speedup(model, read_prompts(prompts, num_prompts), chosen)
+    given = as_conversations(
+        read_prompts(prompts, num_prompts), chat, template.chat_template_kwargs
+    )
+    report = measure_speedup(model, given, chosen)
     if first:
         report.save(output)
     if config.num_speculative_tokens is None and ks == (0,):

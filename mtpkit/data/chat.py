@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,8 @@ Messages = list[JsonObject]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = ("enable_thinking", "thinking")
 """Variables with which templates are told that the model is not to think."""
+_REASONING = ("reasoning_content", "reasoning")
+"""Entries of messages that hold reasoning."""
 _MARKS = [chr(number) for number in range(0xE000, 0xE040)]
 """Characters for private use, which texts rarely have."""
 _QUESTION = {"role": "user", "content": "x"}
@@ -102,7 +105,7 @@ def _answers(messages: Messages, loss: Loss) -> list[int]:
 
 def _is_empty(message: JsonObject) -> bool:
     """Whether a message has neither text nor calls nor reasoning."""
-    texts = (message.get(key) for key in ("content", "reasoning_content", "reasoning"))
+    texts = (message.get(key) for key in ("content", *_REASONING))
     return not message.get("tool_calls") and not any(
         isinstance(text, str) and text.strip() for text in texts
     )
@@ -113,26 +116,48 @@ class Chat:
 
     Args:
         template_kwargs: variables for the template, such as `enable_thinking`.
+        template: a template, or the name of one of the tokenizer's; None: the tokenizer's own.
 
     Raises:
-        UserError: the tokenizer has no template.
+        UserError: no template is given, and the tokenizer has none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template_kwargs: JsonObject | None = None) -> None:
-        require_template(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template_kwargs: JsonObject | None = None,
+        template: str | None = None,
+    ) -> None:
+        if template is None:
+            require_template(tokenizer)
         self._tokenizer = tokenizer
         self._kwargs = template_kwargs or {}
-        self._special = _special_tokens(tokenizer)
+        self._template = template
         self._closers: dict[str, str] = {}
         self._off: list[str] | None = None
 
-    def prompt(self, messages: Messages, tools: list[JsonObject] | None = None) -> str:
+    @cached_property
+    def _special(self) -> list[str]:
+        return _special_tokens(self._tokenizer)
+
+    def prompt(
+        self,
+        messages: Messages,
+        tools: list[JsonObject] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """Render a conversation up to the point where the assistant begins to answer.
+
+        Args:
+            add_generation_prompt: False: render the messages alone.
+            continue_final_message: render the messages alone, and end inside the last one, so that
+                the assistant goes on with it.
 
         Raises:
             SampleError: the template refuses it.
         """
-        return self._accepted(messages, tools, add_generation_prompt=True)[1]
+        return self._accepted(messages, tools, add_generation_prompt, continue_final_message)[1]
 
     def encode(
         self,
@@ -153,7 +178,8 @@ class Chat:
 
         Raises:
             SampleError: the template refuses the conversation, or does not render the calls of a
-                message that is learnt; or an assistant's message is not found in the rendered text.
+                message that is learnt, or reasoning that is all it holds; or an assistant's message
+                is not found in the rendered text.
             NothingToLearn: see `learnt_turns`.
         """
         learnt = learnt_turns(messages, loss)
@@ -162,7 +188,13 @@ class Chat:
             raise SampleError(
                 f"the chat template does not render all calls of message {hidden[0] + 1}"
             )
-        template = self._tokenizer.get_chat_template(tools=tools)
+        # Such a message would be learnt as an empty answer.
+        if hidden := self._hidden_reasoning(form, tools, learnt):
+            raise SampleError(
+                f"the chat template does not render the reasoning of message {hidden[0] + 1}, which"
+                " holds nothing else"
+            )
+        template = self._tokenizer.get_chat_template(self._template, tools)
         if not _GENERATION.search(template) or not self._tokenizer.is_fast or _has_nulls(form):
             turns = list(_Finder(self, form, tools, whole).turns(learnt))
             whole, turns = self._ended(whole, turns, form, learnt[-1], complete)
@@ -192,16 +224,19 @@ class Chat:
         messages: Messages,
         tools: list[JsonObject] | None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
     ) -> str:
         """Render messages as they are.
 
         Raises:
             SampleError: the template refuses them.
         """
+        ends = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         if not _has_nulls(messages):
-            return self._apply(
-                messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            return self._apply(messages, tools, tokenize=False, **ends)
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Later versions of `apply_chat_template` drop contents of None, which some templates ask
@@ -210,8 +245,8 @@ class Chat:
             rendered, _ = render_jinja_template(
                 [messages],
                 tools=tools,
-                chat_template=self._tokenizer.get_chat_template(tools=tools),
-                add_generation_prompt=add_generation_prompt,
+                chat_template=self._tokenizer.get_chat_template(self._template, tools),
+                **ends,
                 **{**self._tokenizer.special_tokens_map, **self._kwargs},
             )
         return rendered[0]
@@ -235,7 +270,7 @@ class Chat:
         """Generation prompts of the template for a model that is not to think, unless the user
         chose one."""
         if self._off is None:
-            template = self._tokenizer.get_chat_template()
+            template = self._tokenizer.get_chat_template(self._template)
             names = [
                 name
                 for name in _THINKING
@@ -243,7 +278,7 @@ class Chat:
             ]
             self._off = []
             for name in names:
-                chat = Chat(self._tokenizer, {**self._kwargs, name: False})
+                chat = Chat(self._tokenizer, {**self._kwargs, name: False}, self._template)
                 self._off.append(chat.header([_QUESTION], None))
         return self._off
 
@@ -275,6 +310,7 @@ class Chat:
         messages: Messages,
         tools: list[JsonObject] | None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
     ) -> tuple[Messages, str]:
         """The first form of a conversation that the template renders in full, and its rendering.
 
@@ -286,7 +322,7 @@ class Chat:
         partly: tuple[Messages, str] | None = None
         for form in _forms(messages):
             try:
-                text = self.render(form, tools, add_generation_prompt)
+                text = self.render(form, tools, add_generation_prompt, continue_final_message)
             except SampleError as error:
                 refusal = refusal or error
                 continue
@@ -334,6 +370,29 @@ class Chat:
         return [
             index for number, index in enumerate(places) if f"f-{number}-{_MARKS[0]}" not in probe
         ]
+
+    def _hidden_reasoning(
+        self, form: Messages, tools: list[JsonObject] | None, learnt: list[int]
+    ) -> list[int]:
+        """Indices of the learnt messages that hold nothing but reasoning, which the template does
+        not render."""
+        alone = [
+            index
+            for index in learnt
+            if not form[index]["content"] and not form[index].get("tool_calls")
+        ]
+        if not alone:
+            return []
+        marked = [
+            (
+                {**message, **{key: f"{_MARKS[0]}{index}." for key in _REASONING if key in message}}
+                if index in alone
+                else message
+            )
+            for index, message in enumerate(form)
+        ]
+        probe = self.render(marked, tools)
+        return [index for index in alone if f"{_MARKS[0]}{index}." not in probe]
 
     def _ended(
         self, whole: str, turns: list[Turn], form: Messages, last: int, complete: bool
@@ -388,7 +447,11 @@ class Chat:
         """Render a conversation by the chat template, with the options of `apply_chat_template`."""
         with _refusals():
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools, **self._kwargs, **options
+                messages,
+                tools=tools,
+                chat_template=self._template,
+                **self._kwargs,
+                **options,
             )
 
 

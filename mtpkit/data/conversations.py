@@ -120,10 +120,12 @@ def _part(part: str | JsonObject, where: str) -> str:
         return part
     kind = part.get("type", "text")
     text = part.get("text")
-    if kind not in _TEXT_PARTS or not isinstance(text, str):
+    if kind not in _TEXT_PARTS:
         raise RowError(
-            f"{where} has a part of the type {shown(kind)}; only parts of text can be learnt"
+            f"{where} has a part of the type {shown(kind)}; models read and write text only"
         )
+    if not isinstance(text, str):
+        raise RowError(f"{where} has a part whose text is {shown(text)}; give a text")
     return text
 
 

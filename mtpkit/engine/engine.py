@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,9 +14,10 @@ from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.intake import Intake
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.requests.config import EngineConfig
+from mtpkit.engine.requests.parallel import outputs_after
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.request import Request, RequestOutput
-from mtpkit.engine.requests.stats import EngineStats
+from mtpkit.engine.requests.stats import EngineStats, StepTokens
 from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DraftShape, width_of
 from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
@@ -78,6 +80,7 @@ class Engine:
         """When the newest results arrived."""
         self._seconds = 0.0
         """Wall time of the steps."""
+        self._step_tokens = StepTokens()
         self._under_way: deque[list[Launched]] = deque()
         """Launched steps whose results are not committed, the oldest first."""
         self.speculation: Speculation = FixedSpeculation(config.drafts)
@@ -130,18 +133,20 @@ class Engine:
         `async_scheduling`) or of this step.
 
         Args:
-            finished_only: return outputs of finished requests only; the text of unfinished requests
-                is then not decoded.
+            finished_only: return outputs of finished requests only, whatever their output kind; the
+                text of unfinished requests is then not decoded.
 
         Returns:
-            Outputs of the requests that emitted tokens.
+            One output for each prompt whose requests emitted tokens.
         """
         began = time.perf_counter()
+        known = self.scheduler.num_tokens
         changed: list[Request] = []
         with self.ranks.working():
             if not self.config.async_scheduling:
                 changed += self._collect()
 
+            self._wait_for_grammars()
             plans = self.ranks.plan(self.scheduler, self.speculation.choose)
             if not plans and not self._under_way and self.scheduler.has_unfinished:
                 raise MtpkitError(
@@ -162,11 +167,18 @@ class Engine:
                 self._drain()
                 self._under_way.clear()
         self._seconds += time.perf_counter() - began
+        self._step_tokens.observe(self.scheduler.num_tokens - known)
 
-        # Results of two steps may have been committed, but outputs are cumulative.
-        once = {request.request_id: request for request in changed}
-        wanted = (request for request in once.values() if request.finished or not finished_only)
-        return [RequestOutput.of(request) for request in wanted]
+        return outputs_after(changed, finished_only)
+
+    def _wait_for_grammars(self) -> None:
+        """Where nothing else can be done, wait for the grammar of the oldest waiting request."""
+        scheduler = self.scheduler
+        idle = not scheduler.running and not self._under_way
+        if idle and not any(request.may_begin for request in scheduler.waiting):
+            for request in scheduler.waiting[:1]:
+                assert request.constraint is not None
+                request.constraint.wait()
 
     def warm_up(self, shapes: Sequence[DraftShape]) -> None:
         """See `Executor.warm_up`. No request may wait or run."""
@@ -284,9 +296,15 @@ class Engine:
             prefilled_tokens=scheduler.num_prefilled,
             returned_bytes=self.executor.stage.returned_bytes
             / max(1, self.executor.stage.returned_rows),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks=scheduler.blocks.size,
+            used_blocks=scheduler.blocks.size - scheduler.blocks.num_free,
+            step_tokens=replace(self._step_tokens, counts=list(self._step_tokens.counts)),
         )
 
     def reset_stats(self) -> None:
         """Reset the totals, for instance after a warm-up."""
         self._seconds = 0.0
+        self._step_tokens = StepTokens()
         self.scheduler.reset_stats()

@@ -6,16 +6,23 @@ for ids that are taken, which the scheduler knows.
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mtpkit.config.checked import are_whole, is_whole
 from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.detokenizer import Detokenizer
+from mtpkit.engine.requests.grammar import Constraint, Grammars
 from mtpkit.engine.requests.params import SEED_BITS, SamplingParams
-from mtpkit.engine.requests.prompts import Prompt, checkpoint_of, encode
-from mtpkit.engine.requests.request import PromptError, Request
+from mtpkit.engine.requests.prompts import Encoded, Prompt, encode, truncated
+from mtpkit.engine.requests.request import PromptError, Request, StopReason
 from mtpkit.engine.requests.stats import AcceptanceStats, RequestStats
+from mtpkit.engine.requests.token_limits import (
+    MOST_BAD_WORDS,
+    MOST_END_TOKENS_OF_MIN,
+    MOST_TOKENS_OF_BAD_WORD,
+)
 from mtpkit.engine.requests.token_texts import Tokenizer, TokenTexts
 from mtpkit.engine.steps.processors import processors_of
 from mtpkit.errors import UserError, shown
@@ -49,10 +56,17 @@ class Intake:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.slot_bytes = slot_bytes
-        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._texts: dict[bool, TokenTexts] = {}
+        """How the tokenizer decodes with special tokens left out (True) and with all tokens."""
+        if tokenizer is not None:
+            self._texts[True] = TokenTexts(tokenizer)
         self._never_found = set[str]()
         """Stop strings that were warned of."""
         self._seeds = random.Random(config.seed)
+        self._grammars: Grammars | None = None
+        self.in_background = False
+        """Whether grammars are compiled while other requests go on. Ranks that share a model must
+        not do this: a request would be admitted when each of them is ready."""
         self._num_requests = 0
         self._next_number = 0
 
@@ -83,8 +97,7 @@ class Intake:
         text: str | None = None
         token_ids: Sequence[int] = ()
         try:
-            text, token_ids = encode(prompt, self.tokenizer, name)
-            checkpoint_at = checkpoint_of(prompt, name)
+            text, token_ids, checkpoint_at = encode(prompt, self.tokenizer, name)
             return self.make(token_ids, params, request_id, text, name, checkpoint_at)
         except PromptError as error:
             if not refuse:
@@ -100,7 +113,8 @@ class Intake:
         place: str | None = None,
         checkpoint_at: int | None = None,
     ) -> Request:
-        """Make a request without queueing it.
+        """Make a request without queueing it; with `n` above 1, that of the first output, which
+        knows its siblings.
 
         Args:
             request_id: the request's id; by default requests are numbered.
@@ -110,42 +124,71 @@ class Intake:
 
         Raises:
             PromptError: the prompt can never be served.
-            UserError: `params` are none, or have stop strings although there is no tokenizer.
+            UserError: `params` are none, or ask for what the engine cannot do, such as stop strings
+                without a tokenizer.
         """
         request_id = self._id_of(request_id)
         name = place or f"request {request_id}"
         if not isinstance(params, SamplingParams):
             raise UserError(f"{name}: params is {shown(params)}, give SamplingParams(...)")
-        arrival = self._num_requests
-        self._num_requests += 1
 
         tokens = list(prompt_token_ids)
         self._check_tokens(name, tokens, checkpoint_at)
+        kept = truncated(
+            Encoded(prompt, tokens, checkpoint_at),
+            params.truncate_prompt_tokens,
+            self.config.max_model_len,
+        )
+        tokens = list(map(int, kept.token_ids))
+        self._check_outputs(name, params)
         self._check_stops(name, params)
+        texts = self._texts_for(params)
+        end_token_ids = self._end_tokens(params, texts)
+        bad_words = self._bad_words(name, params)
+        self._check_rules(name, params, end_token_ids, bad_words)
 
         room = max(0, self.config.max_model_len - len(tokens))
-        detokenizer = None
-        if self._texts is not None:
-            detokenizer = Detokenizer(self._texts, tokens, params.stop_strings)
         # A seed that users give may be negative.
         seed = self._draw_seed() if params.seed is None else params.seed
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=list(map(int, tokens)),
-            params=params,
-            seed=seed % (1 << SEED_BITS),
-            arrival=arrival,
-            stats=self._new_stats(self.slot_bytes),
-            processors=processors_of(params, self.vocab_size),
-            prompt=prompt,
-            detokenizer=detokenizer,
-            place=place,
-            max_tokens=min(params.max_tokens or room, room),
-            end_token_ids=self._end_tokens(params),
-            checkpoint_at=checkpoint_at,
-        )
-        self._check_room(name, request)
-        return request
+
+        def output(index: int) -> Request:
+            detokenizer = None
+            if texts is not None:
+                detokenizer = Detokenizer(
+                    texts,
+                    tokens,
+                    params.stop_strings,
+                    params.include_stop_str_in_output,
+                    params.min_tokens,
+                )
+            return Request(
+                request_id=request_id,
+                prompt_token_ids=tokens,
+                params=params,
+                seed=(seed + index) % (1 << SEED_BITS),
+                arrival=self._num_requests + index,
+                stats=self._new_stats(self.slot_bytes),
+                processors=processors_of(params, self.vocab_size),
+                prompt=prompt,
+                detokenizer=detokenizer,
+                place=place,
+                max_tokens=min(params.max_tokens or room, room),
+                end_token_ids=end_token_ids,
+                bad_words=bad_words,
+                # Each output walks along its own tokens.
+                constraint=self._constraint(name, params),
+                checkpoint_at=kept.checkpoint_at,
+                index=index,
+            )
+
+        first, *others = [output(index) for index in range(params.n)]
+        self._num_requests += params.n
+        self._check_room(name, first)
+        if others:
+            siblings = (first, *others)
+            for request in siblings:
+                request.siblings = siblings
+        return first
 
     def _refused(
         self,
@@ -210,6 +253,15 @@ class Intake:
                 f" {len(tokens)} tokens"
             )
 
+    def _check_outputs(self, name: str, params: SamplingParams) -> None:
+        """Refuse more outputs than can run at once."""
+        most = self.config.max_num_seqs
+        if params.n > most:
+            raise UserError(
+                f"{name}: n is {params.n}, but at most {most} requests run at once: lower n or"
+                " raise max_num_seqs"
+            )
+
     def _check_stops(self, name: str, params: SamplingParams) -> None:
         """Warn of stop tokens that never come; refuse stop strings without a tokenizer."""
         stop_tokens = params.stop_token_ids or ()
@@ -223,6 +275,96 @@ class Intake:
         if params.stop_strings and self.tokenizer is None:
             raise UserError(
                 f"{name}: stop strings need a tokenizer, use stop_token_ids or give one"
+            )
+
+    def _bad_words(self, name: str, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that `bad_words` stand for: a word as it is, and after a space,
+        if that is another sequence of the same length, as in vLLM."""
+        if params.bad_words is None:
+            return ()
+        if self.tokenizer is None:
+            raise UserError(f"{name}: bad_words need a tokenizer, use logit_bias or give one")
+        found: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            plain = self._encoded(word.lstrip())
+            spaced = self._encoded(" " + word.lstrip())
+            found.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        longest = max(map(len, found), default=0)
+        if len(found) > MOST_BAD_WORDS or longest > MOST_TOKENS_OF_BAD_WORD:
+            raise UserError(
+                f"{name}: bad_words are {len(found)} sequences of up to {longest} tokens; there may"
+                f" be {MOST_BAD_WORDS} of up to {MOST_TOKENS_OF_BAD_WORD}, with and without a space"
+                " before each word: leave some out"
+            )
+        return tuple(found)
+
+    def _constraint(self, name: str, params: SamplingParams) -> Constraint | None:
+        """The constraint of a request's output; compiled, unless that happens in the
+        background."""
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        if self.tokenizer is None:
+            raise UserError(f"{name}: structured_outputs need a tokenizer: give one")
+        start_after = None
+        if asked.start_after is not None:
+            start_after = self._texts[True].added_token(asked.start_after)
+            if start_after is None:
+                raise UserError(
+                    f"{name}: start_after is {shown(asked.start_after)}, which is no special token"
+                    " of the tokenizer"
+                )
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.vocab_size, sorted(self.eos_token_ids))
+        try:
+            constraint = self._grammars.constraint(asked, start_after)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        if not self.in_background:
+            constraint.wait()
+            if constraint.error is not None:
+                raise UserError(f"{name}: {constraint.error}")
+        return constraint
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text, without special tokens around it."""
+        assert self.tokenizer is not None
+        encode: Any = self.tokenizer.encode
+        return tuple(encode(text, add_special_tokens=False))
+
+    def _check_rules(
+        self,
+        name: str,
+        params: SamplingParams,
+        ends: Collection[int],
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> None:
+        """Refuse rules about tokens that the model does not have, and rules that leave no token to
+        choose."""
+        given = {
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for field, tokens in given.items():
+            foreign = [token for token in tokens if token >= self.vocab_size]
+            if foreign:
+                raise UserError(
+                    f"{name}: {field} has tokens {foreign[:5]}, which are outside the vocabulary of"
+                    f" {self.vocab_size}"
+                )
+        if params.min_tokens and len(ends) > MOST_END_TOKENS_OF_MIN:
+            raise UserError(
+                f"{name}: min_tokens works with up to {MOST_END_TOKENS_OF_MIN} tokens that end the"
+                f" output, but there are {len(ends)}: give fewer stop_token_ids"
+            )
+        forbidden = {word[0] for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            forbidden.update(ends)
+        if params.allowed_token_ids is not None and forbidden >= set(params.allowed_token_ids):
+            raise UserError(
+                f"{name}: min_tokens and bad_words forbid all of allowed_token_ids: allow more"
             )
 
     def _check_room(self, name: str, request: Request) -> None:
@@ -248,30 +390,42 @@ class Intake:
                 " num_blocks"
             )
 
-    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a request."""
-        ends = frozenset(params.stop_token_ids or ()) | self._stop_tokens(params.stop_strings)
-        return ends if params.ignore_eos else ends | self.eos_token_ids
+    def _texts_for(self, params: SamplingParams) -> TokenTexts | None:
+        """How outputs become text; None: they do not."""
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        skips = params.skip_special_tokens
+        if skips not in self._texts:
+            self._texts[skips] = TokenTexts(self.tokenizer, skips)
+        return self._texts[skips]
 
-    def _stop_tokens(self, stop_strings: tuple[str, ...]) -> frozenset[int]:
+    def _end_tokens(
+        self, params: SamplingParams, texts: TokenTexts | None
+    ) -> dict[int, StopReason]:
+        """Tokens that end a request, each with the stop reason that it is."""
+        ends: dict[int, StopReason] = {}
+        if texts is not None and params.skip_special_tokens:
+            ends |= self._stop_tokens(params.stop_strings, texts)
+        ends |= {token: token for token in params.stop_token_ids or ()}
+        return ends if params.ignore_eos else ends | dict.fromkeys(self.eos_token_ids)
+
+    def _stop_tokens(self, stop_strings: tuple[str, ...], texts: TokenTexts) -> dict[int, str]:
         """Special tokens that stop strings name. The text leaves special tokens out, so that it
         never holds a name."""
-        if self._texts is None:
-            return frozenset()
-        tokens = set[int]()
+        tokens = {}
         for stop in stop_strings:
-            token_id = self._texts.special_token(stop)
+            token_id = texts.special_token(stop)
             if token_id is not None:
-                tokens.add(token_id)
+                tokens[token_id] = stop
                 continue
-            special = self._texts.special_inside(stop)
+            special = texts.special_inside(stop)
             if special and stop not in self._never_found:
                 self._never_found.add(stop)
                 _logger.warning(
                     "the stop string %r is never found, as the text leaves out the special token"
-                    " %r: use %r alone",
+                    " %r: use %r alone, or skip_special_tokens=False",
                     stop,
                     special,
                     special,
                 )
-        return frozenset(tokens)
+        return tokens

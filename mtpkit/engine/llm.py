@@ -22,25 +22,37 @@ from mtpkit.engine.engine import Engine
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.ranks import Ranks, join
 from mtpkit.engine.requests.absent import (
+    CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
     LLM_ARGUMENTS,
     absent_method,
     answers_absent,
 )
 from mtpkit.engine.requests.config import EngineConfig
+from mtpkit.engine.requests.messages import as_prompts
+from mtpkit.engine.requests.metrics import Metric, metrics_of
 from mtpkit.engine.requests.options import DEFAULT_BUDGET, LLMOptions, takes_fields
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.prompts import Prompt, is_prompt, list_params, list_prompts
 from mtpkit.engine.requests.request import Request, RequestOutput
 from mtpkit.engine.requests.stats import EngineStats
+from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import Tree, width_of
 from mtpkit.engine.steps.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
-from mtpkit.model import draft_embedding_bytes, stack_experts, state_specs
+from mtpkit.model import draft_embedding_bytes, layer_numbers, stack_experts, state_specs
 from mtpkit.model.stages import Decoding
 from mtpkit.model.state import StateLayout, StateSizes
 
 _logger = logging.getLogger(__name__)
+
+
+_GIVEN_UP = ("engine", "model")
+"""Attributes of an `LLM` that end with it."""
+
+
+class ShutDown(UserError, AttributeError):
+    """An `LLM` is used after its `shutdown`."""
 
 
 class LLM:
@@ -57,6 +69,7 @@ class LLM:
     @takes_fields(LLMOptions)
     def __init__(self, options: LLMOptions) -> None:
         """Load a model and allocate its caches."""
+        options = loading.located(options)
         source = loading.opened(options.model)
         model_config = loading.config_of(source)
         adaptive = options.num_speculative_tokens == "auto"
@@ -67,6 +80,8 @@ class LLM:
 
         # Everything is checked before weights are read, which can take minutes.
         loading.check_trained(options.model, model_config.mtp, depths)
+        loading.check_kv_cache_dtype(options, model_config)
+        loading.check_draft_lm_head_dtype(options, depths)
         draft_ids = loading.draft_token_ids(options.draft_vocab, model_config.vocab_size)
         self.ranks = join(options, model_config)
         stages = self.ranks.stage.stages
@@ -83,6 +98,7 @@ class LLM:
             options.enable_expert_parallel and self.ranks.tensor_size > 1,
             stages,
             Decoding.of(model_config, "auto" if adaptive else depths, options.max_num_seqs, stages),
+            quantization=options.quantization,
         )
         loading.round_embedding(self.model, options.draft_embedding_dtype, depths, stages)
 
@@ -101,12 +117,23 @@ class LLM:
             draft_ids = draft_ids.to(weight.device)
         # The last stage drafts for all.
         own_depths = depths if self.ranks.stage.last else 0
+        head_dtype = options.draft_lm_head_dtype
         drafter = make_drafter(
-            self.model, own_depths, config.block_size, config.draft_sampling, draft_ids, tree
+            self.model,
+            own_depths,
+            config.block_size,
+            config.draft_sampling,
+            draft_ids,
+            tree,
+            loading.drafts_by_fp8(self.model, head_dtype, own_depths),
         )
         acceptance = options.synthetic_acceptance
         loading.report_unused(
-            depths, model_config, draft_vocab=options.draft_vocab, synthetic_acceptance=acceptance
+            depths,
+            model_config,
+            draft_vocab=options.draft_vocab,
+            draft_lm_head_dtype=None if head_dtype == "auto" else head_dtype,
+            synthetic_acceptance=acceptance,
         )
 
         sizes = StateSizes(
@@ -114,9 +141,13 @@ class LLM:
             config.decode_width,
             config.state_rollback,
             weight.dtype,
-            loading.DTYPES[options.state_dtype],
+            getattr(torch, options.state_dtype),
+            loading.KV_DTYPES[options.kv_cache_dtype],
+            rank=self.model.pg_collection.tp.rank(),
         )
-        layout = StateLayout(state_specs(self.model), sizes, drafter.span.before)
+        layout = StateLayout(
+            state_specs(self.model), sizes, drafter.span.before, layer_numbers(self.model)
+        )
         self.memory_plan = plan_memory(
             model_config,
             layout,
@@ -128,6 +159,7 @@ class LLM:
             options.prefix_cache_bytes,
             self.ranks,
             draft_embedding_bytes(self.model),
+            drafter.head_bytes,
         )
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)
@@ -156,7 +188,8 @@ class LLM:
         )
         self._turn = _Turn()
         self._making = threading.Lock()
-        self._device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
+        self.on_device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
+        """A context in which the LLM's device is the current one: each thread has its own."""
         _freeze_objects()
         self._warm_up(options.warm_up, adaptive)
 
@@ -181,9 +214,9 @@ class LLM:
         """Decode all prompts to their end. Calls from several threads run one after the other.
 
         Args:
-            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a
-                list of these. A dict may have a `name`, which messages use for the prompt, and
-                `checkpoint_at`, see `Prompt`.
+            prompts: a text, a list of token ids, a dict with `prompt`, `prompt_token_ids` or
+                `messages`, or a list of these. A dict may have a `name`, which error messages use
+                for the prompt, and `checkpoint_at`, see `Prompt`.
             sampling_params: one object for all prompts, or one per prompt.
             use_tqdm: show progress on stderr; None: if that is a terminal, and on rank 0 alone.
 
@@ -212,6 +245,52 @@ class LLM:
                 progress.update()
         return [finished[request.request_id] for request in requests]
 
+    @answers_absent("LLM.chat", CHAT_ARGUMENTS)
+    def chat(
+        self,
+        messages: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, which the tokenizer's chat template renders. The prefix cache keeps
+        a checkpoint before each generation prompt, so that the next turn goes on from there.
+
+        To read answers while they grow, give `stream` dicts with `messages`, see `Prompt`.
+
+        Args:
+            messages: a conversation, which is a list of messages with `role` and `content`, or a
+                list of conversations. A content is a text, or a list of parts `{"type": "text",
+                "text": ...}`.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+            chat_template: a template in place of the tokenizer's.
+            add_generation_prompt: end with what the template writes before an answer.
+            continue_final_message: go on with the last message; needs `add_generation_prompt`
+                False.
+            tools: JSON schemas of the functions that may be called.
+            chat_template_kwargs: variables for the template, such as `enable_thinking`.
+
+        Returns:
+            As `generate`; the `prompt` of an output is the rendered conversation.
+
+        Raises:
+            UserError: as in `generate`, or there is no tokenizer or no template.
+        """
+        prompts = as_prompts(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm)
+
     @answers_absent("LLM.stream", GENERATE_ARGUMENTS)
     def stream(
         self,
@@ -234,16 +313,54 @@ class LLM:
     def __getattr__(self, name: str) -> Any:
         """Raise `AttributeError`; for vLLM's methods that mtpkit lacks, the error says what to do
         instead."""
+        if name in _GIVEN_UP:
+            raise ShutDown("this LLM was shut down: make a new one")
         raise absent_method(self, name)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Give up model and caches, so that their memory can be used for something else. Waits
+        until calls of other threads have ended. Later calls are errors, except this one, which then
+        does nothing.
+
+        Raises:
+            UserError: a stream of this thread is still open.
+        """
+        with self._turn.taken():
+            for name in _GIVEN_UP:
+                self.__dict__.pop(name, None)
+        # Frozen objects are never collected.
+        gc.unfreeze()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts may be texts, and outputs have a text."""
         return self.tokenizer is not None
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may have `messages`."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None if there is none."""
+        return self.tokenizer
+
     def stats(self) -> EngineStats:
         """Totals over all requests since the LLM was made or `reset_stats` was called."""
         return self.engine.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """The same totals, and gauges, under vLLM's names."""
+        return metrics_of(self.stats())
 
     def reset_stats(self) -> None:
         """Reset the totals."""
@@ -284,10 +401,10 @@ class LLM:
                 for request in accepted:
                     self.engine.scheduler.add(request)
                 for request in refused:
-                    yield RequestOutput.of(request)
+                    yield RequestOutput.of(request.all_of_prompt)
                     self._turn.hold()
                 while unfinished:
-                    with self._device:  # each thread has its own current device
+                    with self.on_device:
                         outputs = self.engine.step(finished_only)
                     for output in outputs:
                         if output.finished:
@@ -352,6 +469,7 @@ def _engine_config(
             else options.prefix_cache_dtype
         ),
         prefix_cache_interval=options.prefix_cache_interval,
+        logprobs_mode=options.logprobs_mode,
         draft_sampling=options.draft_sampling,
         async_scheduling=async_scheduling,
         num_batches=ranks.stage.stages,

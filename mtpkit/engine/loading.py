@@ -4,8 +4,9 @@ draft vocabulary."""
 import functools
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.engine.drafting import check_depths
 from mtpkit.engine.memory import MemoryPlan
 from mtpkit.engine.requests.config import EngineConfig
+from mtpkit.engine.requests.model_factory import ModelFactory
 from mtpkit.engine.requests.options import EngineOptions, LLMOptions
 from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DynamicTree, Tree, parse_tree
@@ -20,8 +22,12 @@ from mtpkit.errors import UserError
 from mtpkit.kernels import MOST_TREE_TOKENS
 from mtpkit.kernels.dispatch import CHOICE, on_kernels
 from mtpkit.kernels.integer_rows import IntegerBits
-from mtpkit.model import round_draft_embedding
+from mtpkit.kernels.linear import FP8
+from mtpkit.model import output_weight, round_draft_embedding
+from mtpkit.model.formats.weight import QuantizedWeight
 from mtpkit.model.hybrid import HybridModel
+from mtpkit.model.kinds import kinds_in
+from mtpkit.model.quantized import quantized_as
 from mtpkit.model.stages import StageBalance
 from mtpkit.platform import Dtype, default_device, resolve_dtype
 
@@ -29,12 +35,35 @@ if TYPE_CHECKING:
     from mtpkit.checkpoint import ModelDirectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "fp8_e4m3": FP8}
+"""`kv_cache_dtype` -> dtype of keys and values in their cache; None: that of the activations."""
 DRAFT_EMBEDDING_BITS: dict[str, IntegerBits] = {"int8": 8, "int4": 4}
+_FIRST_FP8_GPU = (8, 9)
+"""Lowest compute capability of the GPUs for which Triton compiles conversions to e4m3."""
 _logger = logging.getLogger(__name__)
 
 
-def opened(model: HybridModel | str | Path) -> "HybridModel | ModelDirectory":
-    """A model as it is, or its directory opened, to be handed on.
+type ModelSource = HybridModel | ModelFactory | ModelDirectory
+"""Where a model comes from: it is given, made, or read from a directory."""
+
+
+def located(options: LLMOptions) -> LLMOptions:
+    """The options with the directory of a model that is named by its id in the Hugging Face hub.
+
+    Raises:
+        UserError: see `find_model`.
+    """
+    from mtpkit.checkpoint.hub import find_model
+
+    if not isinstance(options.model, str | Path):
+        return options
+    found = find_model(options.model, options.revision, options.download_dir)
+    # Of a directory there are no revisions.
+    return replace(options, model=found, revision=None)
+
+
+def opened(model: HybridModel | ModelFactory | str | Path) -> ModelSource:
+    """A model or what makes it as it is, or a directory opened, to be handed on.
 
     Raises:
         UserError: `model` is no model directory.
@@ -44,7 +73,7 @@ def opened(model: HybridModel | str | Path) -> "HybridModel | ModelDirectory":
     return open_directory(model) if isinstance(model, str | Path) else model
 
 
-def config_of(model: "HybridModel | ModelDirectory | str | Path") -> ModelConfig:
+def config_of(model: ModelSource | str | Path) -> ModelConfig:
     """The config of a model, or of a model directory without reading its weights.
 
     Raises:
@@ -56,8 +85,32 @@ def config_of(model: "HybridModel | ModelDirectory | str | Path") -> ModelConfig
     return source.config if isinstance(source, ModelDirectory) else source.mtpkit_config
 
 
+def tokenizer_of(model: ModelSource, tokenizer: Tokenizer | str | Path | None) -> Tokenizer | None:
+    """A tokenizer that is given, or read from its directory.
+
+    Args:
+        model: from `opened`.
+        tokenizer: a tokenizer or its directory. None: the tokenizer beside the model, if there is
+            one.
+
+    Raises:
+        UserError: a directory without a tokenizer, or with one that cannot be read.
+    """
+    from mtpkit.checkpoint import ModelDirectory
+    from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(tokenizer)
+    if tokenizer is not None or not isinstance(model, ModelDirectory):
+        return tokenizer
+    beside = model.companions
+    if any((beside / name).is_file() for name in TOKENIZER_FILES):
+        return load_tokenizer(beside)
+    return None
+
+
 def open_model(
-    model: "HybridModel | ModelDirectory",
+    model: ModelSource,
     dtype: Dtype | Literal["auto"],
     device: torch.device | str | int | None,
     tokenizer: Tokenizer | str | Path | None,
@@ -65,37 +118,36 @@ def open_model(
     whole_experts: bool = False,
     stages: int = 1,
     balance: StageBalance = "memory",
+    quantization: Literal["fp8"] | None = None,
 ) -> tuple[HybridModel, Tokenizer | None, list[int]]:
-    """Load model and tokenizer from directories, or take them as given.
+    """Load model and tokenizer from directories, make the model, or take them as given.
 
     Args:
         model: from `opened`.
         dtype: a key of `DTYPES`, or "auto".
-        tokenizer: a tokenizer or its directory. None: the tokenizer beside the model, if there is
-            one.
-        ranks: number of tensor-parallel ranks; of a directory, this rank loads its part.
+        tokenizer: see `tokenizer_of`.
+        ranks: number of tensor-parallel ranks, of which this one loads its part, unless a model is
+            given.
         whole_experts: give each of these ranks whole experts, instead of a part of every expert.
         stages, balance: number of pipeline stages, of which this rank loads one, and how layers are
             divided among them.
+        quantization: see `EngineOptions`; of a given model, what it must be.
 
     Returns:
         The model, its tokenizer (None if there is none), and the union of the end-of-sequence
         tokens that config, generation settings and tokenizer name, since each may lack some.
 
     Raises:
-        UserError: a directory that cannot be loaded, a model of another dtype, a device that does
-            not exist.
+        UserError: a directory that cannot be loaded, a model of another dtype or quantisation, a
+            device that does not exist or has no fp8.
     """
     from mtpkit.checkpoint import ModelDirectory, load_model
-    from mtpkit.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 
     # Before anything is read: a wrong device or tokenizer should not cost the time of a load.
     place = _device(device)
-    read: Tokenizer | None = (
-        load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-    )
+    read = tokenizer_of(model, tokenizer)
 
-    if not isinstance(model, ModelDirectory):
+    if not isinstance(model, ModelDirectory | ModelFactory):
         weight = next(model.parameters())
         own = weight.dtype
         if weight.is_meta:
@@ -108,14 +160,21 @@ def open_model(
                 f"dtype is {dtype}, but the model given holds {own}: leave it 'auto', or convert"
                 " the model"
             )
+        if quantization is not None and quantized_as(model) != {quantization}:
+            raise UserError(
+                f"quantization is {quantization}, but the model given is not quantised so: give its"
+                " directory, or call mtpkit.model.quantize_base on the model"
+            )
         # A model that is given stays where it is, unless a device is named.
         given = model if device is None else model.to(place)
         return given.eval(), read, sorted(_end_tokens(given, read))
 
-    loaded = load_model(
-        model,
+    if quantization is not None:
+        _require_fp8(f"quantization is {quantization}", place, "leave it out")
+    settings: dict[str, Any] = dict(
         dtype=DTYPES[resolve_dtype(dtype, place)],
         device=place,
+        quantization=quantization,
         tensor_parallel=ranks,
         pipeline_parallel=stages,
         balance=balance,
@@ -123,9 +182,10 @@ def open_model(
         expert_tensor_parallel=1 if whole_experts else None,
         sequence_parallel=False,
     )
-    beside = model.companions
-    if read is None and any((beside / name).is_file() for name in TOKENIZER_FILES):
-        read = load_tokenizer(beside)
+    if isinstance(model, ModelFactory):
+        made = model.make(**settings)
+        return made, read, sorted(_end_tokens(made, read))
+    loaded = load_model(model, **settings)
     vocab_size = loaded.mtpkit_config.vocab_size
     return loaded, read, sorted(_end_tokens(loaded, read) | model.end_token_ids(vocab_size))
 
@@ -238,6 +298,64 @@ def check_children(tree: Tree | None, tokens: int) -> None:
         )
 
 
+def check_kv_cache_dtype(options: LLMOptions, config: ModelConfig) -> None:
+    """Check that the device can have a cache of this type, and warn if the model needs no cache.
+
+    Raises:
+        UserError: the GPU is too old for it.
+    """
+    if KV_DTYPES[options.kv_cache_dtype] is None:
+        return
+    specs = (spec for kind in kinds_in(config.letters) for spec in kind.states(config))
+    if not any(spec.unit == "block" for spec in specs):
+        _logger.warning("kv_cache_dtype has no effect: the model keeps no keys and values")
+    _require_fp8(f"kv_cache_dtype is {options.kv_cache_dtype}", _place(options), "leave it 'auto'")
+
+
+def check_draft_lm_head_dtype(options: LLMOptions, depths: int) -> None:
+    """Check that the device can have an lm_head of this type for drafts, if there are any.
+
+    Raises:
+        UserError: the GPU is too old for it.
+    """
+    if options.draft_lm_head_dtype != "auto" and depths:
+        setting = f"draft_lm_head_dtype is {options.draft_lm_head_dtype}"
+        _require_fp8(setting, _place(options), "leave it 'auto'")
+
+
+def drafts_by_fp8(model: HybridModel, dtype: str, depths: int) -> bool:
+    """Whether a model's drafts are chosen by a copy of its lm_head in fp8; log why if there is none
+    in spite of the setting.
+
+    Args:
+        dtype: `EngineOptions.draft_lm_head_dtype`.
+        depths: the largest K; 0 on a pipeline stage that drafts nothing.
+    """
+    if dtype == "auto" or not depths:
+        return False
+    if isinstance(output_weight(model), QuantizedWeight):
+        _logger.warning(
+            "draft_lm_head_dtype has no effect: the lm_head of this model is quantised, and drafts"
+            " are chosen by it as it is"
+        )
+        return False
+    return True
+
+
+def _place(options: LLMOptions) -> torch.device:
+    """The device that a model will be on."""
+    given = isinstance(options.model, HybridModel) and options.device is None
+    return next(options.model.parameters()).device if given else _device(options.device)
+
+
+def _require_fp8(setting: str, place: torch.device, remedy: str) -> None:
+    """Refuse a setting that needs fp8 on a GPU that is too old for it."""
+    if place.type == "cuda" and torch.cuda.get_device_capability(place) < _FIRST_FP8_GPU:
+        raise UserError(
+            f"{setting}, but {torch.cuda.get_device_name(place)} cannot convert to fp8: {remedy}"
+        )
+
+
 def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) -> None:
     """Round the draft embedding of a model's last pipeline stage to integers, or log why this
     setting has no effect.
@@ -286,7 +404,7 @@ def warn_untrained(model: str, k: int, depths: int) -> None:
     )
 
 
-def check_trained(model: HybridModel | str | Path, heads: MtpConfig, k: int) -> None:
+def check_trained(model: HybridModel | ModelFactory | str | Path, heads: MtpConfig, k: int) -> None:
     """Warn if a repeated head is to make more drafts than it was trained for, where the checkpoint
     says for how many."""
     if heads.repeated and heads.depths_known and k > heads.num_depths:

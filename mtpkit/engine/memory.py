@@ -63,6 +63,8 @@ class MemoryPlan:
     num_checkpoints: int
     draft_embedding: int
     """Part of `in_use`: the draft embedding on each rank of the last of several pipeline stages."""
+    draft_head: int
+    """Part of `in_use`: the copy of the lm_head's rows that drafts alone read, on each rank."""
     null_blocks: int
     """Blocks besides those of requests: 1 for the null rows of CUDA graphs, 0 without graphs."""
 
@@ -115,6 +117,8 @@ class MemoryPlan:
         if self.draft_embedding:
             size = f"{self.draft_embedding / 1e6:.1f} MB"
             device += f"of it a draft embedding of {size} on the last stage, "
+        if self.draft_head:
+            device += f"of it an lm_head for drafts of {self.draft_head / 1e6:.1f} MB, "
         return (
             f"memory plan: {device}activations {gb(self.activations)}, graphs {gb(self.graphs)},"
             f" state {gb(self.state_bytes)} ({slots}), {cache}keys and values {gb(self.kv_bytes)}"
@@ -134,6 +138,7 @@ def plan_memory(
     prefix_bytes: int | None = None,
     ranks: Ranks | None = None,
     draft_embedding: int = 0,
+    draft_head: int = 0,
 ) -> MemoryPlan:
     """Divide the memory that the loaded weights leave free. Each rank plans its own memory; the
     numbers of blocks and checkpoints are those of the rank with the fewest.
@@ -145,6 +150,7 @@ def plan_memory(
         prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None:
             `_CHECKPOINTS` for each request, within the limit of `_CHECKPOINTS_SHARE`.
         draft_embedding: see `draft_embedding_bytes`.
+        draft_head: see `Drafter.head_bytes`.
 
     Raises:
         UserError: `num_blocks`, or one request of full length, does not fit; the message has the
@@ -197,6 +203,7 @@ def plan_memory(
         checkpoint_bytes=_checkpoint_bytes(layout, config, state),
         num_checkpoints=0,
         draft_embedding=ranks.all_reduce_max(draft_embedding),
+        draft_head=ranks.all_reduce_max(draft_head),
         null_blocks=int(config.graphs),
     )
     # Allocators on all ranks must hand out the same blocks and checkpoints, so that the rank with

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from megatron.core.models.backends import LocalSpecProvider
 
 from mtpkit.errors import UserError, listed
 from mtpkit.model.layers.attention import CoreAttention
 from mtpkit.model.layers.backend import Backend
+from mtpkit.model.layers.experts import SpecProvider
 from mtpkit.model.layers.linear import (
     ColumnParallelLinear,
     CopiedLinear,
@@ -32,7 +32,7 @@ def _local() -> Backend:
         CopiedLinear,
         RowParallelLinear,
         CoreAttention,
-        LocalSpecProvider(),
+        SpecProvider(),
     )
 
 

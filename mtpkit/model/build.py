@@ -3,6 +3,7 @@
 import math
 import re
 import zlib
+from contextlib import nullcontext
 from typing import Literal, get_args
 
 import torch
@@ -16,6 +17,7 @@ from mtpkit.model.backends import get_backend
 from mtpkit.model.hybrid import HybridModel, megatron_pattern, stack_spec, transformer_config
 from mtpkit.model.kinds import KINDS, kinds_in, layers_of
 from mtpkit.model.kinds.base import Draw, LayerKind
+from mtpkit.model.quantized import wait, waiting_linears
 from mtpkit.model.stages import StageBalance, first_layer, stage_patterns
 from mtpkit.model.state import StateSpec
 from mtpkit.platform import CpuInsteadOfCuda, ensure_distributed
@@ -40,6 +42,7 @@ def build_model(
     base_layers: bool = True,
     balance: StageBalance = "memory",
     expert_tensor_parallel: int | None = None,
+    waiting: bool = False,
 ) -> HybridModel:
     """Build a model with freshly initialised weights, in eval mode.
 
@@ -56,6 +59,8 @@ def build_model(
         balance: cost that layers are distributed over pipeline stages by, see `stage_patterns`.
         expert_tensor_parallel: ranks that each expert is split over; None: `tensor_parallel`. With
             1, tensor-parallel ranks may hold different whole experts.
+        waiting: leave the weights of linears on device meta until quantised ones are loaded; needs
+            init "none".
 
     Raises:
         UserError: unknown backend, init or balance, or parallel sizes that do not fit the
@@ -78,7 +83,11 @@ def build_model(
     if base_layers:
         # megatron-core reads "|" as the end of a pipeline stage.
         pattern = "|".join(patterns) + pattern
-    with CpuInsteadOfCuda() if not torch.cuda.is_available() else torch.no_grad():
+    assert init == "none" or not waiting, "weights without memory cannot be drawn"
+    with (
+        CpuInsteadOfCuda() if not torch.cuda.is_available() else torch.no_grad(),
+        waiting_linears() if waiting else nullcontext(),
+    ):
         model = HybridModel(
             config,
             backend,
@@ -99,9 +108,15 @@ def build_model(
             pg_collection=groups,
         )
     _finish(model, config)
+    # megatron-core's own linear, which `waiting_linears` does not know.
+    if waiting and model.post_process and model.output_layer.quantizable:
+        wait(model.output_layer)
     if init != "none":
         init_weights(model, config, seed, init=init)
-    return (model if device is None else model.to(device)).eval()
+    if device is not None:
+        # `Module.to` refuses tensors on device meta.
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return model.eval()
 
 
 def _finish(model: HybridModel, config: ModelConfig) -> None:
@@ -120,6 +135,14 @@ def state_specs(model: HybridModel) -> dict[str, tuple[StateSpec, ...]]:
     return {name: states for name, states in specs.items() if states}
 
 
+def layer_numbers(model: HybridModel) -> dict[str, int]:
+    """Return a number for each layer of this rank, by its key in `StepInput.states`: one below 2^31
+    that only this layer of the whole model has. All are odd, since Triton compiles kernels once
+    more for integers that are multiples of 16."""
+    names = [name for name, *_ in layers_of(model)]
+    return {name: zlib.crc32(_global_name(name, model).encode()) & 0x7FFFFFFF | 1 for name in names}
+
+
 @torch.no_grad()
 def init_weights(
     model: HybridModel, config: ModelConfig, seed: int, prefix: str = "", init: Init = "portable"
@@ -130,11 +153,12 @@ def init_weights(
     the same beside any base. Each rank draws a split tensor whole and takes its part, so that the
     model is the same at any parallelism. Matrices are normal with standard deviation `init_std`,
     divided by sqrt(2 layers) if they write to the residual stream; norms multiply by one; other
-    vectors are zero. `LayerKind.initial` overrides some of a kind's parameters.
+    vectors are zero. `LayerKind.initial` overrides some of a kind's parameters. Weights that wait
+    on device meta, see `build_model`, are left out.
     """
     residual_std = config.init_std / math.sqrt(2 * len(config.pattern))
     for name, parameter in model.named_parameters():
-        if not name.startswith(prefix):
+        if parameter.is_meta or not name.startswith(prefix):
             continue
         generator = torch.Generator("cpu" if init == "portable" else parameter.device)
         # crc32, since Python's own hash of a string differs from process to process.

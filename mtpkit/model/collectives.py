@@ -33,12 +33,18 @@ class Exchange:
         self, values: Tensor, tokens: Tensor, first: int, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         """See `best_of_ranks`."""
+        # `NO_TOKEN` is negative and the same on all ranks.
         tokens = torch.where(tokens < 0, tokens, tokens + first)
-        # exact: below 2^53
+
+        # float64 holds tokens exactly, so that one gather carries both.
         pairs = self.all_gather(torch.stack([values.double(), tokens.double()], 1), group)
-        top = pairs[..., 0].amax(0)
+        of_ranks = pairs[..., 0]
+        top = of_ranks.amax(0)
+
+        # Of ranks in a tie, the one with the smallest token wins, as among the tokens of one rank.
         none = torch.iinfo(torch.int64).max
-        return top.float(), torch.where(pairs[..., 0] == top, pairs[..., 1].long(), none).amin(0)
+        best = torch.where(of_ranks == top, pairs[..., 1].long(), none).amin(0)
+        return top.float(), best
 
 
 _by_group = Exchange()
@@ -62,12 +68,16 @@ def _exchange(group: ProcessGroup) -> Exchange:
 
 def all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
     """Sum `values` over the ranks of a group, perhaps in place; with one rank, return them."""
-    return values if group.size() == 1 else _exchange(group).all_reduce(values, group)
+    if group.size() == 1:
+        return values
+    return _exchange(group).all_reduce(values, group)
 
 
 def all_gather(values: Tensor, group: ProcessGroup) -> Tensor:
     """[ranks, ...], the `values` [...] of each rank."""
-    return values[None] if group.size() == 1 else _exchange(group).all_gather(values, group)
+    if group.size() == 1:
+        return values[None]
+    return _exchange(group).all_gather(values, group)
 
 
 def best_of_ranks(
@@ -108,18 +118,20 @@ def top_of_ranks(
         [M, n] int64 and [M, n] float32 log-probabilities, see `kernels.draft_head.top_tokens`.
     """
     count = values.shape[1]
+
     # float64 holds tokens exactly, so that one gather carries all three.
-    parts = all_gather(
-        torch.cat([part.double() for part in (values, tokens, log_sums[:, None])], 1), group
-    )
+    own = torch.cat([part.double() for part in (values, tokens, log_sums[:, None])], 1)
+    parts = all_gather(own, group)
     values, tokens, log_sums = parts.split([count, count, 1], 2)
     total = log_sums[..., 0].logsumexp(0)[:, None]
+
+    # [ranks, M, n] -> [M, ranks * n]
     values, tokens = (part.transpose(0, 1).flatten(1) for part in (values, tokens))
     # Stable: of equal logits, those of lower ranks, whose tokens are smaller, come first.
     values, order = torch.sort(values, dim=1, descending=True, stable=True)
     values = values[:, :count]
     tokens = tokens.gather(1, order[:, :count]).long()
+
     valid = total.isfinite() & (values > -torch.inf)
-    return torch.where(valid, tokens, NO_TOKEN), torch.where(
-        valid, (values - total).float(), torch.nan
-    )
+    tokens = torch.where(valid, tokens, NO_TOKEN)
+    return tokens, torch.where(valid, (values - total).float(), torch.nan)

@@ -4,12 +4,9 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from mtpkit.errors import UserError
-from mtpkit.kernels.linear import FP8, quantize_rows
 from mtpkit.model.kinds import kinds_in
-from mtpkit.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mtpkit.model.quantized import quantize_base
 
-_MULTIPLE = 16
-"""fp8 products take matrices whose sizes are multiples of this."""
 _FIRST_GPU = (8, 9)
 """Lowest compute capability with fp8 products."""
 
@@ -20,12 +17,12 @@ def use_fp8_base(model: HybridModel) -> None:
     loading the weights.
 
     With backend `te`, Transformer Engine makes fp8 copies of the weights, which stay as they are.
-    With `local`, the weights themselves become e4m3 with one scale per row, which takes half of
-    bf16's memory; experts, and matrices with a size that is not a multiple of 16, stay. Checkpoints
-    must leave out rounded weights, see `is_fp8`.
+    With `local`, the weights themselves become e4m3, see `quantize_base`; checkpoints leave them
+    out. Weights that are read from files are quantised while they are loaded instead, which never
+    needs memory for all of them in bf16.
 
     Raises:
-        UserError: the GPU, the model's sizes or its parallelism do not allow fp8.
+        UserError: the GPU or the model's sizes do not allow fp8.
     """
     if model.backend == "te":
         from mtpkit.model.layers.te import check_fp8, fp8_forward
@@ -39,28 +36,18 @@ def use_fp8_base(model: HybridModel) -> None:
         check_fp8(model)
         model.base_context = fp8_forward
         return
-    device = next(model.parameters()).device
+    require_fp8(next(model.parameters()).device)
+    quantize_base(model)
+
+
+def require_fp8(device: torch.device) -> None:
+    """Check that a device has fp8 products, if it is a GPU.
+
+    Raises:
+        UserError: it has none.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_GPU:
         raise UserError(
             f"base_fp8: {torch.cuda.get_device_name(device)} has no fp8 products; set"
             " base_fp8=false"
         )
-    if model.config.tensor_model_parallel_size > 1:
-        raise UserError(
-            "base_fp8 with backend=local has no tensor parallelism: set parallel.tensor=1, or"
-            " backend=te"
-        )
-    linears = [
-        module
-        for module in model.decoder.modules()
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    ]
-    for module in linears:
-        if not any(size % _MULTIPLE for size in module.weight.shape):
-            module.weight.requires_grad_(False)
-            module.weight.data, module.weight_scale = quantize_rows(module.weight)
-
-
-def is_fp8(tensor: object) -> bool:
-    """Return whether `use_fp8_base` has rounded a tensor."""
-    return isinstance(tensor, torch.Tensor) and tensor.dtype == FP8

@@ -4,6 +4,7 @@ reads of a model."""
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import nn
 
 from mtpkit.config import ModelConfig
 from mtpkit.kernels.activation import relu2
+from mtpkit.model.formats.weight import QuantizedWeight
 from mtpkit.model.head import MtpHead
 from mtpkit.model.kinds import KINDS, kinds_in
 from mtpkit.model.layers.backend import Backend
@@ -79,6 +81,7 @@ class HybridModel(MegatronHybridModel):
 
     base_context: Callable[[], AbstractContextManager[None]]
     """Context in which the base runs, see `use_fp8_base`."""
+    post_process: bool
 
     def __init__(
         self, model_config: ModelConfig, backend: str, stage_patterns: list[str], **megatron: object
@@ -95,10 +98,23 @@ class HybridModel(MegatronHybridModel):
             parallel_output=True,
             **megatron,
         )
+        if self.post_process:
+            self.output_layer.quantizable = not model_config.tie_word_embeddings
         self.mtpkit_config = model_config
         self.backend = backend
         self.stage_patterns = stage_patterns
         self.base_context = nullcontext
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return Megatron's distributed-checkpoint entries; quantised weights have none."""
+        last = self.post_process
+        # megatron-core takes for granted that a last stage has an entry of lm_head.
+        if last and isinstance(self.output_layer.weight, QuantizedWeight):
+            self.post_process = False
+        try:
+            return super().sharded_state_dict(*args, **kwargs)
+        finally:
+            self.post_process = last
 
 
 class HybridStack(MegatronHybridStack):

@@ -207,6 +207,8 @@ class StepInput(LayerInput):
     all."""
     tree: TreeInput | None = None
     """None: every row is a chain, in which each token follows the one before it."""
+    noise_keys: Tensor | None = None
+    """[R] int64, `Noise.requests` of the rows; None: no state is in float16."""
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
         return self.positions[None]
@@ -264,6 +266,7 @@ class StepInput(LayerInput):
             num_decode_rows=count,
             decode_width=1,
             states=self.states.fork_heads(self.state_slots[:count]),
+            noise_keys=None if self.noise_keys is None else self.noise_keys[:count],
         )
 
     def keep_path(self, path: Tensor, accepted: Tensor) -> None:
@@ -297,6 +300,7 @@ class StepInput(LayerInput):
             decode_width=1,
             tree=None,
             states=self.states.fork_heads(self.state_slots[rows]),
+            noise_keys=None if self.noise_keys is None else self.noise_keys[rows],
         )
 
     def advanced(self) -> "StepInput":

@@ -25,17 +25,19 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mtpkit.kernels.draft_head import linear_argmax, linear_best
+from mtpkit.kernels.draft_head import argmax, best, linear_argmax, linear_best
+from mtpkit.kernels.draft_head.reference import to_token_ids
 from mtpkit.kernels.embedding import embedding_part
 from mtpkit.kernels.integer_rows import IntegerRows
-from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import mtp_input
 from mtpkit.model.collectives import all_gather, all_reduce, best_of_ranks
+from mtpkit.model.formats.weight import QuantizedWeight, Weight, multiply, product, widened
 from mtpkit.model.head import MtpHead
 from mtpkit.model.inputs import DepthInput, DepthStreams, LayerInput, SequenceInput, StepInput
 from mtpkit.model.kinds import KINDS, caching_length
 from mtpkit.model.layers.base import keeping_inputs, linear_of
 from mtpkit.model.layers.embedding import IntegerEmbedding
+from mtpkit.model.quantized import for_drafts
 
 DepthAttention = Literal["serving", "per_depth"]
 
@@ -47,6 +49,7 @@ def embed(model: HybridModel, token_ids: Tensor) -> Tensor:
     plain = isinstance(table, VocabParallelEmbedding) and not torch.is_grad_enabled()
     if _is_alone(model) or model.config.sequence_parallel or not plain:
         return model.embedding(input_ids=token_ids, position_ids=None)
+
     own = embedding_part(token_ids.flatten(), table.weight, table.vocab_start_index)
     whole = all_reduce(own, model.pg_collection.tp) if len(own) else own
     return whole.view(*token_ids.shape, own.shape[1]).transpose(0, 1).contiguous()
@@ -96,7 +99,7 @@ def gather_sequence(model: HybridModel, hidden: Tensor) -> Tensor:
     return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
 
 
-def output_weight(model: HybridModel) -> Tensor:
+def output_weight(model: HybridModel) -> Weight:
     """This rank's rows of the lm_head, [v / tp, h]."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
@@ -107,13 +110,16 @@ def compute_logits(model: HybridModel, hidden: Tensor) -> Tensor:
     """Logits [..., v] of `normed_states` [..., h], gathered over tensor-parallel ranks."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
-    logits = linear(hidden.reshape(-1, hidden.shape[-1]), output_weight(model))
+    weight = output_weight(model)
+    if isinstance(weight, QuantizedWeight) and torch.is_grad_enabled():
+        return _gather(model, product(hidden, weight))
+    logits = multiply(hidden.reshape(-1, hidden.shape[-1]), weight)
     return _gather(model, logits.view(*hidden.shape[:-1], logits.shape[-1]))
 
 
 def local_logits(model: HybridModel, hidden: Tensor) -> Tensor:
     """Logits [M, v / tp] of `normed_states` [M, h] for this rank's part of the vocabulary."""
-    return linear(hidden, output_weight(model))
+    return multiply(hidden, output_weight(model))
 
 
 def first_token(model: HybridModel) -> int:
@@ -121,26 +127,35 @@ def first_token(model: HybridModel) -> int:
     return model.pg_collection.tp.rank() * len(output_weight(model))
 
 
-def draft_output_weight(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Select the lm_head's rows for some tokens; tensor-parallel ranks split these rows as they
-    split the lm_head.
+def draft_output_weight(
+    model: HybridModel, token_ids: Tensor | None, fp8: bool = False
+) -> tuple[Weight, Tensor | None]:
+    """Copy the lm_head's rows for drafts; tensor-parallel ranks split these rows as they split the
+    lm_head.
 
     Args:
-        token_ids: [D] int64.
+        token_ids: [D] int64, the tokens that drafts are chosen from; None: all.
+        fp8: quantise the rows, see `mtpkit.model.quantized.for_drafts`; else they are widened.
 
     Returns:
-        [d, h], the rows that this rank holds, and [d] int64, their tokens.
+        [d, h], the rows that this rank holds, and [d] int64, their tokens; None for all.
     """
-    weight = output_weight(model).detach()
-    local = token_ids - first_token(model)
-    held = (local >= 0) & (local < len(weight))
-    return weight[local[held]], token_ids[held]
+    rows = widened(output_weight(model)).detach()
+    if token_ids is not None:
+        local = token_ids - first_token(model)
+        held = (local >= 0) & (local < len(rows))
+        rows = rows[local[held]]
+        token_ids = token_ids[held]
+    # A rank may hold none of the tokens; a matrix without rows has no groups to scale.
+    if fp8 and len(rows):
+        return for_drafts(rows), token_ids
+    return rows, token_ids
 
 
 def greedy_tokens(
     model: HybridModel,
     hidden: Tensor,
-    draft_weight: Tensor | None = None,
+    draft_weight: Weight | None = None,
     draft_token_ids: Tensor | None = None,
 ) -> Tensor:
     """Find the best token of each hidden state, for drafts; `linear_argmax` says how ties are
@@ -156,11 +171,19 @@ def greedy_tokens(
     """
     weight = output_weight(model) if draft_weight is None else draft_weight
     tokens = draft_token_ids
-    if _is_alone(model):
+    if isinstance(weight, QuantizedWeight):
+        logits = weight.multiply(hidden)
+        if _is_alone(model):
+            return to_token_ids(argmax(logits), tokens)
+        values, found = best(logits)
+        found = to_token_ids(found, tokens)
+    elif _is_alone(model):
         return linear_argmax(hidden, weight, tokens)
-    # With a draft vocabulary, `linear_best` has already turned rows into tokens.
+    else:
+        values, found = linear_best(hidden, weight, tokens)
+    # With a draft vocabulary, rows have already been turned into tokens.
     first = first_token(model) if tokens is None else 0
-    return best_of_ranks(*linear_best(hidden, weight, tokens), model.pg_collection.tp, first)[1]
+    return best_of_ranks(values, found, model.pg_collection.tp, first)[1]
 
 
 def _is_alone(model: HybridModel) -> bool:
@@ -196,8 +219,10 @@ def depth_embedding(model: HybridModel, token_ids: Tensor, inputs: LayerInput) -
     embedding = embed(model, token_ids)
     if not model.mtpkit_config.mtp.zero_first_embedding:
         return embedding
+
     batch, length = token_ids.shape
-    first = (inputs.positions_in(batch, length, token_ids.device) == 0).t()[..., None]  # [s, b, 1]
+    positions = inputs.positions_in(batch, length, token_ids.device)
+    first = (positions == 0).t()[..., None]  # [s, b, 1]
     if model.config.sequence_parallel:
         first = first.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
     return embedding.masked_fill(first, 0)
@@ -209,6 +234,7 @@ def _embedding_rows(model: HybridModel, token_ids: Tensor) -> tuple[Tensor, Tens
     table = model.embedding.word_embeddings
     if _is_alone(model):
         return token_ids[0], table.rows if isinstance(table, IntegerEmbedding) else table.weight
+
     # A rank holds only a part of the table, so `embed` looks the rows up and sums them over ranks;
     # token i then is row i of the result.
     return torch.arange(token_ids.shape[1], device=token_ids.device), embed(model, token_ids)[:, 0]
@@ -253,11 +279,9 @@ def mtp_forward(
         zeroed = inputs.positions if model.mtpkit_config.mtp.zero_first_embedding else None
         norms = (layer.enorm.weight, layer.hnorm.weight)
         zero_centered = model.config.layernorm_zero_centered_gamma
-        rows = _embedding_rows(model, token_ids)
-        x = mtp_input(
-            rows[0], hidden[:, 0], rows[1], *norms, layer.enorm.eps, zero_centered, zeroed
-        )[:, None]
-        x, _unused = layer.eh_proj(x)
+        rows, table = _embedding_rows(model, token_ids)
+        x = mtp_input(rows, hidden[:, 0], table, *norms, layer.enorm.eps, zero_centered, zeroed)
+        x, _unused = layer.eh_proj(x[:, None])
     else:
         # The backward makes the normed pair, 2 h per token, again instead of keeping it.
         x, _unused = linear_of(
@@ -266,16 +290,21 @@ def mtp_forward(
             depth_embedding(model, token_ids, inputs),
             hidden,
         )
+
     # `eh_proj` splits its outputs over ranks, while layers read whole hidden states, though only a
     # part of the sequence under sequence parallelism.
     x = _gather(model, x)
     if model.config.sequence_parallel:
         x = scatter_to_sequence_parallel_region(x)
+
     if keep is None:
         x = layer.mtp_model_layer(hidden_states=x, attention_mask=None, inference_context=inputs)
     else:
         x = _kept(model, layer.mtp_model_layer.layers, x, inputs, keep)
-    return _final_norm(model, x, depth) if model.mtpkit_config.mtp.hands_on_normed(depth) else x
+
+    if model.mtpkit_config.mtp.hands_on_normed(depth):
+        return _final_norm(model, x, depth)
+    return x
 
 
 def depth_forward(
@@ -299,7 +328,9 @@ def _kept(
     pattern = model.mtpkit_config.mtp.pattern
     last = caching_length(pattern) - 1
     # Without such a layer, the other tokens need not run at all.
-    x = x if last >= 0 else x[keep]
+    if last < 0:
+        x = x[keep]
+
     for index, layer in enumerate(layers):
         narrows = index == last and KINDS[pattern[index]].narrows
         # A step may keep no token, as in the middle of a prompt.
@@ -307,6 +338,7 @@ def _kept(
             step = replace(inputs, keep=keep) if narrows else inputs
             out = layer(hidden_states=x, attention_mask=None, inference_context=step)
             x = out[0] if isinstance(out, tuple) else out
+
         if index == last and not narrows:
             x = x[keep]
     return x
@@ -324,7 +356,9 @@ def shift_states(model: HybridModel, hidden: Tensor, depth: int) -> Tensor:
     # The shift moves states from one rank's part of the sequence to another's.
     whole = gather_sequence(model, hidden)
     moved = F.pad(whole[depth:], (0, 0, 0, 0, 0, min(depth, len(whole))))
-    return scatter_to_sequence_parallel_region(moved) if model.config.sequence_parallel else moved
+    if model.config.sequence_parallel:
+        return scatter_to_sequence_parallel_region(moved)
+    return moved
 
 
 def unroll_depths(
@@ -364,21 +398,27 @@ def unroll_depths(
             arXiv:1604.06174).
         forward: function that runs one depth, with the arguments and the result of `depth_forward`.
     """
-    repeated = model.mtpkit_config.mtp.repeated
-    serving = repeated if attention is None else attention == "serving"
-    assert repeated or not serving, "distinct heads have a cache per depth: per_depth"
     rules = model.mtpkit_config.mtp
-    streams = DepthStreams()
+    serving = rules.repeated if attention is None else attention == "serving"
+    assert rules.repeated or not serving, "distinct heads have a cache per depth: per_depth"
+
     # `mix` combines states of the base and of depths, all before their norm or all after it.
-    base = normed_states(model, hidden) if mix is not None and rules.hands_on_normed(1) else hidden
+    base = hidden
+    if mix is not None and rules.hands_on_normed(1):
+        base = normed_states(model, hidden)
     assert mix is None or rules.hands_on_normed(1) or not rules.hands_on_normed(0), "see `mix`"
+
+    # Entries that each depth leaves for the next ones, with the `serving` mask
+    streams = DepthStreams()
     for depth in range(1, num_depths + 1):
         inputs: LayerInput = SequenceInput(documents, positions, document_lens)
         if serving:
             inputs = DepthInput(documents, positions, document_lens, depth=depth, streams=streams)
+
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
-        if recompute:  # nothing in a depth is random
+        if recompute:
             kept = partial(_keeping_inputs, forward)
+            # Nothing in a depth is random, so that no state of generators need be kept.
             hidden, normed = checkpoint(
                 kept, *arguments, use_reentrant=False, preserve_rng_state=False
             )

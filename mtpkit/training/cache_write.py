@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from mtpkit.checkpoint import open_directory
 from mtpkit.checkpoint.verify import fingerprint_base, fingerprint_config
 from mtpkit.config import ModelConfig
 from mtpkit.data.dataset import PackedDataset
@@ -125,7 +126,7 @@ def _plan(
         base_name=str(Path(config.model).resolve()),
         base_files=files,
         tokenizer=fingerprint(load_tokenizer(config.model)),
-        dtype=config.dtype + (" with base_fp8" if config.base_fp8 else ""),
+        dtype=_numbers(config),
         cache_dtype=dtype,
         hidden_size=model_config.hidden_size,
         sequence_length=config.data.sequence_length,
@@ -154,6 +155,14 @@ def _plan(
     if any(missing.values()):
         _announce(directory, now, missing, size)
     return now, missing
+
+
+def _numbers(config: TrainConfig) -> str:
+    """The dtype in which the base runs, and what else changes its hidden states."""
+    if config.base_fp8:
+        return f"{config.dtype} with base_fp8"
+    widens = config.backend == "te" and open_directory(Path(config.model)).is_quantized
+    return config.dtype + (" with backend=te" if widens else "")
 
 
 def _announce(directory: Path, manifest: Manifest, missing: Missing, size: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mtpkit.data.dataset import PackedBatch
 from mtpkit.errors import MtpkitError, listed
 from mtpkit.model import gather_sequence, normed_states, output_weight, unroll_depths
+from mtpkit.model.formats.weight import Weight
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.mtp import depth_forward
 from mtpkit.training.cache import base_states
@@ -398,7 +399,7 @@ def _unroll(
     mix: HiddenMix | None = None,
     hidden: Tensor | None = None,
     recompute: bool = False,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, LossConfig, dist.ProcessGroup, Tensor]:
+) -> tuple[list[Tensor], Tensor, Weight, Tensor, Tensor, LossConfig, dist.ProcessGroup, Tensor]:
     """Run all depths over a batch, and the base if `hidden` is None; returns the arguments of
     `head_losses`."""
     assert attention != "auto", "the settings are not resolved"

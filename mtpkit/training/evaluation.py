@@ -2,6 +2,7 @@
 any checkpoint."""
 
 import functools
+import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ from mtpkit.checkpoint import load_model, open_directory
 from mtpkit.data.build import build_dataset
 from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.options import DataOptions
-from mtpkit.data.samples import Columns
+from mtpkit.data.samples import Columns, read_samples
+from mtpkit.data.sources import find_sources
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import BackendName, resolve_backend
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import Dtype, default_device, device_name, ensure_distributed, resolve_dtype
@@ -30,6 +32,7 @@ from mtpkit.training.depths import DECODINGS, Decoding, DepthSums, measure_depth
 from mtpkit.training.heads import resolve_attention
 from mtpkit.training.parallel import check_layout, even_share, from_last_stage, stream_base
 
+_logger = logging.getLogger(__name__)
 ALL = ""
 """Name of all sources together in `Evaluation.intervals`."""
 
@@ -253,6 +256,8 @@ def evaluate_directory(
             " multiple"
         )
     tokenizer = load_tokenizer(opened.companions)
+    if tokenizer.chat_template:
+        _warn_of_raw_text(data, columns, options)
     dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size, options)
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     device = default_device()
@@ -276,3 +281,22 @@ def evaluate_directory(
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}
     about |= {"sequence_length": sequence_length, "dtype": dtype, "device": device_name(device)}
     return about | found.to_dict() | found.counts()
+
+
+def _warn_of_raw_text(data: Sequence[str], columns: Columns, options: DataOptions | None) -> None:
+    """Warn of sources without messages, by their first rows. Of prepared data it is not known."""
+    raw = []
+    for source in find_sources(data):
+        if source.prepared is None:
+            samples = read_samples(source.files, columns, (options or DataOptions()).on_bad_row)
+            first = next(iter(samples), None)
+            # Tokens that the base chose are an answer, whatever they were made from.
+            if first and first.messages is None and first.prompt_token_ids is None:
+                raw.append(source.name)
+    if raw:
+        _logger.warning(
+            "data: %s: raw text, but the tokenizer has a chat template, without which the base and"
+            " its heads may predict badly: give rows with messages, such as those of mtpkit data"
+            " regenerate",
+            listed(raw),
+        )

@@ -50,12 +50,14 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
             ranks.
     """
     sums: tuple[Tensor, ...] | None = None  # over tokens: x^T x, x^T y and y^T y
-    explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for batch, states in stream_base(model, batches, partial(_run_base, model), width=2):
         # fp64, since the sums square the condition number of the inputs.
         x, y = (part.double() for part in _pairs(model, batch, states))
         parts = (x.t() @ x, x.t() @ y, y.square().sum())
         sums = parts if sums is None else tuple(a + b for a, b in zip(sums, parts, strict=True))
+
+    # The last stage has the heads. All stages learn the share, so that all raise if there is none.
+    explained = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     if model.mtp_process:
         assert sums is not None, "no batch was given"
         explained += _solve(model, *sums)
@@ -72,17 +74,17 @@ def fit_input_projection(model: HybridModel, batches: Iterable[PackedBatch]) -> 
 def _solve(model: HybridModel, inputs: Tensor, targets: Tensor, total: Tensor) -> Tensor:
     """Set the projections from the sums over tokens; returns the explained share, NaN without a
     solution."""
-    penalty = (
-        RIDGE
-        * inputs.diagonal().mean()
-        * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
-    )
     # A solver may raise on such sums, or return numbers that look sound.
     if not (inputs.isfinite().all() and targets.isfinite().all() and total > 0):
         return torch.full_like(total, torch.nan)
+
+    identity = torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
+    penalty = RIDGE * inputs.diagonal().mean() * identity
     solution = torch.linalg.solve(inputs + penalty, targets)  # [2h, h]
     for head in model.mtp.layers:
         head.eh_proj.weight.copy_(own_rows(solution.t(), head.eh_proj.weight, model))
+
+    # The squared error is total - sum(solution * (2 x^T y - x^T x solution)).
     return (solution * (2 * targets - inputs @ solution)).sum() / total
 
 
@@ -95,9 +97,13 @@ def _pairs(model: HybridModel, batch: PackedBatch, states: Tensor) -> tuple[Tens
     inputs = SequenceInput(batch.documents, batch.positions)
     embedding = depth_embedding(model, shift_tokens(batch.token_ids, 1), inputs)
     embedding, hidden, residual = (gather_sequence(model, t) for t in (embedding, *states))
+    # The last token of the sequence has no next one.
     x = torch.cat([head.enorm(embedding[:-1]), head.hnorm(hidden[:-1])], -1)
+
+    # Real tokens are those up to the last prediction target.
     real = batch.loss_mask.flip(1).cumsum(1).flip(1) > 0
-    counts = (real[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])).t()
+    same_document = batch.documents[:, 1:] == batch.documents[:, :-1]
+    counts = (real[:, 1:] & same_document).t()
     return x[counts], residual[1:][counts]
 
 
@@ -109,22 +115,26 @@ def _run_base(model: HybridModel, batch: PackedBatch, received: Tensor | None = 
     it. Earlier stages hand on the negated sum of these outputs so far.
     """
     config = model.mtpkit_config
+    final_norm = model.decoder.final_norm if model.post_process else None
     taken = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
         before = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         after = output[0] if isinstance(output, tuple) else output
-        taken.append(
-            before if module is getattr(model.decoder, "final_norm", None) else before - after
-        )
+        # The final norm reads the last residual stream; a layer adds `after - before` to it.
+        taken.append(before if module is final_norm else before - after)
 
     if received is not None:
         hidden, so_far = received
         model.set_input_tensor(hidden)
         taken.append(so_far)
+
+    # Each letter of a head's pattern is a copy of the base's last layer of that kind.
     copied = {config.pattern.rindex(letter) - first_layer(model) for letter in config.mtp.pattern}
     modules = [layer for number, layer in enumerate(model.decoder.layers) if number in copied]
-    modules += [model.decoder.final_norm] if model.post_process else []
+    if final_norm is not None:
+        modules.append(final_norm)
+
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
         inputs = SequenceInput(batch.documents, batch.positions, batch.document_lens)

@@ -7,13 +7,18 @@ will print.
 import mtpkit.platform  # noqa: F401  (it prepares megatron-core's import, so it comes first)
 
 # isort: split
+import bisect
+import itertools
 import math
+import re
 import statistics
 import textwrap
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+from mtpkit.checkpoint.layouts.megatron import OUTPUT, is_stacked
 from mtpkit.config import ModelConfig
 from mtpkit.data.dataset import PackedDataset
 from mtpkit.errors import counted
@@ -24,6 +29,7 @@ from mtpkit.platform import device_name
 from mtpkit.training.config.settings import TrainConfig
 from mtpkit.training.metrics import find_peak
 from mtpkit.training.plan import Plan
+from mtpkit.training.stored import StoredFormats
 
 USUAL_MFU = 0.5
 """Share of a GPU's stated peak that steps of a model of billions of weights reach, see
@@ -34,6 +40,8 @@ FORECAST_STEPS = 5
 
 _GRADIENT = 4
 """Bytes of a gradient, which is fp32."""
+
+_BASE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 _BEGINNINGS = {
     "checkpoint": "the model's own heads",
@@ -47,7 +55,7 @@ def header(plan: Plan) -> list[str]:
     config = plan.config
     optimizer = {"adamw": "AdamW", "muon": "Muon"}[config.optimizer.kind]
     values = {
-        "model": f"{config.model}: {len(plan.model.pattern)} layers, {plan.model.pattern}",
+        "model": _model(plan),
         "heads": _heads(plan),
         "trained": f"{counted(head_parameters(plan.model), 'parameter')}; the base is frozen",
         "data": _data(plan.train_data),
@@ -76,6 +84,26 @@ def _wrapped(name: str, value: str) -> list[str]:
     )
 
 
+def _model(plan: Plan) -> str:
+    text = f"{plan.config.model}: {len(plan.model.pattern)} layers, {plan.model.pattern}"
+    stored = plan.stored
+    if not stored.base:
+        return text
+    return f"{text}; stored in {stored.of_base}, {_kept(plan.config)}"
+
+
+def _kept(config: TrainConfig) -> str:
+    return "which it keeps" if config.backend == "local" else "widened"
+
+
+def _widened(plan: Plan) -> str:
+    """What becomes of quantised matrices that the heads start from, as the end of a sentence."""
+    init = plan.config.heads.init
+    stored = plan.stored
+    formats = {"checkpoint": stored.of_heads, "base": stored.of_base, "fresh": ""}[init]
+    return f", widened from {formats}" if formats else ""
+
+
 def _heads(plan: Plan) -> str:
     heads = plan.config.heads
     mtp = plan.model.mtp
@@ -84,6 +112,7 @@ def _heads(plan: Plan) -> str:
     return (
         f"pattern {mtp.pattern}, {counted(heads.num_depths, 'depth')}, {shared}, attention"
         f" {heads.attention}; init {heads.init}{auto}: {_BEGINNINGS[heads.init]}"
+        f"{_widened(plan)}"
     )
 
 
@@ -116,7 +145,7 @@ def _ranks(config: TrainConfig) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    most = max(held_bytes(plan.config, plan.model, dist.get_world_size())) / 2**30
+    most = max(held_bytes(plan.config, plan.model, dist.get_world_size(), plan.stored)) / 2**30
     text = f"at least {most:.2f} GiB on a rank for weights, gradients and optimizer; "
     text += "activations come on top (an estimate)"
     if plan.device.type == "cuda":
@@ -183,7 +212,9 @@ class Forecast:
         )
 
 
-def held_bytes(config: TrainConfig, model: ModelConfig, ranks: int) -> list[int]:
+def held_bytes(
+    config: TrainConfig, model: ModelConfig, ranks: int, stored: StoredFormats | None = None
+) -> list[int]:
     """Bytes of weights, gradients and optimizer on a rank of each pipeline stage, without padding.
 
     Counts what stays on the device between steps: the weights of the base's layers, the embedding
@@ -193,36 +224,61 @@ def held_bytes(config: TrainConfig, model: ModelConfig, ranks: int) -> list[int]
     Args:
         config: settings from `resolve`.
         ranks: number of processes.
+        stored: formats of the base in its files; None: its matrices are not quantised.
     """
     parallel = config.parallel
+    stored = stored or StoredFormats()
     weight = {"float32": 4, "bfloat16": 2}[config.dtype]
     patterns = stage_patterns(model, parallel.pipeline, parallel.balance)
     vocabulary = weight * model.vocab_size * model.hidden_size / parallel.tensor
+    fp8 = config.base_fp8 and not stored.base
     stages = [
-        0.0 if config.cache else _base_bytes(config, model, pattern, weight) for pattern in patterns
+        0.0 if config.cache else _base_bytes(config, model, pattern, weight, fp8)
+        for pattern in patterns
     ]
     stages[0] += vocabulary
     if len(stages) > 1:
         stages[-1] += vocabulary  # the heads read the embedding too
     if not model.tie_word_embeddings:
         stages[-1] += vocabulary
+    if config.backend == "local":
+        for stage, saved in _saved_bytes(config, stored, patterns, weight):
+            stages[stage] -= saved
     shared, experts = _head_elements(config, model)
     stages[-1] += (weight + _GRADIENT) * (shared + experts)
     stages[-1] += _state_bytes(config, shared, experts, ranks)
     return [math.ceil(stage) for stage in stages]
 
 
-def _base_bytes(config: TrainConfig, model: ModelConfig, pattern: str, weight: int) -> float:
-    """Bytes of the base's layers of a stage on one rank."""
+def _saved_bytes(
+    config: TrainConfig, stored: StoredFormats, patterns: Sequence[str], weight: int
+) -> Iterator[tuple[int, float]]:
+    """Yield, for each matrix that stays quantised, its stage and the bytes on a rank by which it is
+    smaller than in the dtype of the run."""
+    parallel = config.parallel
+    ends = [*itertools.accumulate(map(len, patterns))]
+    for name, (elements, held) in stored.sizes.items():
+        layer = _BASE_LAYER.match(name)
+        ranks = parallel.tensor * (parallel.expert if is_stacked(name) else 1)
+        if layer is not None and not config.cache:
+            yield bisect.bisect_right(ends, int(layer[1])), (weight * elements - held) / ranks
+        elif name == OUTPUT:
+            yield -1, (weight * elements - held) / ranks
+
+
+def _base_bytes(
+    config: TrainConfig, model: ModelConfig, pattern: str, weight: int, fp8: bool
+) -> float:
+    """Bytes of the base's layers of a stage on one rank; `fp8`: `base_fp8` quantises them."""
     matrix = weight
-    if config.base_fp8:  # `te` keeps the matrices in bf16 too
+    if fp8:  # `te` keeps the matrices in bf16 too
         matrix = 1 if config.backend == "local" else weight + 1
     total = 0.0
     for letter in pattern:
         counts = KINDS[letter].matrices(model)
         total += matrix * counts.always / config.parallel.tensor
         total += (
-            weight
+            matrix
             * counts.expert
             * counts.experts.count
             / (config.parallel.tensor * config.parallel.expert)

@@ -1,31 +1,33 @@
 """The model of a run: a base from a directory with its own heads or new heads; only the heads are
 trained."""
 
-import bisect
 import dataclasses
 import gc
-import itertools
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from mtpkit.checkpoint import ModelDirectory, open_directory
 from mtpkit.checkpoint import load_config as load_model_config
-from mtpkit.checkpoint import load_model_weights, open_directory
 from mtpkit.checkpoint.families import FAMILIES
+from mtpkit.checkpoint.load import StoredModel
 from mtpkit.config import HEAD_RULES, SECTIONS, ModelConfig, known_letters
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model, init_weights, stack_experts
-from mtpkit.model.backends import resolve_backend
-from mtpkit.model.fp8 import use_fp8_base
+from mtpkit.model.backends import BackendName, resolve_backend
+from mtpkit.model.formats.weight import QuantizedWeight
+from mtpkit.model.fp8 import require_fp8, use_fp8_base
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in
 from mtpkit.platform import default_device, resolve_dtype
 from mtpkit.training.config.settings import HeadAttention, HeadInit, HeadsConfig, TrainConfig
 from mtpkit.training.parallel import own_rows
+from mtpkit.training.stored import StoredFormats, stored_formats
 
 _logger = logging.getLogger(__name__)
 
@@ -33,12 +35,13 @@ HEAD_PREFIX = "mtp."
 
 
 def resolve(
-    config: TrainConfig, base: ModelConfig | None = None
+    config: TrainConfig, base: ModelConfig | None = None, drawn: bool = False
 ) -> tuple[TrainConfig, ModelConfig]:
     """Replace `auto` in the settings, and decide which heads the model gets.
 
     Args:
         base: config of the base; None: it is read from `config.model`.
+        drawn: see `build_with_heads`.
 
     Raises:
         UserError: the settings of heads or loss do not fit the model.
@@ -92,6 +95,8 @@ def resolve(
     attention = resolve_attention(heads.attention, model)
     resolved = dataclasses.replace(heads, init=init, pattern=pattern, attention=attention)
     backend = resolve_backend(config.backend)
+    if backend == "te" and not drawn:
+        backend = _backend_for(config, stored_formats(open_directory(config.model)))
     dtype = resolve_dtype(config.dtype, default_device())
     exact = dtype == "float32" and config.matmul_precision == "highest"
     if backend == "te" and exact and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
@@ -100,6 +105,22 @@ def resolve(
             " backend=local, or NVIDIA_TF32_OVERRIDE=0 in the environment"
         )
     return dataclasses.replace(config, heads=resolved, backend=backend, dtype=dtype), model
+
+
+def _backend_for(config: TrainConfig, stored: StoredFormats) -> BackendName:
+    """The backend for a base where Transformer Engine can be used, which cannot multiply with
+    matrices as files store them."""
+    if not stored.base:
+        return "te"
+    if config.backend == "auto":
+        return "local"
+    others = ", and so trains heads on other hidden states than decoding has"
+    _logger.warning(
+        "backend=te widens the base, which is stored in %s%s: set backend=local",
+        stored.of_base,
+        others if stored.rounds_inputs else "",
+    )
+    return "te"
 
 
 def resolve_init(asked: HeadInit, base: ModelConfig, pattern: str) -> HeadInit:
@@ -202,29 +223,41 @@ def build_with_heads(
     config: TrainConfig,
     model_config: ModelConfig,
     device: torch.device,
-    load_weights: bool = True,
+    resumed: Path | None = None,
     base_layers: bool = True,
     drawn: bool = False,
 ) -> HybridModel:
-    """Build the model for settings from `resolve`.
+    """Build the model for settings from `resolve`. Matrices of the base that are stored quantised
+    stay so with backend `local`; `base_fp8` quantises others while they are loaded.
 
     Args:
-        load_weights: False leaves the weights to a checkpoint that is restored later.
+        resumed: directory of a run whose newest checkpoint is restored later; what that cannot
+            restore, see `base_from_files`, is read from there.
         base_layers: as in `build_model`.
         drawn: draw all weights on the device, as a benchmark does; `config.model` is not read.
 
     Raises:
-        UserError: the weights in `config.model` do not fit its config.
+        UserError: the weights in `config.model` do not fit its config, or the GPU has no fp8.
     """
-    source = None
+    dtype = getattr(torch, resolve_dtype(config.dtype, device))
+    fp8 = config.base_fp8 and base_layers
+    at_load = fp8 and config.backend == "local" and not drawn
+    stored = None
     if not drawn:
+        if at_load:
+            require_fp8(device)
+        quantization: Literal["fp8"] | None = "fp8" if at_load else None
         # refuses a wrong config before a model of its sizes is built
-        source = open_directory(config.model)
-        source.weights(fit_config=True)
+        stored = StoredModel(open_directory(config.model), dtype, device, quantization, True)
+        run = None if resumed is None else open_directory(resumed)
+        if run is not None and base_from_files(config, run):
+            stored = StoredModel(run, dtype, device, quantization, True)
+        elif run is not None:
+            stored = None
     parallel = config.parallel
     model = build_model(
         model_config,
-        dtype=getattr(torch, resolve_dtype(config.dtype, device)),
+        dtype=dtype,
         device=device,
         tensor_parallel=parallel.tensor,
         pipeline_parallel=parallel.pipeline,
@@ -235,67 +268,44 @@ def build_with_heads(
         base_layers=base_layers,
         backend=config.backend,
         balance=parallel.balance,
+        waiting=stored is not None and stored.waiting,
     )
-    fp8 = config.base_fp8 and base_layers
     new = config.heads.init != "checkpoint"
-    if source is not None and (load_weights or fp8):  # a checkpoint does not hold the base in fp8
-        load_model_weights(
-            model,
-            source,
-            strict=base_layers,
-            allow_missing_heads=new or not load_weights,
-        )
+    if stored is not None:
+        stored.fill(model, strict=base_layers, allow_missing_heads=new or resumed is not None)
     # Drawn weights include those of the heads: a second draw, on the CPU, may take a minute.
-    if load_weights and new and not drawn:
+    if resumed is None and new and not drawn:
         init_weights(model, model_config, config.seed, prefix=HEAD_PREFIX)
-    if load_weights and config.heads.init == "base":
-        init_from_base(model)
-    if fp8:
+    if resumed is None and config.heads.init == "base":
+        if stored is not None:
+            pattern = model_config.mtp.pattern
+            stored.copy_layers(model, [model_config.pattern.rindex(each) for each in pattern])
+        init_inputs_from_base(model)
+    if fp8 and not at_load:
         use_fp8_base(model)
     return model
 
 
+def base_from_files(config: TrainConfig, run: ModelDirectory) -> bool:
+    """Whether a resumed run reads its base as a new one does, since megatron-core cannot restore
+    matrices into a model that has them in another format."""
+    fp8 = config.base_fp8 and config.backend == "local" and not config.cache
+    return fp8 or run.is_quantized
+
+
 @torch.no_grad()
-def init_from_base(model: HybridModel) -> None:
-    """Initialise each head as a copy of the base's last layers of its kinds, reading embedding plus
-    hidden state.
+def init_inputs_from_base(model: HybridModel) -> None:
+    """Make heads whose layers are copies of the base's read the sum of embedding and hidden state.
 
     The random values of `eh_proj` remain as noise on top of this sum, and the input norms do not
-    change. Collective over pipeline stages, since earlier ones may hold these layers.
+    change.
     """
-    heads = model.mtp.layers if model.mtp_process else []
-    for place, letter in enumerate(model.mtpkit_config.mtp.pattern):
-        layers = [head.mtp_model_layer.layers[place] for head in heads]
-        _copy_layer(model, model.mtpkit_config.pattern.rindex(letter), layers)
-    for head in heads:
+    for head in model.mtp.layers if model.mtp_process else []:
         weight = head.eh_proj.weight
         identity = torch.eye(weight.shape[1] // 2, dtype=weight.dtype, device=weight.device)
         # The copied layers then read the sum of embedding and hidden state, until the fit.
         weight.add_(own_rows(torch.cat([identity, identity], dim=1), weight, model))
         head.final_layernorm.weight.copy_(model.decoder.final_norm.weight)
-
-
-def _copy_layer(model: HybridModel, number: int, layers: Sequence[nn.Module]) -> None:
-    """Copy the weights of a base layer to `layers` on the last stage; the stage that holds it sends
-    them."""
-    group = model.pg_collection.pp
-    last = group.size() - 1
-    counts = [len(part) for part in model.stage_patterns]
-    ends = list(itertools.accumulate(counts))
-    holder = bisect.bisect_right(ends, number)
-    if group.rank() == holder:
-        source = model.decoder.layers[number - ends[holder] + counts[holder]].state_dict()
-        for value in source.values() if holder != last else ():
-            if isinstance(value, torch.Tensor):
-                dist.send(value.contiguous(), group=group, group_dst=last)
-    elif group.rank() == last:
-        source = layers[0].state_dict()
-        for name, value in source.items():
-            if isinstance(value, torch.Tensor):
-                source[name] = torch.empty_like(value)
-                dist.recv(source[name], group=group, group_src=holder)
-    for layer in layers:
-        layer.load_state_dict(source)
 
 
 def drop_base_layers(model: HybridModel) -> None:
@@ -327,12 +337,19 @@ def freeze_base(model: HybridModel) -> dict[str, nn.Parameter]:
 def fingerprint(model: nn.Module) -> dict[str, int]:
     """One integer per tensor that training must not change: the sum of its bit patterns.
 
-    These are the base's parameters and persistent buffers, and the router biases of the heads
-    (`expert_bias`), which have no gradient, but which trainers that balance experts adjust.
+    These are the base's parameters, persistent buffers and quantised matrices, and the router
+    biases of the heads (`expert_bias`), which have no gradient, but which trainers that balance
+    experts adjust.
     """
+    quantized = {
+        f"{name}.{part}": tensor
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedWeight)
+        for part, tensor in module.named_buffers()
+    }
     return {
         name: _bit_sum(tensor)
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (model.state_dict() | quantized).items()
         if isinstance(tensor, Tensor)
         and (not name.startswith(HEAD_PREFIX) or name.endswith("expert_bias"))
     }

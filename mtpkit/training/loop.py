@@ -94,7 +94,7 @@ class Trainer:
             config,
             plan.model,
             self.device,
-            not resuming,
+            self.directory.path if resuming else None,
             base_layers=from_base or not config.cache,
             drawn=plan.drawn,
         )

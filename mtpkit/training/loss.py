@@ -11,6 +11,10 @@ the backward pass only scales it, since the losses of a depth are summed here. R
 and statistics in the backward pass would have to save as many bytes, and would take 1 + K products
 on top of these 1 + 2 K.
 
+A quantised lm_head gives the logits that decoding gives, with its inputs quantised if they are
+there. The gradient passes through that quantisation as if it were not there: the second product is
+with the widened matrix, which exists for the time of a call.
+
 Under tensor parallelism each rank holds a slice of the vocabulary. The ranks exchange seven numbers
 per row (nine for `tv`) and sum the gradient of the hidden states; the results are the same on all
 ranks.
@@ -37,6 +41,7 @@ from mtpkit.kernels.head_loss.slices import (
     number_tokens,
     row_losses,
 )
+from mtpkit.model.formats.weight import QuantizedWeight, Weight, widened
 from mtpkit.platform import to_device
 from mtpkit.training.config.settings import LossConfig
 
@@ -89,7 +94,7 @@ class VocabShard:
 def head_losses(
     students: Sequence[Tensor],
     teacher: Tensor,
-    weight: Tensor,
+    weight: Weight,
     targets: Tensor,
     mask: Tensor,
     options: LossConfig,
@@ -105,7 +110,7 @@ def head_losses(
     Args:
         students: K tensors [N, h], the only inputs that receive a gradient.
         teacher: [N, h], the base's hidden states after the final norm.
-        weight: [V/tp, h], the lm_head.
+        weight: [V/tp, h], the lm_head, which may be quantised.
         targets: [N] int64, the text's tokens.
         mask: [K, N] bool, the tokens that count for each depth.
         options: `top_k` also keeps logits of the base that tie with the smallest of its `top_k`
@@ -157,7 +162,7 @@ class Agreement:
 def head_agreement(
     students: Sequence[Tensor],
     teacher: Tensor,
-    weight: Tensor,
+    weight: Weight,
     targets: Tensor,
     mask: Tensor,
     options: LossConfig,
@@ -189,7 +194,7 @@ class _HeadLosses(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.Function,
         teacher: Tensor,
-        weight: Tensor,
+        weight: Weight,
         targets: Tensor,
         mask: Tensor,
         mask_on_host: Tensor | None,
@@ -204,6 +209,7 @@ class _HeadLosses(torch.autograd.Function):
         same = torch.zeros_like(mask)
         chosen = torch.full_like(mask, -1, dtype=targets.dtype)
         grads = [torch.zeros_like(student) for student in students] if wants_grad else []
+        plain = widened(weight) if wants_grad else None
         for rows, parts, base, drafts in _chunks(
             students, teacher, weight, mask, mask_on_host, options.chunk_size
         ):
@@ -213,7 +219,7 @@ class _HeadLosses(torch.autograd.Function):
             row_same = matches(whole)
             row_chosen = base_tokens(whole)
             # `_finish` left the gradient of the logits in `drafts`.
-            grad = drafts @ weight if wants_grad else None
+            grad = None if plain is None else drafts @ plain
             for part in parts:
                 losses[part.depth] += values[part.span].sum()
                 same[part.depth][part.rows] = row_same[part.span]
@@ -321,7 +327,7 @@ class _Part:
 def _chunks(
     students: Sequence[Tensor],
     teacher: Tensor,
-    weight: Tensor,
+    weight: Weight,
     mask: Tensor,
     on_host: Tensor | None,
     chunk_size: int,
@@ -358,7 +364,10 @@ def _chunks(
                 [teacher[rows], *(students[part.depth][part.rows] for part in parts)]
             )
             logits = buffer[: len(hidden), : len(weight)]
-            torch.mm(hidden, weight.t(), out=logits)
+            if isinstance(weight, QuantizedWeight):
+                logits.copy_(weight.multiply(hidden))
+            else:
+                torch.mm(hidden, weight.t(), out=logits)
             yield rows, parts, logits[:-end], logits[-end:]
 
 

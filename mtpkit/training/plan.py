@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mtpkit.checkpoint import load_config
+from mtpkit.checkpoint import load_config, open_directory
 from mtpkit.config import ModelConfig
 from mtpkit.data.dataset import PackedDataset
 from mtpkit.data.loader import PackedLoader
-from mtpkit.errors import listed
+from mtpkit.errors import UserError, listed
 from mtpkit.platform import default_device
 from mtpkit.training.batches import open_dataset, require_drafts, shared_data
 from mtpkit.training.cache_write import attach_cache
@@ -23,6 +23,7 @@ from mtpkit.training.heads import resolve
 from mtpkit.training.metrics import check_wandb
 from mtpkit.training.parallel import check_layout
 from mtpkit.training.run import RunDirectory
+from mtpkit.training.stored import StoredFormats, stored_formats
 
 _logger = logging.getLogger(__name__)
 
@@ -45,10 +46,13 @@ class Plan:
         """The settings before `auto` was replaced."""
         self.device: torch.device = default_device()
         check_wandb(asked.log.wandb)
-        self.config, self.model = resolve(asked, self.read_base())
+        self.config, self.model = resolve(asked, self.read_base(), self.drawn)
         """Settings without `auto`, and the config of the model with its heads."""
         check_layout(asked.parallel, self.model)
         self.directory = RunDirectory(self.config)
+        self.stored = self.read_formats()
+        """The formats of the base's and its heads' matrices in the files that the run reads."""
+        self._check_base_fp8()
         self.train_data = self.open_data(asked.data.train)
         self.loader = self.loader_of(self.train_data)  # refuses bad sizes before a cache is written
         self.eval_data = self.open_data(asked.data.eval) if asked.data.eval else None
@@ -61,6 +65,19 @@ class Plan:
     def read_base(self) -> ModelConfig:
         """The config of the base."""
         return load_config(self.asked.model)
+
+    def read_formats(self) -> StoredFormats:
+        """The formats in which the base, or that of a run that goes on, is stored."""
+        resuming = self.directory.iteration is not None
+        return stored_formats(open_directory(self.directory.path if resuming else self.asked.model))
+
+    def _check_base_fp8(self) -> None:
+        others = [name for name in self.stored.base if name != "fp8"]
+        if self.config.base_fp8 and others:
+            raise UserError(
+                f"base_fp8=true, but {self.config.model} is stored in {listed(others)} and stays"
+                " so: set base_fp8=false"
+            )
 
     def open_data(self, paths: tuple[str, ...]) -> PackedDataset:
         """The sequences of `paths`."""

@@ -25,7 +25,12 @@ import torch.distributed as dist
 import yaml
 from pydantic import TypeAdapter
 
-from mtpkit.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from mtpkit.checkpoint import (
+    latest_iteration,
+    load_checkpoint,
+    open_directory,
+    save_checkpoint,
+)
 from mtpkit.checkpoint.directory import OWN_CONFIG, TRACKER, iteration_name
 from mtpkit.config.checked import checked, from_file, from_json
 from mtpkit.data.loader import PackedLoader
@@ -39,14 +44,13 @@ from mtpkit.files import (
     storage_errors,
     write_file,
 )
-from mtpkit.model.fp8 import is_fp8
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import on_first_rank
 from mtpkit.training.batches import ReadAhead
 from mtpkit.training.config.describe import setting_names
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import TrainConfig
-from mtpkit.training.heads import HEAD_PREFIX
+from mtpkit.training.heads import HEAD_PREFIX, base_from_files
 from mtpkit.training.log import LOG
 from mtpkit.training.metrics import METRICS, read_metrics
 from mtpkit.training.optimizer import HeadOptimizer
@@ -257,11 +261,12 @@ class RunDirectory:
         if self.iteration is None:
             return 0
         config = self._config
-        # in the form of checkpoints
-        lacks_base = bool(config.cache) or (config.base_fp8 and config.backend == "local")
-        state = load_checkpoint(self.path, _sharded_state(model, optimizer), partial=lacks_base)
+        loaded = base_from_files(config, open_directory(self.path))
+        partial = loaded or bool(config.cache)
+        asked = _sharded_state(model, optimizer, heads_alone=loaded)
+        state = load_checkpoint(self.path, asked, partial=partial)
         progress = self._progress(state)
-        model.load_state_dict(state["model"], strict=not lacks_base)
+        model.load_state_dict(state.get("model", {}), strict=not partial)
         optimizer.load_state_dict(state.get("optimizer", {}), progress.iteration)
         loader.load_state_dict(state["loader"])
         if progress.best is not None and config.keep_best:
@@ -401,11 +406,7 @@ class RunDirectory:
 def _sharded_state(
     model: HybridModel, optimizer: HeadOptimizer, heads_alone: bool = False
 ) -> dict[str, object]:
-    state = {
-        name: part
-        for name, part in model.sharded_state_dict().items()
-        if not is_fp8(getattr(part, "data", None))
-    }
+    state = model.sharded_state_dict()
     if heads_alone:
         state = {name: part for name, part in state.items() if name.startswith(HEAD_PREFIX)}
     return {"model": state, "optimizer": optimizer.sharded_state_dict(state)}

@@ -18,9 +18,13 @@ from mtpkit.bench.shapes import open_model
 from mtpkit.bench.sizes import NEMOTRON_H_TINY
 from mtpkit.bench.timing import Kernel, Trace
 from mtpkit.engine.ranks import Ranks
+from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.engine.steps import verifier
 from mtpkit.errors import MtpkitError, UserError
+from mtpkit.kernels.linear import FP8
+from mtpkit.model import build_model
+from mtpkit.model.formats import weight as products
 from mtpkit.model.layers import attention, moe, recurrent
 from mtpkit.model.layers.mamba import MambaMixer
 from mtpkit.model.state import Committed
@@ -64,6 +68,22 @@ def test_every_batch_size_and_k_is_measured(model, device):
         text
     )
     assert "tiny, head *, synthetic acceptance 0.9 0.5" in result.title
+
+
+def test_a_cache_in_fp8_is_measured(device):
+    """It passes the check in fp32, whose plain pass rounds keys and values too, and the limit is
+    that of its bytes."""
+    config = DecodeConfig(
+        batch_size=(2,), num_speculative_tokens=(0, 2), prompt_length=20, max_tokens=24, repeats=1
+    )
+    engine = EngineOptions(kv_cache_dtype="fp8_e4m3")
+    model = build_model(NEMOTRON_H_TINY.replace(init_std=0.3), torch.float32, device, seed=1)
+    result = measure_decode(model, replace(config, engine=engine), name="tiny")
+    assert [row.k for row in result.rows] == [0, 2]
+    fewer = Roofline(NEMOTRON_H_TINY, torch.float32, kv_dtype=FP8).decode(2, context_len=20 + 12)
+    rates = result.machine.copy_bandwidth, result.machine.matrix_rate
+    row = result.rows[0]
+    assert row.tokens_per_s / row.limit_share == pytest.approx(fewer.limit_tokens_per_s(*rates))
 
 
 def test_requests_may_have_penalties(model, monkeypatch):
@@ -203,7 +223,11 @@ def lost_state(patch):
 
 def no_attention(patch):
     attend = attention.paged_attention
-    patch.setattr(attention, "paged_attention", lambda *args: torch.zeros_like(attend(*args)))
+    patch.setattr(
+        attention,
+        "paged_attention",
+        lambda *args, **scales: torch.zeros_like(attend(*args, **scales)),
+    )
 
 
 def blocks_of_others(patch):
@@ -211,7 +235,7 @@ def blocks_of_others(patch):
     patch.setattr(
         attention,
         "paged_attention",
-        lambda q, k, v, tables, *rest: attend(q, k, v, tables.flip(0), *rest),
+        lambda q, k, v, tables, *rest, **scales: attend(q, k, v, tables.flip(0), *rest, **scales),
     )
 
 
@@ -281,15 +305,17 @@ def test_only_random_prompts_may_be_too_many():
 
 def no_experts(patch):
     patch.setattr(
-        moe, "expert_mlp", lambda x, *args: torch.zeros_like(x) if len(args) < 6 else args[5]
+        products, "expert_mlp", lambda x, *args: torch.zeros_like(x) if args[5] is None else args[5]
     )
 
 
 def other_experts(patch):
     """Only where they are stacked."""
-    run = moe.expert_mlp
+    run = products.expert_mlp
     patch.setattr(
-        moe, "expert_mlp", lambda x, fc1, fc2, ids, *args: run(x, fc1, fc2, (ids + 1) % 8, *args)
+        products,
+        "expert_mlp",
+        lambda x, fc1, fc2, ids, *args: run(x, fc1, fc2, (ids + 1) % 8, *args),
     )
 
 
@@ -540,10 +566,13 @@ def fake(monkeypatch):
     return use
 
 
-MODEL = SimpleNamespace(mtpkit_config=NEMOTRON_H_TINY, parameters=lambda: iter([torch.zeros(1)]))
+@pytest.fixture(scope="module")
+def tiny():
+    """A model around which a `FakeEngine` is made."""
+    return build_model(NEMOTRON_H_TINY)
 
 
-def test_only_steps_in_which_all_decode_are_timed(fake):
+def test_only_steps_in_which_all_decode_are_timed(fake, tiny):
     engines = fake(accepts=1)
     config = DecodeConfig(
         batch_size=(4,),
@@ -553,13 +582,13 @@ def test_only_steps_in_which_all_decode_are_timed(fake):
         acceptance=(1.0,),
         repeats=2,
     )
-    (row,) = measure_decode(MODEL, config).rows
+    (row,) = measure_decode(tiny, config).rows
     assert row.tokens_per_s == pytest.approx(8) and row.step_ms == pytest.approx(1000)
     assert row.acceptance_length == 2
     assert engines[0].added == 4 * 3  # a run to warm up, and the repeats
 
 
-def test_synthetic_acceptance_must_come_out_as_asked_for(fake):
+def test_synthetic_acceptance_must_come_out_as_asked_for(fake, tiny):
     fake(accepts=1)
     config = DecodeConfig(
         batch_size=(64,),
@@ -571,11 +600,11 @@ def test_synthetic_acceptance_must_come_out_as_asked_for(fake):
     with pytest.raises(
         MtpkitError, match=r"batch 64, K = 2: acceptance length 2\.000 over \d+ steps.*make 2\.57"
     ):
-        measure_decode(MODEL, config)
+        measure_decode(tiny, config)
 
 
 @pytest.mark.parametrize("asked", [(0.9,), None])
-def test_the_limit_is_at_the_acceptance_that_was_drawn(fake, asked):
+def test_the_limit_is_at_the_acceptance_that_was_drawn(fake, asked, tiny):
     fake(accepts=1)
     config = DecodeConfig(
         batch_size=(1,),
@@ -585,23 +614,49 @@ def test_the_limit_is_at_the_acceptance_that_was_drawn(fake, asked):
         acceptance=asked,
         repeats=1,
     )
-    (row,) = measure_decode(MODEL, config).rows
+    (row,) = measure_decode(tiny, config).rows
     drawn = Roofline(NEMOTRON_H_TINY, torch.float32).decode(1, [1.0], context_len=3 + 32)
     assert row.conditional_acceptance == [1]
     assert row.limit_tokens_per_s == pytest.approx(drawn.limit_tokens_per_s(1e9, 1e12))
     assert row.limit_share == pytest.approx(row.tokens_per_s / row.limit_tokens_per_s)
 
 
-def test_outputs_must_have_their_length(fake):
+def test_the_limit_of_a_quantised_model_is_that_of_its_bytes_and_its_rate(fake, monkeypatch):
+    """And the report names the formats."""
+    fake(accepts=1)
+    machine = Machine("fake", None, "today", 1e9, 1.2e9, 1e9, fp8_rate=4e9)
+    monkeypatch.setattr("mtpkit.bench.decode.measure_machine", lambda device: machine)
+    config = DecodeConfig(
+        batch_size=(1,),
+        num_speculative_tokens=(1,),
+        prompt_length=3,
+        max_tokens=64,
+        acceptance=(1.0,),
+        repeats=1,
+    )
+    model = open_model(
+        "nemotron-h-tiny", torch.device("cpu"), "float32", weight_format="fp8-blocks"
+    )
+    result = measure_decode(model, config)
+    drawn = Roofline.of(model, EngineOptions()).decode(1, [1.0], context_len=3 + 32)
+    assert sum(work.fp8_flops for work in drawn.works) > 0.5 * drawn.flops
+    (row,) = result.rows
+    assert row.limit_tokens_per_s == pytest.approx(drawn.limit_tokens_per_s(1e9, 1e9, 4e9))
+    assert row.limit_tokens_per_s > 1.2 * drawn.limit_tokens_per_s(1e9, 1e9)
+    assert "float32 with matrices in fp8, fake" in result.title
+    assert result.to_dict()["settings"]["weight_formats"] == ["fp8"]
+
+
+def test_outputs_must_have_their_length(fake, tiny):
     fake(cut=3)
     config = DecodeConfig(
         batch_size=(1,), num_speculative_tokens=(0,), prompt_length=3, max_tokens=16
     )
     with pytest.raises(MtpkitError, match=r"outputs of \[13\] tokens where 16 were asked for"):
-        measure_decode(MODEL, config)
+        measure_decode(tiny, config)
 
 
-def test_too_few_tokens_to_time_are_refused(fake):
+def test_too_few_tokens_to_time_are_refused(fake, tiny):
     fake()
     config = DecodeConfig(
         batch_size=(20,), num_speculative_tokens=(0,), prompt_length=3, max_tokens=16
@@ -609,7 +664,7 @@ def test_too_few_tokens_to_time_are_refused(fake):
     with pytest.raises(
         UserError, match=r"batch 20, K = 0: no step lies between .* raise max-tokens \(16\)"
     ):
-        measure_decode(MODEL, config)
+        measure_decode(tiny, config)
 
 
 def test_kernels_of_a_step_are_kept_in_the_file_and_shown_apart(tmp_path):

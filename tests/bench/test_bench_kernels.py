@@ -1,6 +1,7 @@
 """The kernel benchmark: every op is there, checked before it is timed, and its bytes are what it
 moves."""
 
+import gc
 import importlib
 import inspect
 import json
@@ -12,11 +13,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mtpkit.kernels
 from benchmarks.kernels import measure as kernels
 from benchmarks.kernels.__main__ import main
-from benchmarks.kernels.case import Case, Shapes, size
+from benchmarks.kernels.case import Args, Case, Shapes, size
 from benchmarks.kernels.cases import decode_cases, linears, prefill_cases, training_cases
 from benchmarks.kernels.cases.recurrent import ring_lens
 from benchmarks.kernels.measure import (
@@ -43,6 +46,7 @@ from tests.shared import each
 from tests.toy_config import toy_config
 
 OPS = {
+    "quantized_linear",
     *("ssm_replay_update", "ssm_snapshot_update", "causal_conv1d_update", "gated_rms_norm"),
     *(
         "paged_attention",
@@ -57,6 +61,7 @@ OPS = {
     *(
         "fold_ring",
         "copy_units",
+        "narrow_units",
         "move_entries",
         "linear_best",
         "best",
@@ -86,11 +91,18 @@ OPS = {
         "head_losses ce",
     ),
     *("embedding_part", "sum_over_ranks", "gather_ranks", "best_of_ranks"),
-    *("ssd_scan", "relu2 training", "adamw_", "quantize_rows", "fp8_linear"),
+    *("ssd_scan", "relu2 training", "adamw_", "quantize_rows"),
 }
 
 
-EXPERT_OPS = {"router_logits", "route", "expert_mlp", "route, prefill", "expert_mlp, prefill"}
+EXPERT_OPS = {
+    "router_logits",
+    "route",
+    "expert_mlp",
+    "route, prefill",
+    "expert_mlp, prefill",
+    "quantized_experts",
+}
 
 
 def shapes(config=NEMOTRON_H_TINY, rows=3, k=3, context_len=21, **more) -> Shapes:
@@ -242,7 +254,7 @@ def test_bytes_of_a_replay_are_its_state_and_little_more():
 
 def test_matrices_that_do_not_become_fp8_have_no_case_of_it():
     names = {case.op for case in every(shapes(toy_config(hidden_size=40)))}
-    assert "adamw_" in names and not names & {"quantize_rows", "fp8_linear"}
+    assert "adamw_" in names and "quantize_rows" not in names
 
 
 def test_bytes_are_of_the_experts_that_are_used():
@@ -438,8 +450,7 @@ def test_linears_are_what_a_models_layers_call(monkeypatch):
 
     called = set()
     timed = set()
-    for module in ("layers.linear", "mtp"):
-        monkeypatch.setattr(f"mtpkit.model.{module}.linear", recorder(called))
+    monkeypatch.setattr("mtpkit.model.formats.weight.linear", recorder(called))
     monkeypatch.setattr(linears, "linear", recorder(timed))
     llm = LLM(
         open_model("nemotron-h-tiny", torch.device("cpu")),
@@ -601,6 +612,34 @@ def test_a_cpu_says_that_it_compares_nothing():
     )
     with pytest.raises(UserError, match="ops nope are unknown"):
         next(check_kernels(NEMOTRON_H_TINY, KernelConfig(ops=("nope",)), "cpu"))
+
+
+def test_what_a_case_holds_is_freed_before_the_next_one(device, monkeypatch):
+    """The weights of all experts and their copies fit a GPU, but not beside those of another
+    case."""
+    held: list[StorageWeakRef] = []
+
+    def watched(made: Args) -> Args:
+        held.extend(StorageWeakRef(t.untyped_storage()) for t in made if isinstance(t, Tensor))
+        return made
+
+    right_cases = kernels._cases
+    clone = Tensor.clone
+
+    def cases(*arguments):
+        for right in right_cases(*arguments):
+            yield replace(right, make=lambda right=right: watched(right.make()))
+
+    def watched_clone(*arguments, **options) -> Tensor:
+        return watched((clone(*arguments, **options),))[0]
+
+    monkeypatch.setattr(kernels, "_cases", cases)
+    monkeypatch.setattr(Tensor, "clone", watched_clone)
+    config = KernelConfig(rows=(1,), k=0, context_len=5)
+    for line in check_kernels(DEEPSEEK_V3_TINY, config, device):
+        gc.collect()
+        assert all(storage.expired() for storage in held), line
+    assert len(held) > 200
 
 
 def test_only_what_decode_steps_run_is_timed_in_a_graph():

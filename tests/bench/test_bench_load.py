@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mtpkit.bench.experts import ExpertDraws
 from mtpkit.bench.load import measure_load, workload
 from mtpkit.bench.load import run as run_module
 from mtpkit.bench.load.requests import (
+    LoadRequest,
     draw_prompts,
     draw_requests,
     limit_seconds,
@@ -25,6 +27,7 @@ from mtpkit.bench.settings import LoadConfig, RooflineConfig
 from mtpkit.bench.shapes import open_model
 from mtpkit.bench.sizes import NEMOTRON_H_8B
 from mtpkit.bench.timing import Kernel, Trace
+from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.engine.steps import verifier
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.layers.mamba import MambaMixer
@@ -201,9 +204,23 @@ def test_the_limit_at_a_rate_that_lasts_is_nearer(model, monkeypatch):
     assert rows[2].sustained_share > rows[2].limit_share
 
 
+def test_products_in_fp8_take_less_of_the_limit():
+    """In prompts and in steps; at an endless bandwidth."""
+    model = open_model("nemotron-h-tiny", torch.device("cpu"), weight_format="fp8-blocks")
+    roofline = Roofline.of(model, EngineOptions())
+    requests = [LoadRequest(prompt_len=20, max_tokens=11, arrival=0.0)] * 4
+    at_once, apart = (
+        limit_seconds(roofline, requests, 4, [], 1e300, 1e3, rate) for rate in (4e3, None)
+    )
+    prompts = sum(work.fp8_flops for work in roofline.prefill(4, 20).works)
+    steps = 10 * sum(work.fp8_flops for work in roofline.decode(4).works)
+    assert steps > 0 and prompts > 0
+    assert apart - at_once == pytest.approx((prompts + steps) * (1e-3 - 1 / 4e3))
+
+
 def test_each_run_is_counted_by_itself(model):
     config = replace(SMALL, num_speculative_tokens=(2,))
-    engine = run_module.LoadEngine(model, config, 2, WallClock())
+    engine = run_module.LoadEngine(model, config, 2, WallClock(), ExpertDraws(model, False))
     for _ in range(2):
         run = engine.run(math.inf)
         tokens = [len(stream.tokens) for stream in run.streams]

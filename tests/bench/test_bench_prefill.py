@@ -1,12 +1,17 @@
 """The prefill benchmark: its figures hang together, and wrong tokens are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from mtpkit.bench.load import measure_load
+from mtpkit.bench.load import measure_load, workload
 from mtpkit.bench.load.prefill import Prefill
+from mtpkit.bench.machine import Machine
+from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.settings import LoadConfig, PrefillConfig
 from mtpkit.bench.shapes import open_model
+from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model.layers import attention, mamba
 
@@ -34,6 +39,24 @@ def test_the_figures_hang_together(model, device):
     assert result.title.startswith("prefill: tiny") and len(result.tables()[0].columns) == 9
 
 
+def test_shares_are_those_of_the_formats_and_dtypes(monkeypatch):
+    """Products in fp8 at their own rate, a state in fp16 by its own bytes."""
+    machine = Machine("fake", None, "today", 1e9, 1e9, 1e9, sustained_rate=5e8, fp8_rate=4e9)
+    monkeypatch.setattr(workload, "measure_machine", lambda device, sustained: machine)
+    model = open_model("nemotron-h-tiny", torch.device("cpu"), weight_format="fp8-blocks")
+    config = replace(ONCE, engine={"state_dtype": "float16"})
+    result = measure_load(model, config, PrefillConfig(batch_size=1, prompt_length=8), "tiny")
+    (row,) = result.rows
+    cost = Roofline.of(model, EngineOptions(state_dtype="float16")).prefill(1, 8)
+    fp8 = sum(work.fp8_flops for work in cost.works)
+    assert fp8 > 0.3 * cost.flops
+    for share, rate in ((row.matrix_share, 1e9), (row.sustained_share, 5e8)):
+        seconds = (cost.flops - fp8) / rate + fp8 / 4e9
+        assert share * row.seconds == pytest.approx(seconds)
+    assert row.limit_share * row.seconds == pytest.approx(cost.seconds(1e9, 1e9, 4e9))
+    assert "with matrices in fp8" in result.title
+
+
 def test_a_wrong_first_token_is_refused(model, monkeypatch):
     run = Prefill._run
 
@@ -47,7 +70,11 @@ def test_a_wrong_first_token_is_refused(model, monkeypatch):
 
 def no_attention(patch):
     attend = attention.prefill_attention
-    patch.setattr(attention, "prefill_attention", lambda *args: torch.zeros_like(attend(*args)))
+    patch.setattr(
+        attention,
+        "prefill_attention",
+        lambda *args, **more: torch.zeros_like(attend(*args, **more)),
+    )
 
 
 def no_state(patch):

@@ -41,6 +41,7 @@ def test_the_object_is_the_last_line(capsys):
         "read_bandwidth": 4.5e12,
         "matrix_rate": 8e14,
         "sustained_rate": None,
+        "fp8_rate": None,
         "settings": {"k": 3},
     }
     assert ["4", "8.0"] in [line.split() for line in lines]
@@ -124,6 +125,29 @@ def test_a_sustained_rate_is_that_of_a_second_half(monkeypatch):
     )
 
 
+def test_a_product_in_fp8_is_that_of_the_rounded_matrices():
+    left, right = torch.randn(48, 64), torch.randn(32, 64)
+    product = machine.fp8_product(left, right)()
+    rounded = [one.to(torch.float8_e4m3fn).float() for one in (left, right)]
+    want = rounded[0] @ rounded[1].t()
+    assert product.dtype == torch.bfloat16 and torch.allclose(product.float(), want, rtol=1e-2)
+    assert not torch.allclose(product.float(), left @ right.t(), rtol=1e-2)
+
+
+def test_only_a_gpu_with_fp8_has_its_rate(monkeypatch):
+    """The product on a CPU would say nothing about a format's limit."""
+    assert measure_machine(torch.device("cpu")).fp8_rate is None
+    assert str(replace(MACHINE, fp8_rate=1.5e15)).endswith(
+        "matrix product 800 TFLOP/s, in fp8 1500 TFLOP/s"
+    )
+    for capability, has in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, got=capability: got)
+        assert machine._has_fp8(torch.device("cuda")) is has
+    monkeypatch.setattr(machine, "_has_fp8", lambda _: True)
+    monkeypatch.setattr(machine, "median_seconds", lambda function, _: function() is None or 2.0)
+    assert measure_machine(torch.device("cpu")).fp8_rate == 2 * 512**3 / 2.0
+
+
 def test_each_of_several_calls_counts_alike(device):
     x = torch.ones(1 << 16, device=device)
     counts = [0, 0, 0]
@@ -157,6 +181,7 @@ def test_outputs_are_kept_until_the_last_call():
 def test_a_copy_a_sum_and_a_product_reach_what_a_gpu_can():
     machine = measure_machine(torch.device("cuda"))
     assert min(machine.copy_bandwidth, machine.read_bandwidth) > 1e11 and machine.matrix_rate > 1e13
+    assert not machine.fp8_rate or machine.fp8_rate > machine.matrix_rate
     sustained = measure_machine(torch.device("cuda"), sustained=True).sustained_rate
     assert sustained is not None and sustained > 1e13
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from mtpkit.bench.plain import check_greedy
+from mtpkit.bench.plain import check_greedy, kv_as_cached
 from mtpkit.bench.sizes import NEMOTRON_3_TINY
 from mtpkit.errors import MtpkitError
+from mtpkit.kernels.linear import FP8
 from mtpkit.model import build_model
+from tests.engine.test_kv_fp8 import fp8_model, truth
 from tests.engine.tiny import VOCAB_SIZE, decode, tiny_model
 from tests.ranks import run_ranks
 
@@ -27,6 +29,18 @@ def test_every_token_counts_and_no_other(prompt, length):
         ):
             check_greedy(model, prompt, wrong, range(len(wrong)), torch.float32)
         check_greedy(model, prompt, wrong, range(place), torch.float32)
+
+
+@pytest.mark.parametrize(("pattern", "mtp_pattern"), [("*-*-", "*-"), ("+-M+", "+-")])
+def test_keys_and_values_are_rounded_as_in_the_cache(pattern, mtp_pattern):
+    model = fp8_model(pattern, mtp_pattern)
+    (tokens,) = truth(model, [PROMPT], 12)
+    arguments = (model, PROMPT, tokens, range(12), torch.float32)
+    for _ in range(2):  # nothing of the rounding stays
+        with kv_as_cached(model, FP8):
+            check_greedy(*arguments)
+        with kv_as_cached(model, None), pytest.raises(MtpkitError, match="of 12 tokens are not"):
+            check_greedy(*arguments)
 
 
 def test_near_ties_and_strays_are_for_bf16_alone(monkeypatch):

@@ -1,11 +1,12 @@
 """Prompt files: their forms, and what is wrong with others."""
 
+import json
 import os
 import re
 
 import pytest
 
-from mtpkit.bench.shapes import read_prompts
+from mtpkit.bench.shapes import as_conversations, read_prompts
 from mtpkit.errors import UserError
 from tests.shared import each
 
@@ -37,6 +38,50 @@ def test_places_of_checkpoints_are_read(write):
         '{"prompt": "a", "checkpoint_at": 1}\n{"prompt_token_ids": [3], "checkpoint_at": null}\n'
     )
     assert [prompt.get("checkpoint_at") for prompt in read_prompts(path)] == [1, None]
+
+
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+
+
+def test_conversations_are_read_without_the_answer_at_their_end(write):
+    rows = [
+        {"messages": [USER, ANSWER], "tools": [{"type": "function"}], "source": "x"},
+        {"messages": [USER, ANSWER, USER], "chat_template_kwargs": {"thinking": False}},
+        {"messages": [USER, ANSWER], "add_generation_prompt": False, "checkpoint_at": 3},
+        {"messages": [ANSWER], "prompt": None},
+        {"messages": [USER], "prompt": "c"},
+        {"messages": ["what?", 5]},
+    ]
+    path = write("\n".join(map(json.dumps, rows)))
+    found = [{**prompt} for prompt in read_prompts(path)]
+    assert [prompt.pop("name") for prompt in found] == [f"{path}:{line}" for line in range(1, 7)]
+    assert found == [
+        {"messages": [USER], "tools": [{"type": "function"}]},
+        {"messages": [USER, ANSWER, USER], "chat_template_kwargs": {"thinking": False}},
+        {"messages": [USER, ANSWER], "add_generation_prompt": False, "checkpoint_at": 3},
+        {"messages": [ANSWER]},
+        {"prompt": "c"},
+        {"messages": ["what?", 5]},  # refused when it is rendered, without the others
+    ]
+
+
+def test_texts_become_questions_and_conversations_get_variables():
+    prompts = [
+        {"prompt": "a\n", "name": "one"},
+        {"prompt_token_ids": [1]},
+        {"messages": [USER], "chat_template_kwargs": {"thinking": True}},
+        {"messages": [USER], "chat_template_kwargs": "no object"},
+    ]
+    off = {"thinking": False, "robot": "c"}
+    assert as_conversations(prompts, False, {}) == prompts
+    assert as_conversations(prompts, True, off) == [
+        {"messages": [USER], "name": "one", "chat_template_kwargs": off},
+        {"prompt_token_ids": [1]},
+        {"messages": [USER], "chat_template_kwargs": {"thinking": True, "robot": "c"}},
+        prompts[3],
+    ]
+    assert as_conversations(prompts, False, off)[0] == prompts[0]
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
@@ -92,6 +137,7 @@ def test_a_line_ends_with_a_line_feed_alone(write, end):
         ('"a"\n', "prompts.jsonl:1 must be an object"),
         ('{"prompt_token_ids": [1, "2"]}\n', "prompts.jsonl:1 must be an object"),
         ('{"prompt": 5}\n', "prompts.jsonl:1 must be an object"),
+        ('{"messages": {"role": "user"}}\n', "prompts.jsonl:1 must be an object"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(write, content, message):

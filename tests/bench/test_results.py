@@ -2,11 +2,12 @@
 of docs/performance.md are those of the newest files."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
-from benchmarks.results.tables import PAGE, PLACE, filled
+from benchmarks.results.tables import PAGE, PLACE, WIDTH, command_lines, filled
 from tests.shared import each
 
 DIRECTORY = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -42,6 +43,19 @@ def test_the_page_has_the_tables_of_today():
 
 def test_the_page_has_no_other_tables():
     assert "| ---" not in PLACE.sub("", PAGE.read_text())
+
+
+@pytest.mark.parametrize("option", ["--batch-size 1 16", "key=value", "--name 'two words'"])
+def test_a_long_command_is_continued_as_a_shell_reads_it(option):
+    command = " ".join(["mtpkit bench toy", *[option] * 20])
+    text = command_lines(command)
+    lines = text.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= WIDTH
+    assert shlex.split(text.replace("\\\n", "")) == shlex.split(command)
+
+
+def test_a_short_command_stays_on_its_line():
+    assert command_lines("mtpkit bench toy --k 3") == "    mtpkit bench toy --k 3"
 
 
 RESULT = {

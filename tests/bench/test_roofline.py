@@ -14,6 +14,7 @@ from mtpkit.bench.roofline import (
 from mtpkit.bench.settings import RooflineConfig, depth_rates
 from mtpkit.bench.sizes import DEEPSEEK_V3, NEMOTRON_H_8B
 from mtpkit.engine.requests.config import EngineConfig
+from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.errors import UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model import build_model
@@ -115,6 +116,25 @@ def test_state_is_read_once_and_written_as_the_rollback_does():
     half = Roofline(config, state_dtype=torch.bfloat16, ring_entries=16).decode(3, RATES)
     whole = Roofline(config, ring_entries=16).decode(3, RATES)
     assert 2 * works(half, "verify")["state"].bytes == works(whole, "verify")["state"].bytes
+
+
+def test_keys_and_values_are_counted_in_their_own_dtype():
+    """And nothing else is."""
+    config = toy_config(pattern="M*", mtp_pattern="*")
+    whole, half = (
+        Roofline(config, kv_dtype=dtype).decode(3, RATES) for dtype in (None, torch.float8_e4m3fn)
+    )
+    for phase in whole.phases:
+        own = works(whole, phase)
+        other = works(half, phase)
+        assert own["attention"].bytes == 2 * other["attention"].bytes > 0
+        assert all(own[name] == other[name] for name in own if name != "attention")
+    config = NEMOTRON_H_8B
+    bytes_of = [
+        tabulate_limits(config, RooflineConfig(engine=EngineOptions(kv_cache_dtype=dtype)))[0]
+        for dtype in ("auto", "fp8_e4m3")
+    ]
+    assert all(a.bytes > b.bytes for a, b in zip(*(one.rows for one in bytes_of), strict=True))
 
 
 def test_each_distinct_head_has_a_state_whose_ring_holds_the_positions_it_feeds_again():

@@ -117,6 +117,7 @@ class FakeLLM:
     clock = 0.0
     slow = 1.0
     steps = 0
+    has_chat_template = False
     wrong: ClassVar[dict[int, int]] = {}
 
     def __init__(
@@ -132,7 +133,9 @@ class FakeLLM:
         self.batch_size = max_num_seqs
         self.seen = 0
         self.model = SimpleNamespace(
-            mtpkit_config=toy_config(), parameters=lambda: iter([torch.zeros(1)])
+            mtpkit_config=toy_config(),
+            parameters=lambda: iter([torch.zeros(1)]),
+            modules=lambda: iter(()),
         )
         self.tokenizer = tokenizer
         config = SimpleNamespace(max_model_len=100)

@@ -231,12 +231,17 @@ def misplaced(source: str) -> list[tuple[int, str]]:
     return [(line, text) for line, text in texts(source) if pattern.search(text)]
 
 
+PARSERS = ("server/settings.py", "server/answers/formats.py")
+"""They name formats of tool calls, some of which vLLM calls by a family."""
+
+
 def test_no_name_of_a_family_stands_outside_its_room():
     root = Path(mtpkit.__file__).parent
     found = {
         str(path.relative_to(root)): lines
         for path in root.rglob("*.py")
         if root / "checkpoint" / "families" not in path.parents
+        and str(path.relative_to(root)) not in PARSERS
         and (lines := misplaced(path.read_text()))
     }
     assert not found

@@ -24,7 +24,8 @@ from mtpkit.checkpoint.directory import latest_iteration, open_directory
 from mtpkit.checkpoint.families.nemotron_h import NEMOTRON_H
 from mtpkit.checkpoint.layouts.megatron import parameters
 from mtpkit.checkpoint.layouts.torch_dist import MegatronReader
-from mtpkit.checkpoint.load import ModelTensors, _global_shape, _targets
+from mtpkit.checkpoint.load import ModelTensors
+from mtpkit.checkpoint.shards import global_shape, targets_of
 from mtpkit.checkpoint.tensors import bits_equal, is_finite
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.errors import MtpkitError, UserError
@@ -385,8 +386,8 @@ def test_the_table_has_the_names_and_shapes_of_the_model(changes):
         num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=24
     )
     config = toy_config(**experts | changes)
-    targets = _targets(build_model(config, init="none"))
-    built = {name: _global_shape(shards[0]) for name, shards in targets.items()}
+    targets = targets_of(build_model(config, init="none"))
+    built = {name: global_shape(shards[0]) for name, shards in targets.items()}
     assert parameters(config) == built
 
 

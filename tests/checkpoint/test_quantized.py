@@ -1,13 +1,18 @@
 """Weights in fp8 with a scale per block, some of them partial, against the definition element by
 element."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.directory import load_config, open_directory
+from mtpkit.checkpoint.matrices import StoredMatrices, find_matrices
 from mtpkit.checkpoint.quantized import FP8, SCALE, BlockFp8
+from mtpkit.checkpoint.recipe import Recipe, Rule
+from mtpkit.checkpoint.tensors import TensorInfo, bits_equal
 from mtpkit.errors import UserError
 from tests.checkpoint.builders import add_heads, edit, edit_config, write_base
 from tests.checkpoint.odd_family import read_config
@@ -32,7 +37,11 @@ def test_partial_blocks(shape, dtype):
     block = BlockFp8()
     weight = torch.randn(shape).to(FP8)
     scale = torch.rand(block.scale_shape(shape)) + 0.5
-    found = block.dequantize(weight, scale, dtype)
+    tensors = {"X": weight, "X" + SCALE: scale}
+    infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    matrices = find_matrices(infos, Recipe("fp8", (Rule("fp8", 128, 128),)), "here")
+    source = SimpleNamespace(tensors=infos, read=tensors.__getitem__)
+    found = StoredMatrices(source, matrices, dtype).read("X")
     assert found.dtype == dtype and found.shape == shape
     assert torch.equal(found, widened(weight, scale, 128, 128).float().to(dtype))
     shifted = widened(weight, scale.roll(1, -1), 128, 128)
@@ -77,6 +86,46 @@ def test_import_widens_and_export_says_so(fp8_dir, tmp_path, dtype):
     assert load_config(tmp_path / "back") == load_config(fp8_dir)
 
 
+def test_matrices_are_given_as_stored_and_widened(fp8_dir):
+    source = open_directory(fp8_dir).weights()
+    # Queries, keys and values of 2 groups of heads lie within blocks of 12 rows of each other.
+    with pytest.raises(UserError, match=r"layers\.0\.mixer\.q_proj.*--expand-scales"):
+        _ = source.formats
+    source = open_directory(fp8_dir).weights(expand_scales=True)
+    kinds = source.formats
+    assert {kind.name for kind in kinds.values()} == {"fp8"}
+    assert kinds["decoder.layers.0.self_attention.linear_qkv.weight"].rows == 1
+    assert kinds["decoder.layers.1.mlp.linear_fc2.weight"].rows == BLOCK
+    assert "mtp.layers.0.eh_proj.weight" not in kinds and "output_layer.weight" not in kinds
+    for name, matrix in source.matrices.items():
+        stored = source.quantized(name)
+        assert stored.format == kinds[name] and stored.shape == source.tensors[name].shape
+        assert {n: (p.shape, p.dtype) for n, p in stored.parts.items()} == {
+            n: (p.shape, p.dtype) for n, p in matrix.parts.items()
+        }
+        assert torch.equal(stored.widen(torch.bfloat16), source.read(name)), name
+    source.require_finite()
+
+
+def test_scales_expanded_to_rows_become_those_of_blocks_again(fp8_dir, tmp_path):
+    with pytest.raises(UserError, match=r"q_proj.*--expand-scales.*--fp8-as"):
+        import_checkpoint(fp8_dir, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+    import_checkpoint(fp8_dir, tmp_path / "megatron", expand_scales=True)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back")
+    before = load_file(fp8_dir / "model.safetensors")
+    after = read_all(tmp_path / "back")
+    assert after.keys() == before.keys()
+    assert all(bits_equal(after[name], tensor) for name, tensor in before.items())
+    told = [read_config(each)["quantization_config"] for each in (fp8_dir, tmp_path / "back")]
+    # The original does not say that the projection of the heads is not quantised.
+    assert told[1] == {**told[0], "modules_to_not_convert": ["mtp.layers.0.eh_proj"]}
+    stored = open_directory(tmp_path / "megatron").weights()
+    original = open_directory(fp8_dir).weights(expand_scales=True)
+    assert stored.formats == original.formats
+    assert all(torch.equal(stored.read(name), original.read(name)) for name in original.tensors)
+
+
 @pytest.mark.parametrize("what", ["missing", "odd"])
 def test_every_missing_and_every_odd_scale_is_named(fp8_dir, what):
     first, second = (f"backbone.layers.0.mixer.{name}_proj.weight{SCALE}" for name in "kv")
@@ -84,12 +133,12 @@ def test_every_missing_and_every_odd_scale_is_named(fp8_dir, what):
     def damage(tensors):
         scales = tensors.pop(first), tensors.pop(second)
         if what == "odd":
-            tensors |= {first: torch.ones(2, 2), second: scales[1].bfloat16()}
+            tensors |= {first: torch.ones(2, 2), second: scales[1].double()}
 
     edit(fp8_dir, damage)
     with pytest.raises(UserError) as caught:
         open_directory(fp8_dir).weights()
-    wrong = (f"{first} [2, 2] float32 instead of [2, 3] float32", f"{second} [2, 3] bfloat16")
+    wrong = (f"{first} [2, 2] float32 instead of [2, 3] float32", f"{second} [2, 3] float64")
     for words in ("2 missing", first, second) if what == "missing" else wrong:
         assert words in str(caught.value)
 

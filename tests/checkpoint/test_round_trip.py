@@ -199,7 +199,7 @@ def test_threads_may_read_at_once():
     steps = [
         _Step((name,), (name + "x", name + "y"), lambda inputs: list(inputs[0])) for name in "abcd"
     ]
-    mapped = MappedTensors(Numbers("abcd"), steps)
+    mapped = MappedTensors(Numbers("abcd"), steps, "here")
     names = ["ax", "by", "cx", "dy", "ay", "bx"] * 3000
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

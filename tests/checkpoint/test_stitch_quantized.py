@@ -170,9 +170,17 @@ def test_names_that_two_servers_read_differently(models, tmp_path, family, metho
     assert complaints(tmp_path / "out") == {"vllm": [], "sglang": []}
 
 
+def static_fp8(tensors, names):
+    """Store matrices as ModelOpt's FP8: a scale for each, and one for its inputs."""
+    for name in names:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        stem = name.removesuffix("weight")
+        tensors |= {f"{stem}weight_scale": torch.ones(()), f"{stem}input_scale": torch.ones(())}
+
+
 def test_the_list_beside_the_config(models, tmp_path):
     """ModelOpt's own file is written too, and keeps its other settings."""
-    hf = quantised_base(tmp_path / "hf", models["nemotron_h"], "nemotron_h", None)
+    hf = quantised_base(tmp_path / "hf", models["nemotron_h"], "nemotron_h", None, static_fp8)
     own = {
         "producer": {"name": "modelopt"},
         "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
@@ -181,8 +189,9 @@ def test_the_list_beside_the_config(models, tmp_path):
     stitch(hf, models["nemotron_h"], tmp_path / "out")
     settings = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     listed = settings["quantization"].pop("exclude_modules")
+    assert settings["quantization"].pop("ignore") == listed
     assert settings == {**own, "quantization": {"quant_algo": "FP8"}}
-    assert listed[0] == "lm_head" and "mtp.layers.0.mixer.q_proj" in listed
+    assert listed[0] == "lm_head" and {"mtp*", "mtp.layers.0.mixer.q_proj"} < {*listed}
     assert complaints(tmp_path / "out") == {"vllm": [], "sglang": []}
     assert json.loads((hf / "hf_quant_config.json").read_text()) == own
 

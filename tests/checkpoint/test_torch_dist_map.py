@@ -33,10 +33,14 @@ def mapped(
     return MappedFiles(directory).read(path.name, before, len(content), like.shape, like.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+CODES = (torch.uint8, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *CODES])
 def test_every_bit_at_any_place(tmp_path, dtype):
     for shape in ((4, 3), (1, 1, 5), (), (2, 1, 4)):
-        tensor = torch.randn(shape).to(dtype)
+        tensor = (10 * torch.randn(shape)).abs().to(dtype)
         for before in range(9):
             found = mapped(tmp_path, saved(tensor), before, tensor)
             assert (

@@ -42,3 +42,19 @@ def call():
         return int(stop.value.code or 0)
 
     return call
+
+
+CHAT_TEMPLATE = (
+    "{% if robot %}[{{ robot }}]{% endif %}{% for m in messages %}{% if m.role not in ['system',"
+    " 'user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}{% endif %}{{ m.role }}: {{"
+    " m.content }}<eos>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model_dir` with a chat template."""
+    directory = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model_dir, directory)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory

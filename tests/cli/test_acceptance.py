@@ -129,3 +129,20 @@ def test_a_model_of_weights_that_are_no_numbers_fails(
 def test_settings_beside_a_model_are_not_a_runs(tmp_path):
     (tmp_path / "config.yaml").write_text("of: another program\n")
     assert _trained_length(tmp_path / "model") == 1024
+
+
+def test_raw_text_for_a_chat_model_is_warned_of(chat_dir, model_dir, call, caplog, tmp_path):
+    turns = [{"role": role, "content": "the cat sat"} for role in ("user", "assistant")]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 9)
+    options = ["--sequence-length", 24, "--dtype", "float32"]
+    for model, names, warned in (
+        (chat_dir, ("talk.jsonl", "cats.txt"), True),
+        (chat_dir, ("talk.jsonl",), False),
+        (model_dir, ("cats.txt",), False),
+    ):
+        data = [tmp_path / name for name in names]
+        assert call(app, "--model", model, "--data", *data, *options) == 0
+        said = "data: cats: raw text, but the tokenizer has a chat template"
+        assert caplog.text.count(said) == warned
+        caplog.clear()

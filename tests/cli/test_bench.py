@@ -2,14 +2,34 @@
 it cannot do."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
-from mtpkit.bench import shapes, sizes
+from mtpkit.bench import drawn, shapes, sizes
+from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.settings import LARGE_SHAPES, SMALL_SHAPES
+from mtpkit.bench.weights import ModelWeights
+from mtpkit.checkpoint import load_model, save_hf_model
+from mtpkit.checkpoint.convert import import_checkpoint
+from mtpkit.checkpoint.matrices import StoredMatrices
 from mtpkit.cli.bench import app
+from mtpkit.engine import EngineOptions
+from mtpkit.model import build_model
+from tests.checkpoint.schemes import write_quantised
 from tests.shared import each
+from tests.toy_config import toy_config
+
+QUANTISABLE = toy_config(
+    vocab_size=304,
+    pattern="M*E-",
+    mtp_pattern="*",
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=32,
+    moe_shared_expert_intermediate_size=16,
+)
 
 
 def last_line(capsys) -> dict:
@@ -36,7 +56,17 @@ def test_roofline_has_the_engines_ring(call, capsys):
 
 
 @pytest.mark.parametrize(
-    "more", ["--k 0", "--k 2", "--k 5 --state-rollback snapshot", "--k 5 --state-dtype bfloat16"]
+    "more",
+    [
+        "--k 0",
+        "--k 2",
+        "--k 5 --state-rollback snapshot",
+        "--k 5 --state-dtype bfloat16",
+        "--k 2 --quantization fp8",
+        "--k 2 --weight-format fp8-blocks",
+        "--k 2 --weight-format int4",
+        "--k 2 --weight-format nvfp4",
+    ],
 )
 def test_decode_and_roofline_have_the_same_limit(more, call, capsys):
     shared = f"--model nemotron-h-tiny --batch-size 3 --draft-vocab-size 100 {more}"
@@ -55,6 +85,9 @@ def test_decode_and_roofline_have_the_same_limit(more, call, capsys):
         found["copy_bandwidth"] / 1e12,
         "--matrix-rate",
         found["matrix_rate"] / 1e12,
+        # CPUs have no rate for it.
+        "--fp8-rate",
+        found["matrix_rate"] / 1e12,
     ]
     context = ["--context-length", 9 + 40 / 2]
     assert (
@@ -69,6 +102,60 @@ def test_decode_and_roofline_have_the_same_limit(more, call, capsys):
 def test_roofline_of_a_directory(model_dir, call, capsys):
     assert call(app, "roofline", "--model", model_dir, "--batch-size", 2, "--k", 1) == 0
     assert last_line(capsys)["settings"]["model"] == str(model_dir)
+
+
+def quantised(scheme, where):
+    """A tiny checkpoint in a layout of quantisers, whose projections are quantised."""
+    plain = where / "plain"
+    save_hf_model(build_model(QUANTISABLE, device="cpu"), plain)
+    return write_quantised(
+        scheme, plain, where / "quantised", lambda name: name.endswith("proj.weight")
+    )
+
+
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "ModelOpt FP8", "compressed W4A16", "NVFP4"])
+@pytest.mark.parametrize("layout", ["hf", "megatron"])
+def test_roofline_counts_a_quantised_directory_as_it_is_loaded(
+    scheme, layout, call, capsys, tmp_path
+):
+    directory = quantised(scheme, tmp_path)
+    if layout == "megatron":
+        import_checkpoint(directory, tmp_path / "megatron", expand_scales=True)
+        directory = tmp_path / "megatron"
+
+    assert call(app, "roofline", "--model", directory, "--batch-size", 3, "--k", 1) == 0
+    found = last_line(capsys)
+    (row,) = found["rows"]
+    model = load_model(directory, torch.bfloat16)
+    cost = Roofline.of(model, EngineOptions()).decode(3, [0.85], 512)
+    assert row["bytes"] == cost.bytes < Roofline(model.mtpkit_config).decode(3, [0.85], 512).bytes
+    assert found["settings"]["weight_formats"] == [*ModelWeights.of(model).formats] != []
+
+
+def test_roofline_of_a_plain_model_needs_its_config_alone(call, model_dir, tmp_path, capsys):
+    for file in model_dir.glob("*.json"):
+        if "index" not in file.name:
+            shutil.copy(file, tmp_path)
+    assert call(app, "roofline", "--model", tmp_path, "--batch-size", 1, "--k", 1) == 0
+
+
+def test_roofline_reads_no_values(call, tmp_path, monkeypatch, capsys):
+    directory = quantised("fp8 blocks", tmp_path)
+    monkeypatch.setattr(StoredMatrices, "quantized", None)
+    monkeypatch.setattr(StoredMatrices, "read", None)
+    assert call(app, "roofline", "--model", directory, "--batch-size", 1, "--k", 1) == 0
+
+
+@pytest.mark.parametrize("name", ["nemotron-3-tiny", "deepseek-v3-tiny"])
+def test_one_layer_of_each_kind_tells_the_weights_of_a_shape(name):
+    for weight_format in ("fp8", "fp8-blocks", "int4", "nvfp4"):
+        whole = drawn.draw_model(
+            sizes.SHAPES[name], torch.bfloat16, torch.device("cpu"), weight_format
+        )
+        quantization = "fp8" if weight_format == "fp8" else None
+        given = None if weight_format == "fp8" else weight_format
+        found = shapes.held_weights(name, torch.bfloat16, None, quantization, given)
+        assert found == ModelWeights.of(whole)
 
 
 def test_decode(call, capsys, tmp_path):
@@ -105,6 +192,13 @@ def test_decode(call, capsys, tmp_path):
 def test_an_empty_batch_and_no_rates_are_refused(command, option, says, call, capsys):
     assert call(app, command, "--model", "nemotron-h-tiny", *option.split()) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["decode", "load"])
+def test_a_shape_has_one_format(command, call, capsys):
+    options = "--model nemotron-h-tiny --weight-format int4 --quantization fp8"
+    assert call(app, command, *options.split()) == 2
+    assert "--weight-format / --quantization: give one of them" in capsys.readouterr().err
 
 
 def test_decode_refuses_what_excludes_each_other(call, capsys, monkeypatch):
@@ -286,7 +380,7 @@ def test_train(call, capsys, tmp_path):
 )
 def test_a_large_shape_needs_a_gpu(command, call, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shapes, "build_model", lambda *_, **__: pytest.fail("the shape was built"))
+    monkeypatch.setattr(drawn, "build_model", lambda *_, **__: pytest.fail("the shape was built"))
     assert call(app, *command.split()) == 2
     error = capsys.readouterr().err
     model = "nemotron-3-nano" if "nano" in command else "nemotron-h-8b"

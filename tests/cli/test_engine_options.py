@@ -17,6 +17,7 @@ from mtpkit.engine import EngineOptions
 
 OTHERS = {
     "dtype": "float32",
+    "quantization": "fp8",
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
     "enable_expert_parallel": True,
@@ -30,6 +31,7 @@ OTHERS = {
     "max_inter_token_latency": 0.5,
     "gpu_memory_utilization": 0.5,
     "num_blocks": 77,
+    "kv_cache_dtype": "fp8_e4m3",
     "state_rollback": "snapshot",
     "state_dtype": "bfloat16",
     "enable_prefix_caching": True,
@@ -42,6 +44,7 @@ OTHERS = {
     "speculative_num_draft_tokens": 3,
     "draft_vocab": "vocab.json",
     "draft_embedding_dtype": "int8",
+    "draft_lm_head_dtype": "fp8_e4m3",
     "async_scheduling": False,
     "enforce_eager": True,
     "warm_up": False,
@@ -89,6 +92,7 @@ def test_options_reach_the_engine(command, config, module, model_dir, monkeypatc
                 raise Made
             self.model = model
             self.tokenizer = SimpleNamespace(encode=lambda text: [1, 2, 3], decode=None)
+            self.has_chat_template = False
             self.engine = SimpleNamespace(config=SimpleNamespace(max_model_len=99))
 
     monkeypatch.setattr(f"mtpkit.bench.{module}.LLM", Fake)

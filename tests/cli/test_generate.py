@@ -98,6 +98,33 @@ def test_json_lines(model_dir, answer, call, capsys, tmp_path):
     assert (second["finish_reason"], len(second["conditional_acceptance"])) == ("length", 1)
 
 
+@pytest.mark.parametrize("prompts", [["the"], ["the", "the cat"]])
+def test_each_of_several_outputs_has_a_heading(prompts, model_dir, call, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    options = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 8]
+    options += ["--temperature", 1.5, "--seed", 3, "--n", 3]
+    whole = LLM(model_dir).generate(
+        prompts, SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=8)
+    )
+    assert call(app, "--model", model_dir, *options) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "".join(
+        f"== {tmp_path / 'prompts.txt'}:{line}: {output.prompt} (output {place} of 3)\n{one.text}\n"
+        for line, output in enumerate(whole, 1)
+        for place, one in enumerate(output.outputs, 1)
+    )
+    assert len({one.text for one in whole[0].outputs}) > 1
+    assert f"length {3 * len(prompts)}" in printed.err
+
+    assert call(app, "--model", model_dir, *options, "--json") == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [[one["token_ids"] for one in record["outputs"]] for record in records] == [
+        [one.token_ids for one in output.outputs] for output in whole
+    ]
+    assert call(app, "--model", model_dir, *options, "--max-num-seqs", 2) == 2
+    assert "n is 3, but at most 2 requests run at once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -462,3 +489,72 @@ def test_an_error_has_a_line_of_its_own(model_dir, call, capsys, monkeypatch):
         and said.out.endswith("\n")
         and said.err.splitlines()[-1].endswith("rank 1 has died")
     )
+
+
+RAW = "raw text, but the tokenizer has a chat template"
+
+
+@pytest.mark.parametrize("source", ["argument", "stdin", "file"])
+def test_a_question_goes_through_the_template(
+    source, chat_dir, call, capsys, caplog, monkeypatch, tmp_path
+):
+    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
+    where = {"argument": [PROMPT], "stdin": [], "file": ["--prompts", tmp_path / "prompt.txt"]}
+    options = ["--model", chat_dir, "--max-tokens", 8, *where[source]]
+    assert call(app, *options, "--chat", "--chat-template-kwargs", '{"robot": "mat"}') == 0
+    printed = capsys.readouterr()
+    llm = LLM(chat_dir)
+    question = [{"role": "user", "content": PROMPT}]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    (want,) = llm.chat(question, params, chat_template_kwargs={"robot": "mat"})
+    assert want.prompt == f"[mat]user: {PROMPT}<eos>assistant: "
+    assert printed.out == want.outputs[0].text + "\n" and RAW not in caplog.text
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert call(app, *options) == 0
+    assert caplog.text.count(f"the prompt is {RAW}") == 1
+
+
+def test_rows_with_messages(chat_dir, call, capsys, caplog, tmp_path):
+    """One that the template refuses ends with an error, and the others are answered."""
+    turns = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "on the mat"}]
+    rows = [
+        {"messages": turns},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [turns[0], {"role": "user", "content": [{"type": "image_url"}]}]},
+        {"prompt": "def add"},
+        {"messages": turns, "add_generation_prompt": False, "continue_final_message": True},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = ["--model", chat_dir, "--prompts", tmp_path / "rows.jsonl", "--max-tokens", 8]
+    assert call(app, *options, "--json") == 1
+    printed = capsys.readouterr()
+    records = [json.loads(line) for line in printed.out.splitlines()]
+    assert [record["prompt"] for record in records] == [
+        f"user: {PROMPT}<eos>assistant: ",
+        None,
+        None,
+        "def add",
+        f"user: {PROMPT}<eos>assistant: on the mat",
+    ]
+    assert records[1]["error"].endswith("rows.jsonl:2: the chat template refuses it: no robot")
+    assert records[2]["error"].endswith(
+        "has a part of the type 'image_url'; models read and write text only"
+    )
+    assert f"1 of 5 prompts are {RAW}" in caplog.text
+    assert "2 of 5 prompts ended with an error, named above" in printed.err
+    assert call(app, *options) == 1
+    headings = [
+        line.partition(".jsonl:")[2]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("== ")
+    ]
+    assert headings[:2] == [f"1: {PROMPT}", "2: x"]
+    assert headings[3:] == ["4: def add", "5: on the mat"]
+
+
+def test_base_models_read_raw_text_without_a_warning(model_dir, call, capsys, caplog):
+    assert call(app, "--model", model_dir, "--max-tokens", 2, PROMPT) == 0
+    assert RAW not in caplog.text
+    assert call(app, "--model", model_dir, "--max-tokens", 2, "--chat", PROMPT) == 2
+    assert "has no chat template: add chat_template.jinja to it" in capsys.readouterr().err

@@ -20,8 +20,8 @@ def broken(monkeypatch):
     """Break every model once it is loaded: files with such weights are refused."""
     open_model = loading.open_model
 
-    def breaking(*args):
-        model, *more = open_model(*args)
+    def breaking(*args, **options):
+        model, *more = open_model(*args, **options)
         with torch.no_grad():
             model.embedding.word_embeddings.weight[BAD] = math.nan
         return model, *more
@@ -63,7 +63,7 @@ def test_generate_prints_the_others_and_names_what_failed(
 
 
 def test_generate_of_one_prompt(model_dir, broken, call, capsys, monkeypatch):
-    monkeypatch.setattr(intake, "encode", lambda *_: (None, [BAD]))
+    monkeypatch.setattr(intake, "encode", lambda *_: (None, [BAD], None))
     assert call(generate.app, "--model", model_dir, "the cat", "--k", 1) == 1
     error = capsys.readouterr().err
     assert "the prompt (request 0): the logits for position 1, after 0 output tokens" in error
@@ -101,8 +101,8 @@ def test_evaluate_fails_without_a_report(model_dir, prompts, broken, call, capsy
 def test_benchmarks_fail(command, call, capsys, monkeypatch):
     open_model = loading.open_model
 
-    def breaking(*args):
-        model, *more = open_model(*args)
+    def breaking(*args, **options):
+        model, *more = open_model(*args, **options)
         with torch.no_grad():
             model.output_layer.weight[3, 3] = math.nan
         return model, *more
@@ -145,9 +145,9 @@ def test_regenerate_keeps_no_such_answer_and_goes_on_from_there(
     bad = json.loads(whole.read_text().splitlines()[3])["prompt_token_ids"]
     open_model = loading.open_model
 
-    def breaking(*args):
+    def breaking(*args, **options):
         """One prompt's first own token breaks the model: what follows it is not to be believed."""
-        model, *more = open_model(*args)
+        model, *more = open_model(*args, **options)
         with torch.no_grad():
             model.embedding.word_embeddings.weight[bad[0]] = math.nan
         return model, *more

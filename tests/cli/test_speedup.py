@@ -7,6 +7,7 @@ import torch
 
 from mtpkit.bench import speedup
 from mtpkit.cli.speedup import app
+from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import LLM
 from mtpkit.errors import UserError
 
@@ -182,3 +183,32 @@ def test_a_k_that_heads_cannot_draft_is_refused_before_weights_are_read(
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=f"num_speculative_tokens is {k}, but .*{says}"):
         LLM(model, k)
+
+
+def test_conversations_are_measured_and_raw_text_is_warned_of(
+    chat_dir, prompts, call, caplog, tmp_path, monkeypatch
+):
+    decoded = []
+    generate = LLM.generate
+
+    def spy(llm, prompts, *args, **named):
+        decoded.extend(prompts)
+        return generate(llm, prompts, *args, **named)
+
+    monkeypatch.setattr(LLM, "generate", spy)
+    settings = "--k 1 --batch-size 1 --max-tokens 3 --repeats 1 --num-prompts 1"
+    options = [*settings.split(), "--output", tmp_path / "out", "--model", chat_dir]
+    question = {"messages": [{"role": "user", "content": "the cat"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(question))
+    asked = None
+    for given in (["--prompts", tmp_path / "rows.jsonl"], ["--prompts", prompts, "--chat"]):
+        decoded.clear()
+        assert call(app, *options, *given) == 0
+        assert "raw text" not in caplog.text
+        found = {tuple(one["prompt_token_ids"]) for one in decoded if isinstance(one, dict)}
+        assert len(found) == 1 and found == (asked or found)
+        asked = found
+    text = "user: the cat<eos>assistant: "
+    assert asked == {tuple(load_tokenizer(chat_dir)(text)["input_ids"])}
+    assert call(app, *options, "--prompts", prompts) == 0
+    assert caplog.text.count("the prompt is raw text, but the tokenizer has a chat") == 1

@@ -101,7 +101,8 @@ NUMBERS = [
     for one in ALL
     if one.kind in (int, float) or (one.flag == "--num-speculative-tokens" and one.kind is str)
 ]
-PATHS = [one for one in ALL if one.kind is Path]
+# A cache of the hub is looked at for ids alone, and the models here are directories.
+PATHS = [one for one in ALL if one.kind is Path and one.name != "download_dir"]
 TEXTS = [one for one in ALL if one.kind is str and one.flag and one not in NUMBERS]
 TURNED_OFF = {"top_k": -1, "presence_penalty": -2, "frequency_penalty": -2}
 """The least value of options that take negative ones."""
@@ -142,6 +143,7 @@ def attempt(model_dir, megatron_dir, tmp_path, call, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     valid = {
         "--model": model_dir,
+        "model": model_dir,
         "--prompts": "prompts.txt",
         "--data": "data.jsonl",
         "--output": "out.jsonl",

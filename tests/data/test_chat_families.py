@@ -308,6 +308,28 @@ def test_empty_answers_are_left_out(tokenizer) -> None:
     ]
 
 
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_reasoning_alone_that_is_not_rendered_is_no_empty_answer(tokenizer) -> None:
+    """Older turns lose their reasoning."""
+    alone = assistant("", reasoning_content="hm")
+    with pytest.raises(
+        SampleError, match="does not render the reasoning of message 2, which holds nothing else"
+    ):
+        Chat(tokenizer).encode([*QUESTION, alone, *ANSWERED])
+    # Each turn is rendered as the last one, or is not learnt.
+    options = DataOptions(sample_per_turn=True)
+    found = list(
+        tokenize([Sample(messages=[*QUESTION, alone, *ANSWERED])], tokenizer, options=options)
+    )
+    assert [runs(tokenizer, one.token_ids, one.loss_mask) for one in found] == [
+        ["<think>\nhm\n</think>\n\n<|im_end|>"],
+        ["sat on the mat<|im_end|>"],
+    ]
+    assert learnt(tokenizer, [*QUESTION, alone, *ANSWERED], loss="last_turn") == [
+        "sat on the mat<|im_end|>"
+    ]
+
+
 @pytest.mark.parametrize("family", ["qwen3.5"], indirect=True)
 def test_variables_of_the_row_take_precedence(tokenizer) -> None:
     """With thinking on, the model writes the empty reasoning; the token that holds the prompt's end

@@ -100,7 +100,7 @@ def test_a_rendered_chat_has_one_bos_wherever_it_is_tokenized(
     (piece,) = read_prompts([tmp_path / "rows.jsonl"], tokenizer, 2, limit=1)[0]
     assert piece.token_ids.count(bos) == 1
     for text in ("<s>the cat", "the cat"):
-        assert encode({"prompt": text}, tokenizer, "p") == (text, plain)
+        assert encode({"prompt": text}, tokenizer, "p")[:2] == (text, plain)
     assert encode("<s><s>the cat", tokenizer, "p")[1][:3] == [
         *twice,
         plain[1],

@@ -113,16 +113,26 @@ class HashModel:
         return self._penalties(logits, prompt, counts, params)
 
     def decode(
-        self, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        eos: tuple[int, ...] = (),
+        rules: Callable[[torch.Tensor, list[int]], torch.Tensor] = lambda logits, output: logits,
     ) -> list[int]:
-        """Decode without an engine: one token at a time from the whole sequence."""
+        """Decode without an engine: one token at a time from the whole sequence.
+
+        Args:
+            rules: changes logits [V], given the output so far, before penalties.
+        """
         tokens = list(prompt)
         value = 0
         for token_id in prompt:
             value = extend_hash(value, token_id)
         while True:
             temperature = torch.tensor([0.0 if params.greedy else params.temperature])
-            logits = self._penalised(self.logits([value]), prompt, tokens[len(prompt) :], params)
+            output = tokens[len(prompt) :]
+            ruled = rules(self.logits([value])[0], output)[None]
+            logits = self._penalised(ruled, prompt, output, params)
             probs = sampling.probabilities(logits, temperature)
             numbers = sampling.uniform(
                 torch.tensor([params.seed or 0]), torch.tensor([len(tokens)]), TOKEN_STREAM
@@ -243,7 +253,7 @@ class HashRunner(StandIn):
                 length = self.ring_length
                 ring[(context + to) % length] = ring[(context + path[to]) % length]
 
-    def fold(self, states, slots, context_lens, committed) -> None:
+    def fold(self, states, slots, context_lens, committed, noise_keys) -> None:
         """Bring both histories of slots to where a chunk leaves them."""
         counts = (committed.counts[self.newest].tolist(), committed.counts[self.ring].tolist())
         for slot, end, newest, count in zip(
@@ -322,12 +332,13 @@ class RuleDrafter:
         known = self.known.after(batch, verdict)
         if batch.shape.trees and known:
             return self._trees(known)
+        depths = batch.shape.num_speculative_tokens
         rows = []
         for tokens in known:
-            for _ in range(self.depths):
+            for _ in range(depths):
                 tokens.append(self.rule(tokens))
-            rows.append(tokens[-self.depths :])
-        return Drafts(torch.tensor(rows, dtype=torch.int64).view(-1, self.depths))
+            rows.append(tokens[len(tokens) - depths :])
+        return Drafts(torch.tensor(rows, dtype=torch.int64).view(len(rows), depths))
 
     def _trees(self, known: list[list[int]]) -> Drafts:
         """Where the shape is not given, trees that differ from row to row."""

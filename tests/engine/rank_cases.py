@@ -40,6 +40,7 @@ PROMPTS = make_prompts()
 MIXED = dict(max_num_batched_tokens=10)
 PREEMPTED = dict(block_size=2, num_blocks=26)
 CACHED = dict(enable_prefix_caching=True)
+HEAD = dict(draft_lm_head_dtype="fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,9 @@ def cases() -> list[Case]:
         Case(
             "attention", 2, guided=False, settings=dict(draft_vocab=[33, 40], draft_sampling=True)
         ),
+        Case("mamba2", 3, guided=False, settings=HEAD),
+        Case("delta", 2, guided=False, settings=HEAD | dict(draft_vocab=[33, 40])),
+        Case("attention", 2, guided=False, settings=HEAD | dict(draft_sampling=True)),
     ]
     every += [Case("latent", k, True) for k in (0, 3)] + [
         Case("recurrent experts", 2, True, settings=MIXED)

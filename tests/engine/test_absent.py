@@ -19,6 +19,10 @@ TABLES = {
         lambda **named: LLM.generate(object.__new__(LLM), [[1]], **named),
         absent.GENERATE_ARGUMENTS,
     ),
+    "LLM.chat": (
+        lambda **named: LLM.chat(object.__new__(LLM), [[]], **named),
+        absent.CHAT_ARGUMENTS,
+    ),
     "LLM.stream": (
         lambda **named: LLM.stream(object.__new__(LLM), [[1]], **named),
         absent.GENERATE_ARGUMENTS,
@@ -55,7 +59,6 @@ def test_each_is_answered_unless_its_value_asks_for_nothing(what):
         ("data_parallel_size", True),
         ("data_parallel_size", 2),
         ("trust_remote_code", 0),
-        ("quantization", "fp8"),
     ],
 )
 def test_what_is_nearly_neutral_is_not(name, value):
@@ -68,6 +71,7 @@ def test_no_table_hides_an_argument_that_is_there():
         (SamplingParams, absent.SAMPLING_ARGUMENTS),
         (LLM.generate, absent.GENERATE_ARGUMENTS),
         (LLM.stream, absent.GENERATE_ARGUMENTS),
+        (LLM.chat, absent.CHAT_ARGUMENTS),
     ):
         assert not table.keys() & inspect.signature(function).parameters.keys()
     assert not [name for name in absent.LLM_METHODS if hasattr(LLM, name)]
@@ -83,12 +87,12 @@ def test_all_are_named_and_misspelt_ones_are_guessed():
     )
     names = [
         "data_parallel_size",
-        "quantization",
+        "quantization_param_path",
         "trust_remote_code",
         "swap_space",
         "speculative_config",
     ]
-    names += ["kv_cache_dtype", "hf_overrides", "enable_lora"]
+    names += ["calculate_kv_scales", "hf_overrides", "enable_lora"]
     text = message_of(TABLES["LLM"][0], **dict.fromkeys(names, "x"))
     assert not [name for name in names if name not in text]
     assert text.endswith("more; see help(LLM)")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.requests.detokenizer import Detokenizer
-from mtpkit.engine.requests.token_texts import CleanUp
+from mtpkit.engine.requests.token_texts import CleanUp, TokenTexts
 from tests.engine import tokenizers
 from tests.engine.fakes import HashModel, fake_engine, run
 from tests.shared import each
@@ -196,9 +196,9 @@ def test_stop_strings_among_accepted_drafts(k, ahead):
     assert output.stats.accepted == sum(output.stats.reached_per_depth)
 
 
-def shown_in_steps(tokenizer, prompt, tokens, ends, stops=()):
+def shown_in_steps(tokenizer, prompt, tokens, ends, stops=(), skip=True):
     """What is visible after each step, and at the end; a step ends before each of `ends`."""
-    detokenizer = Detokenizer(tokenizer, prompt, stops)
+    detokenizer = Detokenizer(TokenTexts(tokenizer, skip), prompt, stops)
     shown = []
     for count, token_id in enumerate(tokens, 1):
         detokenizer.append(token_id)
@@ -208,17 +208,17 @@ def shown_in_steps(tokenizer, prompt, tokens, ends, stops=()):
     return [*shown, detokenizer.visible_text(True)]
 
 
-def decode(tokenizer, token_ids):
-    return tokenizer.decode(token_ids, skip_special_tokens=True)
+def decode(tokenizer, token_ids, skip=True):
+    return tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-def late_breaks(tokenizer, token_ids):
+def late_breaks(tokenizer, token_ids, skip=True):
     """Whether a run of byte tokens has a character before what makes it no UTF-8: `decode` replaces
     the character too, which was shown by then."""
     tokens = [
         token
         for token in tokenizer.convert_ids_to_tokens(token_ids)
-        if token not in tokenizers.SPECIAL
+        if not (skip and token in tokenizers.SPECIAL)
     ]
     for is_byte, group in itertools.groupby(tokens, lambda token: token.startswith("<0x")):
         try:
@@ -249,20 +249,21 @@ def tokens_of(draw, kind):
     return draw(st.just([]) | st.lists(few, max_size=9)), draw(st.lists(few, max_size=12))
 
 
+@pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", tokenizers.KINDS)
 @given(data=st.data())
-def test_the_text_is_that_of_the_whole_in_steps_of_any_size(kind, data):
+def test_the_text_is_that_of_the_whole_in_steps_of_any_size(kind, skip, data):
     """For any tokens, after any prompt; and nothing that was shown is taken back."""
     tokenizer = tokenizers.of_kind(kind)
     prompt, tokens = data.draw(tokens_of(kind))
     ends = data.draw(st.sets(st.integers(1, len(tokens) or 1)))
-    shown = shown_in_steps(tokenizer, prompt, tokens, ends)
+    shown = shown_in_steps(tokenizer, prompt, tokens, ends, skip=skip)
     assert all(shown[-1].startswith(before) for before in shown)
-    assert shown[-1] == shown_in_steps(tokenizer, prompt, tokens, range(99))[-1]
-    whole = decode(tokenizer, prompt + tokens)
-    before = decode(tokenizer, prompt)
+    assert shown[-1] == shown_in_steps(tokenizer, prompt, tokens, range(99), skip=skip)[-1]
+    whole = decode(tokenizer, prompt + tokens, skip)
+    before = decode(tokenizer, prompt, skip)
     if whole.startswith(before) and not (
-        before.endswith("\ufffd") or late_breaks(tokenizer, prompt + tokens)
+        before.endswith("\ufffd") or late_breaks(tokenizer, prompt + tokens, skip)
     ):
         assert shown[-1] == whole[len(before) :]
 
@@ -270,14 +271,15 @@ def test_the_text_is_that_of_the_whole_in_steps_of_any_size(kind, data):
 @pytest.mark.parametrize(
     "kind", ["byte_level", "byte_fallback", "word_piece, as written", "unigram, as written"]
 )
+@pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())
-def test_no_more_than_a_character_is_held_back(kind, data):
+def test_no_more_than_a_character_is_held_back(kind, skip, data):
     tokenizer = tokenizers.of_kind(kind)
     _, tokens = data.draw(tokens_of(kind))
-    *shown, _ = shown_in_steps(tokenizer, [], tokens, range(99))
+    *shown, _ = shown_in_steps(tokenizer, [], tokens, range(99), skip=skip)
     for count, text in enumerate(shown, 1):
-        held = decode(tokenizer, tokens[:count])[len(text) :]
-        assert late_breaks(tokenizer, tokens[:count]) or held in (
+        held = decode(tokenizer, tokens[:count], skip)[len(text) :]
+        assert late_breaks(tokenizer, tokens[:count], skip) or held in (
             "",
             "\ufffd",
             "\ufffd" * 2,
@@ -372,9 +374,10 @@ class Counting:
         return getattr(self.tokenizer, name)
 
 
+@pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("stops", [(), ("END",)])
 @pytest.mark.parametrize("kind", tokenizers.KINDS)
-def test_the_time_is_linear_whatever_the_tokens_are(kind, stops):
+def test_the_time_is_linear_whatever_the_tokens_are(kind, stops, skip):
     """Literal U+FFFD, one broken byte, and tokens that all end inside a character, of which each
     continues the last."""
     tokenizer = tokenizers.of_kind(kind)
@@ -382,15 +385,15 @@ def test_the_time_is_linear_whatever_the_tokens_are(kind, stops):
         "byte_level": ["\u0122", tokenizers.letters_of_bytes()[0x80], "\u00ac\u00f0"],
         "byte_fallback": ["\ufffd", "<0x80>", "<0xE2>"],
     }
-    for name in names.get(kind, ["\ufffd"]):
+    for name in [*names.get(kind, ["\ufffd"]), "<end>"]:
         token_id = tokenizer.convert_tokens_to_ids(name)
         decoded = []
         for length in (100, 400):
             counting = Counting(tokenizer)
             *_, shown, final = shown_in_steps(
-                counting, [], [token_id] * length, range(length + 1), stops
+                counting, [], [token_id] * length, range(length + 1), stops, skip
             )
-            assert final == decode(tokenizer, [token_id] * length)
+            assert final == decode(tokenizer, [token_id] * length, skip)
             assert len(final) - len(shown) <= (3 if not stops else 6)
             decoded.append(counting.count)
         assert decoded[1] < 4.1 * decoded[0] < 4.1 * 100 * 40

@@ -1,13 +1,16 @@
 """What the device knows of a request is what the host knows, and a slot keeps nothing of the
 request before."""
 
+import numpy as np
 import pytest
 import torch
 
 from mtpkit import SamplingParams
 from mtpkit.engine import Engine, EngineConfig
+from mtpkit.engine.requests.tree import DynamicTree
 from mtpkit.engine.steps.device_state import DeviceState
-from mtpkit.engine.steps.vocabulary import Vocabulary
+from mtpkit.engine.steps.host_drafts import HostDrafts
+from mtpkit.engine.steps.vocabulary import SplitVocabulary, Vocabulary
 from mtpkit.model import SequenceInput, base_forward
 from tests.engine.tiny import (
     VOCAB_SIZE,
@@ -196,3 +199,34 @@ def test_a_request_moved_to_another_slot_goes_on_with_the_same_tokens(
         llm = guide(make_llm(model, 3, state_rollback=rollback), prompts)
         runs.append((generate(llm, prompts), llm.stats().acceptance))
     assert runs[0] == runs[1] and moved >= 8
+
+
+def test_drafts_of_the_host_are_certain_where_it_chose_them():
+    """On a rank that holds the tokens 4 .. 7 of 8; other slots, and drafts that were drawn, keep
+    their distributions."""
+    config = EngineConfig(64, 3, max_num_seqs=3, draft_sampling=True)
+    half = object.__new__(SplitVocabulary)
+    half.size, half.first, half.width = 8, 4, 4
+    state = DeviceState.allocate(3, config, half, torch.device("cpu"))
+    state.draft_probs.fill_(0.25)
+    before = state.draft_probs.clone()
+    token_ids = np.array([[5, 2, 7], [6, 6, 1]])
+    chosen = np.array([[True, True, False], [False, False, True]])
+    state.write_drafts(HostDrafts([2, 0], token_ids, chosen))
+
+    assert state.tokens.tolist() == [[0, 6, 6, 1], [0] * 4, [0, 5, 2, 7]]
+    assert state.draft_probs[2, 0].tolist() == [0, 1, 0, 0]
+    # Another rank holds tokens 2 and 1.
+    assert not state.draft_probs[2, 1].any() and not state.draft_probs[0, 2].any()
+    for slot, place in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 2)):
+        assert torch.equal(state.draft_probs[slot, place], before[slot, place])
+
+
+def test_drafts_of_the_host_bring_the_shape_of_a_tree_that_grows():
+    config = EngineConfig(64, 2, DynamicTree(2, 2, 4), max_num_seqs=2)
+    state = DeviceState.allocate(2, config, Vocabulary(8), torch.device("cpu"))
+    drafts = HostDrafts(
+        [1], np.array([[5, 6, 7]]), np.ones((1, 3), np.bool_), np.array([[-1, 0, 0, 2]])
+    )
+    state.write_drafts(drafts)
+    assert state.drafts_at([1, 0]).tolist() == [[5, 6, 7, -1, 0, 0, 2], [0, 0, 0, -1, 0, 1, 2]]

@@ -39,10 +39,11 @@ HEADS = {
 class TableRunner(StandIn):
     """A base whose logits depend on the newest token."""
 
+    table = TABLE
+
     def run(self, batch) -> StepOutput:
-        return StepOutput(
-            TABLE[batch.token_ids[batch.logit_indices]], torch.zeros(len(batch.token_ids), 1, 1)
-        )
+        newest = batch.token_ids[batch.logit_indices]
+        return StepOutput(self.table[newest], torch.zeros(len(batch.token_ids), 1, 1))
 
 
 MODEL = SimpleNamespace(
@@ -80,15 +81,17 @@ class TableDrafter(MtpDrafter):
         return Drafts(torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None)
 
 
-def decode(k, heads=None, draw=False, seeds=range(SEEDS), **params):
+def table_engine(k, heads=None, draw=False) -> Engine:
     config = EngineConfig(
         64, k, max_num_seqs=1000, max_num_batched_tokens=6000, draft_sampling=draw
     )
     drafter = TableDrafter(HEADS[heads], k, draw) if k else NoDrafter()
     layout = StateLayout({}, state_sizes(config))
-    return decoded(
-        Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU), seeds, params
-    )
+    return Engine(config, layout, 2000, TableRunner(), drafter, VOCAB_SIZE, CPU)
+
+
+def decode(k, heads=None, draw=False, seeds=range(SEEDS), **params):
+    return decoded(table_engine(k, heads, draw), seeds, params)
 
 
 @functools.cache
@@ -201,6 +204,19 @@ def test_of_one_token_the_best_is_drawn():
 @pytest.mark.parametrize("heads", HEADS)
 def test_drawn_drafts_leave_the_law_alone(heads, params):
     check(drawn_drafts(heads, **params), SamplingParams(**params))
+
+
+@pytest.mark.parametrize("draw", [False, True])
+def test_four_outputs_of_each_prompt_follow_the_law(draw):
+    engine = table_engine(3, "good", draw)
+    for seed in range(0, SEEDS, 4):
+        engine.add_request([START], SamplingParams(n=4, max_tokens=3, seed=seed), str(seed))
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {one.request_id: one.outputs for one in engine.step(finished_only=True)}
+    tokens = [one.token_ids for seed in range(0, SEEDS, 4) for one in outputs[str(seed)]]
+    check(torch.tensor(tokens), SamplingParams())
+    assert draw or torch.equal(torch.tensor(tokens), plain())
 
 
 @pytest.mark.parametrize("heads", HEADS)

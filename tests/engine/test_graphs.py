@@ -155,6 +155,43 @@ def test_trees(device, heads, mtp_pattern, rollback, tree):
 
 
 @pytest.mark.parametrize(
+    "drafts",
+    [dict(k=0), dict(k=3), dict(k=None, speculative_token_tree=[2, 2, 1])],
+    ids=["plain", "chains", "trees"],
+)
+def test_rules_about_tokens_and_log_probabilities(device, drafts):
+    """Requests that ask beside others that do not, in slots that others had; prompts too."""
+    model = tiny_model(device=device)
+    prompts = make_prompts()
+    asked = [
+        dict(logit_bias={3: 2.0, 9: -4.0}, logprobs=3),
+        dict(),
+        dict(min_tokens=MAX_TOKENS, stop_token_ids=list(range(30)), prompt_logprobs=2),
+        dict(allowed_token_ids=list(range(0, VOCAB_SIZE, 2)), logprobs=0, temperature=0.9, seed=2),
+    ]
+    params = [
+        SamplingParams(
+            **dict(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True) | asked[index % 4]
+        )
+        for index in range(len(prompts))
+    ]
+    settings = dict(max_num_seqs=3, num_blocks=400)
+    found, want = (
+        make_llm(model, **settings, **each).generate(prompts, params)
+        for each in (drafts, dict(k=0, enforce_eager=True))
+    )
+
+    def entries(output):
+        listed = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+        return [(token, one.logprob) for each in listed for token, one in (each or {}).items()]
+
+    for output, expected in zip(found, want, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        # Near ties may change places.
+        assert dict(entries(output)) == pytest.approx(dict(entries(expected)), abs=1e-3)
+
+
+@pytest.mark.parametrize(
     ("pattern", "mtp_pattern"),
     [("M*M-", "*"), ("M*M-", "*-"), ("M*M-", "M-"), ("ME*E", "*E"), ("G*G-", "G-")],
 )
@@ -320,8 +357,8 @@ def test_preemption_under_graphs(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_bf16_models_decode_with_state_in_either_dtype(state_dtype):
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
+def test_bf16_models_decode_with_state_in_any_dtype(state_dtype):
     """Prompts in chunks, which hand the state on; the first tokens are those of fp32 up to near
     ties."""
     exact = tiny_model(device="cuda")

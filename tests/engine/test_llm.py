@@ -22,6 +22,7 @@ from tests.engine.tiny import (
     held_bytes,
     make_llm,
     make_prompts,
+    tiny_config,
     tiny_model,
 )
 from tests.shared import each
@@ -133,7 +134,7 @@ def test_engine_seed_serves_requests_without_one():
 
 
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
 def test_bytes_are_those_of_the_tensors(rollback, state_dtype):
     llm = make_llm(tiny_model(), 3, state_rollback=rollback, state_dtype=state_dtype)
     stats = llm.stats()
@@ -317,3 +318,44 @@ def test_a_terminal_shows_progress(terminal, rank, options, shown, monkeypatch):
     monkeypatch.setattr("sys.stderr", stderr)
     llm.generate([[1, 2], [3]], greedy(2), **options)
     assert ("prompts: 100%" in stderr.getvalue()) == shown
+
+
+def test_a_shut_down_llm_gives_up_model_and_caches():
+    model = build_model(tiny_config(), device="cpu", seed=3)
+    with make_llm(model, 2) as llm:
+        want = llm.generate([[1, 2]], greedy())[0].outputs
+        model_gone, engine_gone = weakref.ref(model), weakref.ref(llm.engine)
+        del model
+    assert model_gone() is None and engine_gone() is None and want
+    for use in (lambda: llm.generate([[1]]), llm.stats, llm.reset_prefix_cache, lambda: llm.model):
+        with pytest.raises(UserError, match="this LLM was shut down: make a new one"):
+            use()
+    llm.shutdown()
+    assert not hasattr(llm, "engine")
+
+
+def test_an_open_stream_is_closed_before_an_llm_is_shut_down():
+    llm = make_llm(tiny_model(), 2)
+    stream = llm.stream([[1]], greedy())
+    next(stream)
+    with pytest.raises(UserError, match="an earlier stream of this thread is still open"):
+        llm.shutdown()
+    stream.close()
+    llm.shutdown()
+
+
+def test_metrics_have_the_names_and_values_of_vllm():
+    """As vLLM's own example of speculative decoding reads them."""
+    llm = guide(make_llm(tiny_model(), 3), make_prompts())
+    llm.generate(make_prompts(), greedy())
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    acceptance = llm.stats().acceptance
+    assert metrics["vllm:generation_tokens"].value == llm.stats().generated_tokens
+    assert metrics["vllm:spec_decode_num_draft_tokens"].value == acceptance.drafted
+    per_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    assert per_position == acceptance.accepted_per_depth and len(per_position) == 3
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"].value
+    drafts = metrics["vllm:spec_decode_num_drafts"].value
+    assert accepted == sum(per_position) > 0
+    assert 1 + accepted / drafts == pytest.approx(acceptance.acceptance_length, rel=0.1)
+    assert metrics["vllm:num_requests_running"].value == 0

@@ -21,7 +21,7 @@ INFINITE = [float("inf"), float("-inf"), float("nan"), 1e39, 10**400]
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_k": -2}, "top_k is -2"),
         ({"min_p": 2.0}, "min_p is 2.0"),
-        ({"n": 2}, "n is 2"),
+        ({"n": 0}, "n is 0"),
         ({"stop": ["x", ""]}, "empty string"),
         ({"stop": ""}, "empty string"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
@@ -40,7 +40,9 @@ def test_every_field_has_a_type_that_is_checked_and_a_docstring(made):
         shared = made is EngineConfig and name in fields_of(EngineOptions)
         assert info.description or shared, name
         given = {"model": "x", "max_model_len": 1} | {name: {"neither": "of them"}}
-        with pytest.raises(UserError, match=rf": {name} is {{'neither'.*, must be "):
+        # A group of values names what is wrong inside.
+        said = rf": {name}( is {{'neither'.*, must be |\.neither is unknown)"
+        with pytest.raises(UserError, match=said):
             made(**{key: value for key, value in given.items() if key in fields_of(made)})
 
 
@@ -114,6 +116,12 @@ def test_values_that_are_fine(setting):
 def test_all_problems_are_named():
     with pytest.raises(UserError, match=r"max_tokens is 0.*temperature is -1"):
         SamplingParams(temperature=-1, max_tokens=0)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_texts_are_unicode(name):
+    with pytest.raises(UserError, match=f"{name} is .*, must be valid Unicode"):
+        SamplingParams(**{name: ["a", "\ud800"]})
 
 
 def test_stop_is_normalised():

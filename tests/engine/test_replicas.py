@@ -12,9 +12,10 @@ import torch
 
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.engine import LLM, LLMOptions, Replicas, SamplingParams
-from mtpkit.engine.replicas import gpus_of_replicas
-from mtpkit.engine.requests.request import RequestOutput
-from mtpkit.engine.requests.stats import AcceptanceStats, EngineStats
+from mtpkit.engine.processes import gpus_of_replicas
+from mtpkit.engine.replicas import _Encoded
+from mtpkit.engine.requests.stats import AcceptanceStats, EngineStats, RequestStats
+from mtpkit.engine.worker import Add, Answer, Ask, Progress
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
@@ -59,9 +60,9 @@ def settings(model_dir, **changes) -> LLMOptions:
 
 
 def test_tokens_are_those_of_one_engine(model_dir):
-    """Greedy, with a seed, and with seeds that an engine draws; more prompts than the replicas have
-    at once."""
-    chosen = (dict(temperature=0), dict(seed=3), dict(), dict(seed=3))
+    """Greedy, with a seed, and with seeds that an engine draws; some prompts have two outputs; more
+    prompts than the replicas have at once."""
+    chosen = (dict(temperature=0), dict(seed=3, n=2), dict(n=2), dict(seed=3))
     params = [
         SamplingParams(max_tokens=4 + 5 * (i % 3), ignore_eos=True, **chosen[i % 4])
         for i in range(len(PROMPTS))
@@ -74,10 +75,10 @@ def test_tokens_are_those_of_one_engine(model_dir):
         stream = replicas.stream([*PROMPTS, "314"], [*params, SamplingParams(seed=1)])
         outputs = sorted(stream, key=lambda output: int(output.request_id))
         stats = replicas.stats()
-        processes = replicas._processes
+        processes = replicas._processes._processes
         assert len(processes) == 2
     assert all(process.exitcode is not None for process in processes)
-    assert [output.outputs[0] for output in outputs] == [output.outputs[0] for output in want]
+    assert [output.outputs for output in outputs] == [output.outputs for output in want]
     assert [(one.prompt, list(one.prompt_token_ids)) for one in outputs] == [
         (one.prompt, list(one.prompt_token_ids)) for one in want
     ]
@@ -88,21 +89,38 @@ def test_tokens_are_those_of_one_engine(model_dir):
     assert stats.state_bytes_per_request == llm.stats().state_bytes_per_request
 
 
-def test_a_prompt_goes_to_the_replica_that_holds_fewest(monkeypatch):
+class Recorded:
+    """Processes that end prompts in a given order, and what they are sent."""
+
+    count = 2
+
+    def __init__(self, ended: list[list[tuple[int, str]]]) -> None:
+        self.ended = ended
+        self.sent: list[tuple[int, object]] = []
+
+    def send(self, replica: int, message) -> None:
+        self.sent.append((replica, "stats" if isinstance(message, Ask) else message.request_id))
+
+    def receive(self):
+        for replica, name in self.ended.pop(0):
+            yield replica, [Progress(name, [], True, 0, None, RequestStats(), None)]
+
+    def one_of_each(self, kind):
+        stats = EngineStats(AcceptanceStats.for_depths(2), 0, 0.0, 0, 0, 0, 0)
+        return [Answer(0, stats)] * 2
+
+
+def test_a_prompt_goes_to_the_replica_that_holds_fewest():
     """Each holds three at most, so that none is idle while prompts wait."""
     replicas = object.__new__(Replicas)
-    replicas._connections = [None, None]
     replicas._most = 3
-    sent = []
-    stats = EngineStats(AcceptanceStats.for_depths(2), 0, 0.0, 0, 0, 0, 0)
-    output = object.__new__(RequestOutput)
-    ended = [[(1, output)], [(1, output)], [(0, output)] * 3 + [(1, output)] * 3]
-    monkeypatch.setattr(replicas, "_send", lambda replica, work: sent.append((replica, work)))
-    monkeypatch.setattr(replicas, "_receive", lambda: ended.pop(0))
-    monkeypatch.setattr(replicas, "_one_of_each", lambda kind: [stats] * 2)
-    assert len(list(replicas._serve(deque("abcdefgh")))) == 8
-    assert sent[:6] == [(0, "a"), (1, "b"), (0, "c"), (1, "d"), (0, "e"), (1, "f")]
-    assert sent[6:] == [(1, "g"), (1, "h"), (0, None), (1, None)]
+    ended = [[(1, "1")], [(1, "3")], [(0, "0"), (0, "2"), (0, "4"), (1, "5"), (1, "6"), (1, "7")]]
+    replicas._processes = Recorded(ended)
+    waiting = deque(_Encoded(None, Add(str(index), [1], SamplingParams())) for index in range(8))
+    assert len(list(replicas._serve(waiting))) == 8
+    sent = replicas._processes.sent
+    assert sent[:6] == [(0, "0"), (1, "1"), (0, "2"), (1, "3"), (0, "4"), (1, "5")]
+    assert sent[6:] == [(1, "6"), (1, "7"), (0, "stats"), (1, "stats")]
 
 
 def test_prompts_that_cannot_be_served_have_outputs_with_their_errors(model_dir):
@@ -135,7 +153,7 @@ def test_a_replica_that_fails_ends_the_others(model_dir, what, said):
     )
     options = settings(model_dir, tokenizer=Tokenizer(what), num_blocks=100, max_model_len=400)
     with pytest.raises(MtpkitError, match=said), Replicas(options, 2) as replicas:
-        processes = replicas._processes
+        processes = replicas._processes._processes
         began = time.monotonic()
         list(replicas.stream(PROMPTS, [long, short] * 4))
     assert time.monotonic() - began < LIMIT
@@ -151,9 +169,10 @@ def test_a_model_that_cannot_be_loaded_is_told_as_it_is(tmp_path):
 def test_a_replica_ends_when_nobody_is_left_to_tell(model_dir):
     """As when the process that started it was killed."""
     with Replicas(settings(model_dir), 2) as replicas:
-        replicas._connections[0].close()
-        replicas._processes[0].join(LIMIT)
-        assert replicas._processes[0].exitcode == 1 and replicas._processes[1].is_alive()
+        first, second = replicas._processes._processes
+        replicas._processes._connections[0].close()
+        first.join(LIMIT)
+        assert first.exitcode == 1 and second.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.steps.batch import BatchBuilder
 from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.engine.steps.plan import Earlier, Verdict
+from mtpkit.engine.steps.processor import Chosen
 from mtpkit.engine.steps.processors import Penalties
 from mtpkit.model.state import Committed
 from tests.engine.tiny import (
@@ -223,9 +224,11 @@ def test_counts_are_right_without_sabotage():
 def test_a_count_added_for_a_rejected_draft_or_lost_for_an_accepted_one(monkeypatch, shift):
     count = Penalties.count
 
-    def wrong(self, columns, slots, accepted, token_ids):
-        drafts = token_ids.roll(-1, 1) if shift < 0 else token_ids
-        count(self, columns, slots, (accepted + shift).clamp(-1, token_ids.shape[1] - 1), drafts)
+    def wrong(self, columns, slots, chosen):
+        placed = chosen.placed
+        accepted = (chosen.accepted + shift).clamp(-1, placed.shape[1] - 1)
+        drafts = placed.roll(-1, 1) if shift < 0 else placed
+        count(self, columns, slots, Chosen(accepted, chosen.token_ids, drafts))
 
     monkeypatch.setattr(Penalties, "count", wrong)
     assert not counted_right()

@@ -52,7 +52,7 @@ def other_tokens(packed, batch):
 SABOTAGE: dict[str, list[Any]] = {
     "nothing": [],
     "states that are not restored": [CheckpointStore, "restore", lambda self, restores: None],
-    "rings that are not folded": [CheckpointStore, "_settle", lambda self, slots: None],
+    "rings that are not folded": [CheckpointStore, "_settle", lambda self, slots, noise_keys: None],
     "results of resumed rows": [pipeline, "unpack_returned", other_tokens],
 }
 

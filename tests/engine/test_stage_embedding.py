@@ -7,15 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scipy import stats
 
-from mtpkit.engine import SamplingParams
 from mtpkit.engine.loading import round_embedding
 from mtpkit.errors import UserError
 from mtpkit.kernels.integer_rows import IntegerRows
-from mtpkit.model import base_forward, build_model, compute_logits, mtp, normed_states
-from mtpkit.model.inputs import SequenceInput
+from mtpkit.model import build_model, mtp
 from mtpkit.model.layers.embedding import IntegerEmbedding
+from tests.engine.law import check_second_tokens
 from tests.engine.rank_cases import PROMPTS, VOCAB, Case, config, decode, split_model
 from tests.engine.tiny import make_llm, record_drafts, tiny_model
 from tests.ranks import run_ranks
@@ -25,7 +23,6 @@ BITS = {"int8": 8, "int4": 4}
 SEEDED = Case("mamba2", 2)
 DRAWN = Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True))
 TIED = config("mamba2").replace(tie_word_embeddings=True)
-SEEDS = 2_000
 
 
 def drafts_of(model, **settings) -> list:
@@ -127,38 +124,8 @@ def test_a_tied_embedding_is_the_lm_head(decoded):
 
 
 def test_drawn_drafts_keep_the_law(monkeypatch):
-    """The second token, which drawn drafts lead to, has the base's own distribution after the first
-    one."""
-    model = tiny_model()
-    prompt = PROMPTS[2]
     let_heads_read_integers(monkeypatch, 4)
-    llm = make_llm(model, 1, draft_sampling=True, max_num_seqs=250, num_blocks=800)
-    params = [
-        SamplingParams(seed=seed, top_k=4, max_tokens=2, ignore_eos=True) for seed in range(SEEDS)
-    ]
-    outputs = llm.generate([dict(prompt_token_ids=prompt)] * SEEDS, params)
-    assert 0.1 < llm.stats().acceptance.conditional_acceptance[0] < 0.9
-    drawn = [tuple(output.outputs[0].token_ids) for output in outputs]
-    law = {
-        (first, second): p * q
-        for first, p in after(model, prompt)
-        for second, q in after(model, [*prompt, first])
-    }
-    assert set(drawn) <= set(law)
-    common = [pair for pair, chance in law.items() if chance * SEEDS >= 5]
-    expected = [law[pair] * SEEDS for pair in common]
-    counts = [drawn.count(pair) for pair in common]
-    expected = [*expected, SEEDS - sum(expected)]
-    counts = [*counts, SEEDS - sum(counts)]
-    assert len(common) > 4 and stats.chisquare(counts, expected).pvalue > 1e-3
-
-
-@torch.inference_mode()
-def after(model, known: list[int]) -> list[tuple[int, float]]:
-    """The four best tokens after known ones and their probabilities."""
-    hidden = base_forward(model, torch.tensor([known]), SequenceInput())
-    logits, tokens = compute_logits(model, normed_states(model, hidden[-1, 0])).double().topk(4)
-    return list(zip(tokens.tolist(), logits.softmax(0).tolist(), strict=True))
+    check_second_tokens(tiny_model())
 
 
 @pytest.mark.parametrize(

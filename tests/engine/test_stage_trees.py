@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtpkit import SamplingParams
 from mtpkit.engine.device import pipeline
 from mtpkit.engine.ranks.returned import check_returned, columns_of, unpack_returned
 from mtpkit.engine.requests.tree import DynamicTree, TokenTree
@@ -261,7 +262,7 @@ def test_results_that_no_step_has_are_refused():
 def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_owner(slot):
     """Its accepted path is moved within these blocks. A step of other slots does not wait for a
     request that stays."""
-    request = SimpleNamespace(slot=0)
+    request = SimpleNamespace(slot=0, constraint=None)
     stored = []
     plan = Plan((Row(request, 4, 3, samples=True),), 1, 1, TokenTree((-1, 0, 1)))
     executor = object.__new__(pipeline.StageExecutor)
@@ -276,6 +277,9 @@ def test_a_tree_is_stored_before_the_blocks_of_a_request_that_left_have_another_
     executor.runner = SimpleNamespace(receive=lambda tokens: None)
     executor._launch_before = lambda plan, slots: None
     executor.save = lambda saves: None
-    other = Row(SimpleNamespace(slot=1), 0, 3, samples=True)
+    executor.config = SimpleNamespace(draft_sampling=False)
+    executor.vocab_size = 9
+    free = SimpleNamespace(slot=1, constraint=None, params=SamplingParams())
+    other = Row(free, 0, 3, samples=True)
     executor.launch(Plan((other,), 1, 1, TokenTree((-1, 0, 1))))
     assert len(stored) == (slot != 0)

@@ -36,6 +36,7 @@ from mtpkit.model import StepInput, build, build_model
 from mtpkit.model.stages import Decoding
 from tests.engine.rank_cases import (
     CACHED,
+    HEAD,
     MIXED,
     PROMPTS,
     Case,
@@ -88,6 +89,7 @@ TWO = [
     (Case("delta", 2, penalised=True, settings=dict(state_rollback="snapshot")), 1, 2),
     (Case("distinct heads", 3, settings=PREEMPTED), 1, 2),
     (Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True)), 1, 2),
+    (Case("mamba2", 3, guided=False, settings=HEAD), 1, 2),
 ]
 """The same for two processes: few cases, since the fast tier runs them."""
 GRAPHS = [
@@ -477,8 +479,8 @@ def run_several(tested: list, ranks: int, path: Path) -> list[list[dict]]:
 def test_two_ranks_decode_what_one_does(tmp_path):
     """Two tensor-parallel ranks, and two stages."""
     first, second = run_several(TWO, 2, tmp_path)
-    assert [one["opened"] for one in first[3:]] == [2, 2, 2]
-    assert [one["opened"] for one in second[3:]] == [0, 0, 0]
+    assert [one["opened"] for one in first[3:]] == [2, 2, 2, 2]
+    assert [one["opened"] for one in second[3:]] == [0, 0, 0, 0]
 
 
 def test_four_ranks_decode_what_one_does(tmp_path):
@@ -557,7 +559,7 @@ def test_layers_are_dealt_for_the_drafts_and_requests_asked_for(k, drafts, monke
     """Of two batches of 5 requests one has 3."""
     asked = []
 
-    def opened(*args):
+    def opened(*args, **_):
         asked.append(args[-1])
         raise MtpkitError("enough")
 

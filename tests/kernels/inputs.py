@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 Normal = Callable[..., Tensor]
+Permutation = Callable[[int], Tensor]
+"""Makes 0 .. n - 1 in random order, as `torch.randperm` does."""
 
 
 class MambaSizes(NamedTuple):
@@ -92,6 +94,38 @@ def expert_weights(
     """fc1 [experts, inner or twice that, width] and fc2 [experts, width, inner] of a mixture."""
     rows = inner * (2 if activation == "swiglu" else 1)
     return matrix(normal, experts, rows, width), matrix(normal, experts, width, inner)
+
+
+def conv_parameters(
+    normal: Normal, channels: int, width: int, biased: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Weight [channels, 1, width] and bias [channels] of a convolution of each channel by
+    itself."""
+    weight = normal(channels, 1, width)
+    return weight, normal(channels) if biased else None
+
+
+def block_tables(order: Tensor, counts: Sequence[int], spare: int = 0) -> Tensor:
+    """Block tables [rows, the largest count + spare]: row i gets the next counts[i] blocks of
+    `order`, and zeros after them."""
+    tables = order.new_zeros(len(counts), max(counts) + spare)
+    for row, blocks in enumerate(order[: sum(counts)].split(list(counts))):
+        tables[row, : len(blocks)] = blocks
+    return tables
+
+
+def write_history(cache: Tensor, table: Tensor, history: Tensor) -> None:
+    """Write the entries of a row's tokens, [tokens, ...], to the blocks of its table, in a cache
+    [blocks, block size, ...]."""
+    place = torch.arange(len(history), device=cache.device)
+    block_size = cache.shape[1]
+    cache[table[place // block_size], place % block_size] = history
+
+
+def random_slots(permutation: Permutation, cache: Tensor, count: int) -> Tensor:
+    """Different slots [count] of a cache [blocks, block size, ...], in random order."""
+    blocks, block_size = cache.shape[:2]
+    return permutation(blocks * block_size)[:count]
 
 
 def starts_of(lens: Sequence[int], first: int = 0) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from mtpkit.kernels.attention import depth_attention, sequence_attention
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import block_tables, write_history
 from tests.kernels.recurrence import relative
 
 WIDTH = 6
@@ -86,15 +87,14 @@ def make_paged(
     lengths = [context + count for context, count in zip(contexts, new, strict=True)]
     used = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(used) + 5, generator=generator)
-    tables = torch.zeros(len(used), max(used) + 1, dtype=torch.int64)
+    tables = block_tables(order, used, spare=1)
     caches = torch.full((2, len(order), block_size, kv_heads, width), torch.nan)
     histories = []
-    for row, (length, count) in enumerate(zip(lengths, used, strict=True)):
-        tables[row, :count], order = order[:count], order[count:]
+    for table, length in zip(tables, lengths, strict=True):
         history = torch.randn(2, length, kv_heads, width, generator=generator)
         histories.append(history)
-        places = torch.arange(length)
-        caches[:, tables[row, places // block_size], places % block_size] = history
+        for cache, entries in zip(caches, history, strict=True):
+            write_history(cache, table, entries)
     return caches, tables, histories
 
 

@@ -1,6 +1,7 @@
 """The causal convolution against a plain loop over taps, and its update over random accept
 histories."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from triton.runtime import interpreter
 
 from mtpkit.kernels.causal_conv1d import causal_conv1d
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import conv_parameters
 from tests.kernels.recurrence import relative
 from tests.shared import covering
 
@@ -18,9 +20,8 @@ TOLERANCE = 1e-5
 
 
 def parameters(width: int, bias: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
-    generator = torch.Generator().manual_seed(width)
-    weight = torch.randn(CHANNELS, 1, width, generator=generator)
-    return weight, torch.randn(CHANNELS, generator=generator) if bias else None
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(width))
+    return conv_parameters(normal, CHANNELS, width, bias)
 
 
 def slow(x, weight, bias, documents=None, initial=None):

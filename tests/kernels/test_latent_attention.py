@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Twin
+from tests.kernels.inputs import block_tables, write_history
 from tests.kernels.recurrence import relative
 
 LATENT = 24
@@ -40,12 +41,10 @@ class Model:
         self.histories = [torch.randn(length, latent + ROTARY) for length in lengths]
         used = [-(-length // BLOCK) for length in lengths]
         order = torch.randperm(sum(used) + 3)
-        self.tables = torch.zeros(len(used), max(used) + 1, dtype=torch.int64)
+        self.tables = block_tables(order, used, spare=1)
         self.cache = torch.full((len(order), BLOCK, latent + ROTARY), torch.nan)
-        for row, (history, count) in enumerate(zip(self.histories, used, strict=True)):
-            self.tables[row, :count], order = order[:count], order[count:]
-            places = torch.arange(len(history))
-            self.cache[self.tables[row, places // BLOCK], places % BLOCK] = history
+        for table, history in zip(self.tables, self.histories, strict=True):
+            write_history(self.cache, table, history)
 
     def queries(self, nope: list[Tensor], rotary: list[Tensor]) -> tuple[Tensor, Tensor]:
         """[T, heads, C] and [T, heads, P] of all rows, views of wider tensors as layers have

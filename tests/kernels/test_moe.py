@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from mtpkit.kernels.moe import reference
+from mtpkit.model.kinds.base import Experts, Matrices
 from tests.kernels.conftest import Twin
 from tests.kernels.inputs import expert_weights
 from tests.kernels.recurrence import relative
@@ -302,7 +303,7 @@ def test_pairs_of_experts_elsewhere_are_in_no_block(twin: Twin, tokens):
     ids = (
         torch.stack([torch.randperm(4) for _ in range(tokens)])[:, :2].contiguous().to(twin.device)
     )
-    blocks = twin("moe")._sort(ids, 3, 16)
+    blocks = twin("moe").sort_pairs(ids, 3, 16)
     used = int(blocks.used)
     pairs = ids.numel()
     counts = [int((ids == expert).sum()) for expert in range(3)]
@@ -380,7 +381,7 @@ def test_pairs_are_sorted_into_blocks(twin: Twin, experts, tokens, top_k, size):
     # one expert has more than a block
     ids[:, 0] = torch.where(ids[:, 0] == 0, ids[:, 0], ids[0, 0])
     ids[::3, -1] = experts  # of another rank
-    blocks = importlib.import_module("mtpkit.kernels.moe.triton")._sort(
+    blocks = importlib.import_module("mtpkit.kernels.moe.triton").sort_pairs(
         ids.to(twin.device), experts, size
     )
     want_order = []
@@ -396,6 +397,89 @@ def test_pairs_are_sorted_into_blocks(twin: Twin, experts, tokens, top_k, size):
         and blocks.experts[:used].tolist() == want_experts
     )
     assert blocks.order[:used].flatten().tolist() == want_order
+
+
+DRAWN = [
+    dict(experts=5, top_k=2),
+    dict(experts=128, top_k=6, scale=2.5, shared="whole"),
+    dict(experts=24, top_k=4, num_groups=6, top_groups=2),  # groups that the reference routes
+    dict(experts=16, top_k=4, num_groups=4, top_groups=1, group_best=1, shared="gated"),
+    dict(experts=12, top_k=3, score="softmax"),
+]
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_drawn_experts_are_those_of_the_twin(twin: Twin, case):
+    """The switch is read on the device: 0 leaves the router's choice; otherwise the choice is the
+    reference's draw, and weights are those of the chosen experts' scores."""
+    case = dict(case)
+    experts = case.pop("experts")
+    top_k = case.pop("top_k")
+    logits, bias = draw_logits(33, experts + (case.get("shared") == "gated"), twin.device)
+    bias = None if case.get("score") == "softmax" else 50 * bias[:experts]
+    switch = torch.zeros(1, dtype=torch.int32, device=twin.device)
+    route = partial(twin("moe").route, logits, bias, top_k, **case)
+    for have, want in zip(route(draw=switch), route(), strict=True):
+        assert torch.equal(have, want)
+    switch.fill_(1)
+    ids, weights = route(draw=switch)
+    keys = reference.drawn_keys(logits[:, :experts].cpu())
+    want = keys.topk(top_k).indices
+    assert torch.equal(ids[:, :top_k].sort(1).values.cpu(), want.sort(1).values)
+    scores = logits[:, :experts].cpu()
+    scores = scores.softmax(1) if bias is None else scores.sigmoid()
+    chosen = scores.gather(1, ids[:, :top_k].cpu())
+    chosen *= case.get("scale", 1.0) / chosen.sum(1, keepdim=True)
+    assert torch.allclose(weights[:, :top_k].cpu(), chosen, rtol=1e-5, atol=1e-7)
+    if "shared" in case:
+        assert (ids[:, top_k] == experts).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_drawn_experts_are_as_many_as_the_limit_counts(tokens):
+    """Though all tokens have nearly the same logits, all pairs of experts are equally likely, and a
+    batch has the distinct experts that `Matrices.read` expects."""
+    batches = 2000
+    logits = torch.randn(32) + 1e-3 * torch.randn(batches, tokens, 32)
+    ids = torch.stack([reference.drawn_keys(one).topk(4).indices for one in logits])
+    distinct = torch.tensor([len(one.unique()) for one in ids]).float()
+    expected = Matrices(0, 1, Experts(32, 4)).read(tokens)
+    assert abs(distinct.mean() - expected) <= 5 * distinct.std() / batches**0.5
+
+    chosen = torch.zeros(batches * tokens, 32).scatter(1, ids.flatten(0, 1), 1.0)
+    pairs = (chosen.t() @ chosen)[torch.ones(32, 32).triu(1) == 1]
+    # Chi-square of 496 pairs, which exclude one another. With keys of torch.rand, it has mean 485
+    # and standard deviation 40.
+    assert ((pairs - pairs.mean()) ** 2 / pairs.mean()).sum() < 485 + 5 * 40
+
+
+def test_equal_tokens_and_equal_logits_draw_apart():
+    """Requests with the same prompt draw for themselves, and so do tokens without any logits."""
+    for logits in (torch.randn(1, 64).expand(50, 64), torch.zeros(50, 64)):
+        ids = reference.drawn_keys(logits).topk(4).indices
+        assert len({tuple(row) for row in ids.tolist()}) == 50
+        assert len(ids.unique()) > 55  # 61.6 are expected of 64
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_anew_with_each_replay():
+    logits, bias = draw_logits(64, 128, "cuda")
+    switch = torch.zeros(1, dtype=torch.int32, device="cuda")
+    route = partial(Twin("cuda", "cuda")("moe").route, logits, bias, 6, draw=switch)
+    route()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids, _ = route()
+    seen = []
+    for on in (0, 1, 1):
+        switch.fill_(on)
+        logits.copy_(torch.randn_like(logits))
+        graph.replay()
+        seen.append(ids.clone())
+        assert torch.equal(ids, route()[0])
+    want = reference.drawn_keys(logits).topk(6).indices
+    assert torch.equal(seen[2].sort(1).values, want.sort(1).values)
+    assert not torch.equal(seen[1], seen[2])
 
 
 def test_equal_experts_are_chosen_in_order(twin: Twin):

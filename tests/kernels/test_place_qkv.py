@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import Twin
-from tests.kernels.inputs import projected_qkv
+from tests.kernels.inputs import projected_qkv, random_slots
 from tests.kernels.recurrence import relative
 
 EPS = 0.1
@@ -26,7 +26,7 @@ def draw(
     caches = [
         torch.full((blocks, BLOCK, groups, width), 7.0).to(twin.device, dtype) for _ in range(2)
     ]
-    slots = torch.randperm(blocks * BLOCK)[:tokens]
+    slots = random_slots(torch.randperm, caches[0], tokens)
     slots[tokens // 2] = -1
     norms = (
         [(1 + 0.5 * torch.randn(width)).to(twin.device, dtype) for _ in range(2)]

@@ -6,7 +6,8 @@ import torch
 from mtpkit.errors import UserError
 from mtpkit.kernels.linear import quantize_rows
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
-from mtpkit.model.fp8 import is_fp8, use_fp8_base
+from mtpkit.model.formats.weight import QuantizedWeight
+from mtpkit.model.fp8 import use_fp8_base
 from tests.model.toy import CONFIG, toy_tokens
 
 
@@ -24,7 +25,9 @@ def test_the_base_is_rounded_and_the_heads_are_not(device):
     use_fp8_base(model)
     have = base_forward(model, ids, SequenceInput())
     assert 1e-3 < (have - want).float().norm() / want.float().norm() < 0.15
-    rounded = {name for name, parameter in model.named_parameters() if is_fp8(parameter)}
+    rounded = {
+        name for name, module in model.named_modules() if isinstance(module, QuantizedWeight)
+    }
     assert rounded and all(name.startswith("decoder.") for name in rounded)
     assert {name.split(".")[-2] for name in rounded} == {
         "linear_qkv",
@@ -35,8 +38,10 @@ def test_the_base_is_rounded_and_the_heads_are_not(device):
     }
     for name, parameter in plain.named_parameters():
         if name in rounded:
-            values, _ = quantize_rows(parameter)
-            assert torch.equal(model.get_parameter(name).float(), values.float())
+            values, scales = quantize_rows(parameter)
+            assert torch.equal(
+                model.get_submodule(name).widened(torch.float32), values.float() * scales
+            )
         else:
             assert torch.equal(model.get_parameter(name), parameter)
     depths = zip(

@@ -6,6 +6,7 @@ import torch
 from mtpkit.kernels.moe import reference
 from mtpkit.kernels.moe import triton as triton_moe
 from mtpkit.model import build_model, stack_experts
+from mtpkit.model.formats import weight as products
 from mtpkit.model.layers import moe
 from mtpkit.model.layers.moe import MoELayer
 from tests.engine.tiny import greedy, make_llm
@@ -102,7 +103,7 @@ def test_kernels_in_the_layer_are_megatrons(case, monkeypatch):
     want = layer.mlp(x)[0].double()
     stack_experts(model)
     monkeypatch.setattr(moe, "route", triton_moe.route)
-    monkeypatch.setattr(moe, "expert_mlp", triton_moe.expert_mlp)
+    monkeypatch.setattr(products, "expert_mlp", triton_moe.expert_mlp)
     assert relative(layer.mlp(x)[0], want) < 1e-5
 
 
@@ -119,7 +120,7 @@ def test_many_tokens_have_their_shared_expert_apart(case, monkeypatch):
     routed = []
     stack_experts(model)
     monkeypatch.setattr(
-        moe, "route", lambda *args: routed.append(args[-1]) or reference.route(*args)
+        moe, "route", lambda *args: routed.append(args[9]) or reference.route(*args)
     )
     for most in (4, 3):
         monkeypatch.setattr(moe, "_JOINED_TOKENS", most)

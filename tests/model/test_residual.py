@@ -9,7 +9,9 @@ from megatron.core.transformer import TransformerLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpkit.model import StepInput, build_model, compute_logits, init_weights, output_weight
+from mtpkit.model.collectives import all_gather
 from mtpkit.model.mtp import draft_output_weight, greedy_tokens
+from mtpkit.model.quantized import online
 from mtpkit.model.state import Committed
 from tests.kernels.recurrence import relative
 from tests.model.test_steps import make_layout, nan_states, simulate
@@ -152,6 +154,12 @@ def check_greedy_tokens(model) -> None:
         greedy_tokens(model, hidden, *draft_output_weight(model, token_ids)).tolist()
         == want.tolist()
     )
+    part = hidden @ online(output_weight(model)).widen().t()
+    rounded = torch.cat(all_gather(part, model.pg_collection.tp).unbind(), -1)
+    for ids in (torch.arange(rounded.shape[1]), token_ids):
+        copied = draft_output_weight(model, None if len(ids) > len(token_ids) else ids, fp8=True)
+        want = ids[rounded[:, ids].argmax(-1)]
+        assert greedy_tokens(model, hidden, *copied).tolist() == want.tolist()
 
 
 @torch.no_grad()

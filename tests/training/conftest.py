@@ -5,14 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from mtpkit.checkpoint import save_model
-from mtpkit.data.build import build_dataset
-from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.model import SequenceInput, base_forward, compute_logits
 from tests.shared import made_once
-from tests.training.toy import toy_model
+from tests.training.toy import teach, toy_model
 
 SENTENCES = ["the cat sat on the mat\n", "def add(left, right):\n    return left + right\n"]
 
@@ -36,21 +32,7 @@ def toy_base(tmp_path_factory, tokenizer_dir, text_files) -> Path:
 
     def make(directory):
         model = toy_model(vocab_size=300, mtp_pattern="", mtp_num_depths=0)
-        data = build_dataset([text_files[0]], load_tokenizer(tokenizer_dir), 32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(60):
-            batch = data.batch([(step * 4 + row) % len(data) for row in range(4)])
-            hidden = base_forward(
-                model, batch.token_ids, SequenceInput(batch.documents, batch.positions)
-            )
-            logits = compute_logits(model, hidden).transpose(0, 1)[:, :-1]
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch.token_ids[:, 1:].flatten()
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        assert loss.item() < 0.5
+        teach(model, text_files[0], tokenizer_dir)
         save_model(model, directory)
         shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from mtpkit.checkpoint.load import _global_shape, _local_slice, _targets
+from mtpkit.checkpoint.shards import global_shape, local_slice, targets_of
 from mtpkit.model import build_model
 from mtpkit.training.config.reading import load_config
 from mtpkit.training.config.settings import OptimizerConfig
@@ -136,10 +136,10 @@ def gradients(case, layout, distributed=True, device="cpu", batch=None):
     )
     parts = {
         name: (
-            _global_shape(shards[0]),
-            [(_local_slice(shard), shard.data.cpu().clone()) for shard in shards],
+            global_shape(shards[0]),
+            [(local_slice(shard), shard.data.cpu().clone()) for shard in shards],
         )
-        for name, shards in _targets(model).items()
+        for name, shards in targets_of(model).items()
         if name.startswith("mtp.") and not name.endswith("expert_bias")
     }
     return sums.losses(), norm, parts

@@ -7,7 +7,7 @@ from mtpkit.errors import MtpkitError
 from mtpkit.model import SequenceInput, base_forward, embed
 from mtpkit.training import fit
 from mtpkit.training.fit import fit_input_projection
-from mtpkit.training.heads import init_from_base
+from mtpkit.training.heads import init_inputs_from_base
 from tests.training.toy import toy_batch, toy_model
 
 BATCHES = [toy_batch([[25, 39], [64]], wanted=1.1, seed=seed) for seed in range(6)]
@@ -86,7 +86,7 @@ def test_padding_does_not_count():
 
 def test_nothing_but_the_projection_changes():
     model = toy_model(mtp_pattern="*-")
-    init_from_base(model)
+    init_inputs_from_base(model)
     before = {name: value.clone() for name, value in model.named_parameters()}
     fit_input_projection(model, BATCHES)
     changed = {

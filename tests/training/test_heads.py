@@ -109,7 +109,7 @@ def test_every_split_reaches_the_model(toy_base, monkeypatch):
     config, model_config = settle(toy_base)
     parallel = ParallelConfig(tensor=2, pipeline=3, expert=5, balance="time")
     monkeypatch.setattr(heads_module, "build_model", lambda *_, **given: found.update(given))
-    monkeypatch.setattr(heads_module, "load_model_weights", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(heads_module.StoredModel, "fill", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         build_with_heads(replace(config, parallel=parallel), model_config, torch.device("cpu"))
     names = (

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpkit.kernels.head_loss import HeadLoss, reference
+from mtpkit.model.formats.weight import QuantizedWeight, product
+from mtpkit.model.quantized import online
 from mtpkit.training import loss
 from mtpkit.training.config.settings import LossConfig
 from mtpkit.training.loss import head_losses
@@ -27,7 +29,7 @@ def make_inputs(num_tokens, vocab, hidden=6, num_depths=3, dtype=torch.float64, 
 def dense_losses(students, teacher, weight, targets, mask, options):
     """The definition, with every logit held."""
     temperature = options.temperature
-    base = teacher @ weight.t()
+    base = product(teacher, weight)
     if options.top_k:
         base = base.where(
             base >= base.topk(options.top_k).values[:, -1:], torch.finfo(base.dtype).min
@@ -35,7 +37,7 @@ def dense_losses(students, teacher, weight, targets, mask, options):
     base = (base / temperature).log_softmax(-1)
     losses = []
     for student in students:
-        log_probs = (student @ weight.t() / temperature).log_softmax(-1)
+        log_probs = (product(student, weight) / temperature).log_softmax(-1)
         if options.kind == "kl":
             loss = (base.exp() * (base - log_probs)).sum(-1) * temperature**2
         elif options.kind == "tv":
@@ -69,6 +71,23 @@ def test_equals_dense_autograd(kind, num_tokens, vocab, chunk_size):
     same = torch.stack([(student @ weight.t()).argmax(-1) == choice for student in students])
     assert torch.equal(matches, same & mask)
     assert torch.equal(follows, (targets == choice) & mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_output_layer_rounds_its_inputs(kind):
+    """As in decoding; the gradient is that of the widened matrix."""
+    students, teacher, plain, targets, mask = make_inputs(63, 500, 32, dtype=torch.float32)
+    weight = QuantizedWeight([online(plain)], torch.float32)
+    options = LossConfig(kind, temperature=TEMPERATURES[kind], chunk_size=16)
+    losses = head_losses(students, teacher, weight, targets, mask, options)[0]
+    expected = dense_losses(students, teacher, weight, targets, mask, options)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    for got, want in zip(
+        weighted_grads(losses, students), weighted_grads(expected, students), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    widened = head_losses(students, teacher, weight.widened(), targets, mask, options)[0]
+    assert not torch.allclose(losses, widened, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 500])

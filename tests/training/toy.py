@@ -2,8 +2,10 @@
 
 import torch
 
+from mtpkit.data.build import build_dataset
 from mtpkit.data.dataset import PackedBatch
-from mtpkit.model import build_model
+from mtpkit.data.tokenizer import load_tokenizer
+from mtpkit.model import SequenceInput, base_forward, build_model, compute_logits
 from tests.toy_config import toy_config
 
 VOCAB = 24
@@ -13,6 +15,24 @@ CONFIG = toy_config(vocab_size=VOCAB, mamba_chunk_size=8, eos_token_ids=(0,))
 
 def toy_model(dtype=torch.float32, **changes):
     return build_model(CONFIG.replace(**changes), dtype=dtype, device="cpu")
+
+
+def teach(model, text, tokenizer):
+    """Train a base until it knows a text file."""
+    data = build_dataset([text], load_tokenizer(tokenizer), 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        batch = data.batch([(step * 4 + row) % len(data) for row in range(4)])
+        inputs = SequenceInput(batch.documents, batch.positions)
+        hidden = base_forward(model, batch.token_ids, inputs)
+        logits = compute_logits(model, hidden).transpose(0, 1)[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.token_ids[:, 1:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.5
 
 
 def toy_batch(lengths, wanted=0.8, seed=0):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from benchmarks.kernels.case import Case, Shapes
-from benchmarks.kernels.cases import linears, ranks, tokens, training
+from benchmarks.kernels.cases import linears, quantized, ranks, tokens, training
 from benchmarks.kernels.cases.kinds import CASES, KindCases
 from mtpkit.kernels.head_loss import LossKind
 from mtpkit.model.kinds.base import LayerKind
@@ -51,6 +51,7 @@ def decode_cases(shapes: Shapes) -> Iterator[Case]:
             tokens.accept_rejection(shapes),
         )
     yield from (linears.linear_case(shapes, call) for call in linears.calls(shapes))
+    yield from quantized.linears(shapes, linears.calls(shapes))
     yield from (ranks.embedding(shapes), *ranks.exchanges(shapes))
 
 
@@ -73,4 +74,4 @@ def training_cases(shapes: Shapes) -> Iterator[Case]:
         yield from (training.losses(shapes, length, kind) for kind in get_args(LossKind))
         yield training.update(shapes)
     if shapes.config.hidden_size % 16 == 0:  # matrices of other sizes stay in bf16
-        yield from (training.quantize_rows(shapes, length), training.fp8_linear(shapes, length))
+        yield training.quantize_rows(shapes, length)

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.kernels.case import Args, Case, Shapes, size
 from mtpkit.bench.settings import depth_rates
 from mtpkit.kernels import causal_conv1d, ring, ring_fold
-from tests.kernels.inputs import starts_of
+from tests.kernels.inputs import conv_parameters, starts_of
 
 _ACCEPTANCE = (0.85,)
 """Conditional rates from which the fill of the replay rings follows."""
@@ -72,6 +72,12 @@ class Convolution(NamedTuple):
     biased: bool
 
 
+def _projected(shapes: Shapes, *lead: int, channels: int) -> Tensor:
+    """Inputs [*lead, channels] of a convolution, which stand between z and dt of the
+    projection."""
+    return shapes.normal(*lead, channels + 64)[..., 32 : 32 + channels]
+
+
 def conv_update(shapes: Shapes, sizes: Convolution) -> Case:
     """The convolution of a step."""
     rows = shapes.rows
@@ -79,12 +85,10 @@ def conv_update(shapes: Shapes, sizes: Convolution) -> Case:
     width, channels, biased = sizes
 
     def make() -> Args:
-        # between z and dt of the projection
-        x = shapes.normal(rows, tokens, channels + 64)[..., 32 : 32 + channels]
+        x = _projected(shapes, rows, tokens, channels=channels)
         state = shapes.normal(rows, width - 2 + tokens, channels)
-        weight = shapes.normal(channels, 1, width, std=0.3)
-        bias = shapes.normal(channels) if biased else None
-        return x, state, weight, bias, shapes.permutation(rows), shapes.ints(tokens, rows)
+        weights = conv_parameters(shapes.normal, channels, width, biased)
+        return x, state, *weights, shapes.permutation(rows), shapes.ints(tokens, rows)
 
     def count(args: Args) -> float:
         x, state, weight, bias, *_ = args
@@ -95,14 +99,12 @@ def conv_update(shapes: Shapes, sizes: Convolution) -> Case:
 
 def conv_varlen(shapes: Shapes, lens: tuple[int, ...], sizes: Convolution) -> Case:
     """The convolution of prompts, each of which continues a window of earlier inputs."""
-    (width, channels, biased), rows = sizes, len(lens)
+    width, channels, biased = sizes
+    rows = len(lens)
 
     def make() -> Args:
-        x = shapes.normal(sum(lens), channels + 64)[:, 32 : 32 + channels]
-        weights = (
-            shapes.normal(channels, 1, width, std=0.3),
-            shapes.normal(channels) if biased else None,
-        )
+        x = _projected(shapes, sum(lens), channels=channels)
+        weights = conv_parameters(shapes.normal, channels, width, biased)
         windows = shapes.normal(rows, width - 1, channels)
         places = (shapes.permutation(rows), shapes.full(shapes.context_len, rows))
         return x, *weights, starts_of(lens).to(shapes.device), windows, *places

@@ -10,27 +10,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.case import BLOCK_SIZE, Args, Case, Shapes, size
 from mtpkit.kernels import acceptance, draft_head, norm, sampling, step_rows
 from mtpkit.kernels.ring import ring_capacity, ring_length
-from tests.kernels.inputs import matrix
-
-_BLOCK = 16
-"""Tokens of a block of keys and values."""
+from tests.kernels.inputs import block_tables, matrix
 
 
 def decode_rows(shapes: Shapes) -> Case:
     """Tokens and places of a step's decode rows."""
     rows = shapes.rows
     width = shapes.tokens
-    blocks = shapes.context_len // _BLOCK + 1 + shapes.tokens
+    blocks = shapes.context_len // BLOCK_SIZE + 1 + shapes.tokens
 
     def make() -> Args:
         slots = shapes.permutation(rows)
-        tables = shapes.permutation(rows * blocks).view(rows, blocks)
+        tables = block_tables(shapes.permutation(rows * blocks), [blocks] * rows)
         lens = shapes.full(shapes.context_len, rows)
         fed = shapes.ints(100, rows, width)
-        return slots, None, lens, fed, (shapes.ints(100, rows),), tables, width, _BLOCK
+        return slots, None, lens, fed, (shapes.ints(100, rows),), tables, width, BLOCK_SIZE
 
     return Case(
         step_rows.decode_rows,

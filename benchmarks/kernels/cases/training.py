@@ -112,24 +112,6 @@ def quantize_rows(shapes: Shapes, length: int) -> Case:
     )
 
 
-def fp8_linear(shapes: Shapes, length: int) -> Case:
-    """Product with a square matrix of the base in fp8."""
-    hidden = shapes.config.hidden_size
-
-    def make() -> Args:
-        return shapes.normal(length, hidden), *linears.quantize_rows(
-            matrix(shapes.normal, hidden, hidden)
-        )
-
-    return Case(
-        linears.fp8_linear,
-        f"[{length}, {hidden}] x [{hidden}, {hidden}]",
-        make,
-        lambda args: size(args[0], *args),
-        flops=2.0 * length * hidden**2,
-    )
-
-
 def update(shapes: Shapes) -> Case:
     """AdamW on one square matrix."""
     count = shapes.config.hidden_size**2

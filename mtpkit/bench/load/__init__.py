@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mtpkit.bench.experts import check_has_experts
 from mtpkit.bench.load.mixed import Mixed
 from mtpkit.bench.load.prefill import Prefill
 from mtpkit.bench.load.serving import Clock, WallClock
@@ -24,6 +25,7 @@ from mtpkit.bench.settings import (
 )
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
+from mtpkit.bench.weights import ModelWeights
 from mtpkit.config.parts import options_of
 from mtpkit.model.hybrid import HybridModel
 
@@ -58,23 +60,27 @@ def measure_load(
         clock: source of all times; by default the machine's clock.
 
     Raises:
-        UserError: the model lacks the heads, or the requests do not fit.
+        UserError: the model lacks the heads, or experts to draw, or the requests do not fit.
         RequestError: the logits of a request are NaN or infinite.
         MtpkitError: a check of the workload fails, see the class of each.
     """
+    check_has_experts(config.random_experts, model.mtpkit_config)
     drafts = choose_drafts(model.mtpkit_config, config.num_speculative_tokens, LOAD_DRAFTS)
     config = replace(config, num_speculative_tokens=drafts)
     workload = WORKLOADS[type(rule)](model, config, rule, clock or WallClock())
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    weights = ModelWeights.of(model)
     about = {
         "model": name,
         **options_of(config),
         **({} if rule is None else options_of(rule)),
         **workload.about,
+        "weight_formats": [*weights.formats],
         # Last, in place of the configured rates, which may be infinite.
         "request_rate": [shown_rate(rate) for rate in config.request_rate],
     }
-    title = f"{workload.title(name)}, {dtype}, {workload.machine.device}"
+    drawn = ", experts drawn at random" if config.random_experts else ""
+    said = weights.said(workload.dtype)
+    title = f"{workload.title(name)}{drawn}, {said}, {workload.machine.device}"
     result: Result[Any] = Result(workload.name, title, workload.row, [], workload.machine, about)
     cases = workload.cases
 

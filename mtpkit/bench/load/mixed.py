@@ -16,7 +16,6 @@ from mtpkit.bench.machine import Machine
 from mtpkit.bench.report import Column, significant
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.settings import LoadConfig
-from mtpkit.engine.loading import DTYPES
 from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.model.hybrid import HybridModel
 
@@ -78,7 +77,7 @@ class LoadRow:
     """Preemptions of all runs."""
     limit_seconds: Annotated[float, Column("limit s", ".2f")]
     """See `load_requests.limit_seconds`: at the requested acceptance, and the copy bandwidth and
-    matrix rate measured in the same run; at least the time of the last arrival. For "auto": the
+    matrix rates measured in the same run; at least the time of the last arrival. For "auto": the
     least of any K."""
     limit_share: Annotated[float, Column("of the limit", ".0%")]
     """Share of the limit's speed."""
@@ -86,7 +85,7 @@ class LoadRow:
     """Each run, in order."""
     sustained_share: Annotated[float | None, Column("of it, sustained", ".0%")] = None
     """`limit_share` with the limit at `Machine.sustained_rate`, which a GPU keeps up for the
-    seconds of a run."""
+    seconds of a run; products in fp8 count at `Machine.fp8_rate`."""
     hit_rate: Annotated[float | None, Column("hit rate", ".1%")] = None
     """Share of the prompts' tokens that the prefix cache had; None without one."""
     gpu_idle_share: Annotated[float | None, Column("GPU idle", ".1%")] = None
@@ -99,7 +98,7 @@ class Mixed(Workload[LoadRow]):
 
     All outputs must have the requested length, synthetic acceptance must match the requested rates,
     and tokens that the base chose must be those of a plain forward pass, except near ties (one
-    request of each first run is compared).
+    request of each first run is compared; with drawn experts, one of a run without them).
     """
 
     name = "load"
@@ -139,7 +138,7 @@ class Mixed(Workload[LoadRow]):
 
     def measure(self, case: Case) -> LoadRow:
         """Time the engine's start, its first run and its later ones."""
-        engine = LoadEngine(self.model, self.config, case[1], self.clock)
+        engine = LoadEngine(self.model, self.config, case[1], self.clock, self.draws)
         row = _measure(engine, case[0], self.machine)
         self.choices[case] = engine.llm.engine.speculation
         return row
@@ -148,7 +147,7 @@ class Mixed(Workload[LoadRow]):
         """Add the GPU's idle share, if the requests are all queued at once."""
         if case[0] != math.inf:
             return row
-        engine = LoadEngine(self.model, self.config, case[1], self.clock)
+        engine = LoadEngine(self.model, self.config, case[1], self.clock, self.draws)
         engine.llm.engine.speculation = self.choices[case]  # "auto" goes on as it was timed
         trace = engine.trace()
         return replace(row, gpu_idle_share=trace.host_gap_share if trace.kernels else None)
@@ -157,6 +156,7 @@ class Mixed(Workload[LoadRow]):
 def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
     config = engine.config
     runs = [engine.run(rate) for _ in range(config.repeats)]
+    engine.check()
     run_seconds = [run.seconds for run in runs]
     # The first run after a start may still meet steps for which nothing is compiled or captured.
     later = runs[1:] or runs
@@ -167,11 +167,10 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
     per_token = [each for stream in streams if (each := stream.seconds_per_token) is not None]
     # No engine ends before the last request has arrived.
     last_arrival = streams[-1].arrival
-    rates = machine.matrix_rate, machine.sustained_rate
-    limit, sustained = (
-        rate and max(_limit(engine, machine.copy_bandwidth, rate), last_arrival) for rate in rates
-    )
-    assert limit is not None
+    limit = max(_limit(engine, *machine.rates()), last_arrival)
+    sustained = None
+    if machine.sustained_rate is not None:
+        sustained = max(_limit(engine, *machine.rates(sustained=True)), last_arrival)
     return LoadRow(
         request_rate=shown_rate(rate),
         k=engine.k,
@@ -190,7 +189,7 @@ def _measure(engine: LoadEngine, rate: float, machine: Machine) -> LoadRow:
         limit_seconds=limit,
         limit_share=limit / seconds,
         run_seconds=run_seconds,
-        sustained_share=sustained and sustained / seconds,
+        sustained_share=None if sustained is None else sustained / seconds,
         hit_rate=_hit_rate(runs) if config.engine.enable_prefix_caching else None,
     )
 
@@ -210,17 +209,14 @@ def _hit_rate(runs: Sequence[Run]) -> float:
     )
 
 
-def _limit(engine: LoadEngine, bandwidth: float, matrix_rate: float) -> float:
+def _limit(
+    engine: LoadEngine, bandwidth: float, matrix_rate: float, fp8_rate: float | None
+) -> float:
     """Least seconds of a run, whatever the arrivals."""
     config = engine.config
-    weight = next(engine.llm.model.parameters())
-    roofline = Roofline(
-        engine.llm.model.mtpkit_config,
-        weight.dtype,
-        DTYPES[config.engine.state_dtype],
-        config.engine.state_rollback,
-        draft_vocab_size=draft_vocab_size(engine.llm.model, config),
-    )
+    model = engine.llm.model
+    roofline = Roofline.of(model, config.engine, draft_vocab_size=draft_vocab_size(model, config))
     ks = range(engine.depths + 1) if engine.k == "auto" else [engine.k]
     given = roofline, engine.requests, config.engine.max_num_seqs
-    return min(limit_seconds(*given, config.rates(k), bandwidth, matrix_rate) for k in ks)
+    rates = bandwidth, matrix_rate, fp8_rate
+    return min(limit_seconds(*given, config.rates(k), *rates) for k in ks)

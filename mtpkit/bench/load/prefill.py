@@ -1,5 +1,6 @@
 """The speed at which the engine computes prompts, and its share of the matrix rate."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from mtpkit.bench.load.workload import (
     most_drafts,
     start_engine,
 )
-from mtpkit.bench.plain import check_greedy
+from mtpkit.bench.plain import check_greedy, kv_as_cached
 from mtpkit.bench.report import Column, significant
 from mtpkit.bench.roofline import Roofline
 from mtpkit.bench.settings import LoadConfig, PrefillConfig, too_many_tokens
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.timing import synchronize
 from mtpkit.engine import LLM
+from mtpkit.engine.loading import KV_DTYPES
 from mtpkit.errors import UserError
 from mtpkit.model.hybrid import HybridModel
 
@@ -49,12 +51,13 @@ class PrefillRow:
     ]
     """FLOPs that `Roofline` counts, over the time."""
     matrix_share: Annotated[float, Column("of the matrix rate", ".1%")]
-    """Share of the matrix rate measured in the same run."""
+    """Share of the matrix rates measured in the same run: that of fp8 for products with inputs in
+    fp8."""
     limit_share: Annotated[float, Column("of the roofline", ".1%")]
-    """Share of the tokens/s that `Roofline` gives for the copy bandwidth and the matrix rate."""
+    """Share of the tokens/s that `Roofline` gives for the copy bandwidth and the matrix rates."""
     sustained_share: Annotated[float | None, Column("of the sustained rate", ".1%")] = None
-    """Share of `Machine.sustained_rate`: prompts keep the matrix units busy for longer than a
-    single product does."""
+    """`matrix_share` with `Machine.sustained_rate` in place of the bf16 rate: prompts keep the
+    matrix units busy for longer than a single product does."""
 
 
 class Prefill(Workload[PrefillRow]):
@@ -100,9 +103,11 @@ class Prefill(Workload[PrefillRow]):
         )
         first, *others = (prompts[at : at + size] for at in range(0, count, size))
         _, tokens = self._run(llm, first)
-        for prompt, token in list(zip(first, tokens, strict=True))[-_CHECKED:]:
-            check_greedy(self.model, prompt, [token], [0], self.dtype, near_tie=_NEAR_TIE)
-        seconds = statistics.median(self._run(llm, run)[0] for run in others)
+        with kv_as_cached(self.model, KV_DTYPES[self.config.engine.kv_cache_dtype]):
+            for prompt, token in list(zip(first, tokens, strict=True))[-_CHECKED:]:
+                check_greedy(self.model, prompt, [token], [0], self.dtype, near_tie=_NEAR_TIE)
+        with self.draws:
+            seconds = statistics.median(self._run(llm, run)[0] for run in others)
         return self._row(case, seconds, llm.engine.config.max_num_batched_tokens)
 
     def _run(self, llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, list[int]]:
@@ -115,15 +120,20 @@ class Prefill(Workload[PrefillRow]):
 
     def _row(self, k: Drafts, seconds: float, most: int) -> PrefillRow:
         machine = self.machine
-        roofline = Roofline(
-            self.model.mtpkit_config,
-            self.dtype,
+        roofline = Roofline.of(
+            self.model,
+            self.config.engine,
             draft_vocab_size=draft_vocab_size(self.model, self.config),
         )
         cost = roofline.prefill(
             self.rule.batch_size, self.rule.prompt_length, most_drafts(self.model, k), most
         )
-        rate = cost.flops / seconds
+        # At an endless bandwidth, FLOPs alone take time.
+        alone = math.inf, *machine.rates()[1:]
+        sustained = None
+        if machine.sustained_rate is not None:
+            lasting = math.inf, *machine.rates(sustained=True)[1:]
+            sustained = cost.seconds(*lasting) / seconds
         return PrefillRow(
             batch_size=self.rule.batch_size,
             prompt_len=self.rule.prompt_length,
@@ -131,8 +141,8 @@ class Prefill(Workload[PrefillRow]):
             max_num_batched_tokens=most,
             seconds=seconds,
             tokens_per_s=cost.tokens / seconds,
-            flops_per_s=rate,
-            matrix_share=rate / machine.matrix_rate,
-            limit_share=cost.seconds(machine.copy_bandwidth, machine.matrix_rate) / seconds,
-            sustained_share=machine.sustained_rate and rate / machine.sustained_rate,
+            flops_per_s=cost.flops / seconds,
+            matrix_share=cost.seconds(*alone) / seconds,
+            limit_share=cost.seconds(*machine.rates()) / seconds,
+            sustained_share=sustained,
         )

@@ -110,6 +110,7 @@ def limit_seconds(
     acceptance: Sequence[float],
     bandwidth: float,
     matrix_rate: float,
+    fp8_rate: float | None = None,
 ) -> float:
     """Least time of a load: the matrices of the prompts at the matrix rate, then decoding at the
     roofline.
@@ -121,13 +122,15 @@ def limit_seconds(
     Args:
         acceptance: [K] conditional acceptance of each depth.
         bandwidth: bytes per second.
-        matrix_rate: FLOPs per second.
+        matrix_rate, fp8_rate: FLOPs per second, see `Work.seconds`.
     """
     count = len(requests)
     prefill = roofline.prefill(
         count, sum(one.prompt_len for one in requests) / count, len(acceptance)
     )
-    seconds = sum(work.flops for work in prefill.works if work.name == "matrices") / matrix_rate
+    # At an endless bandwidth, FLOPs alone take time.
+    rates = math.inf, matrix_rate, fp8_rate
+    seconds = sum(work.seconds(*rates) for work in prefill.works if work.name == "matrices")
     decoded = [one.max_tokens - 1 for one in requests]
     if total := sum(decoded):
         contexts = sum(
@@ -135,5 +138,5 @@ def limit_seconds(
             for one, n in zip(requests, decoded, strict=True)
         )
         step = roofline.decode(min(max_num_seqs, count), acceptance, contexts / total)
-        seconds += total / step.limit_tokens_per_s(bandwidth, matrix_rate)
+        seconds += total / step.limit_tokens_per_s(bandwidth, matrix_rate, fp8_rate)
     return seconds

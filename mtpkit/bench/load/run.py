@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from mtpkit.bench.experts import ExpertDraws
 from mtpkit.bench.load.requests import LoadRequest, draw_prompts, draw_requests
 from mtpkit.bench.load.serving import Clock, Stream, serve, take
 from mtpkit.bench.load.workload import Drafts, most_drafts, start_engine
-from mtpkit.bench.plain import check_greedy
+from mtpkit.bench.plain import check_greedy, kv_as_cached
 from mtpkit.bench.settings import LoadConfig
 from mtpkit.bench.timing import Trace, synchronize, trace_kernels
 from mtpkit.engine import EngineStats
-from mtpkit.engine.loading import DTYPES
+from mtpkit.engine.loading import KV_DTYPES
 from mtpkit.errors import MtpkitError
 from mtpkit.model.hybrid import HybridModel
 
@@ -44,10 +45,18 @@ class LoadEngine:
         UserError: the model lacks the heads, or the requests do not fit.
     """
 
-    def __init__(self, model: HybridModel, config: LoadConfig, k: Drafts, clock: Clock) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        config: LoadConfig,
+        k: Drafts,
+        clock: Clock,
+        draws: ExpertDraws,
+    ) -> None:
         self.config = config
         self.k = k
         self.clock = clock
+        self.draws = draws
         self.requests: list[LoadRequest] = draw_requests(config)
         self.depths = most_drafts(model, k)
         """The largest K of a step."""
@@ -72,13 +81,28 @@ class LoadEngine:
                 rates, or, in the first run, a plain forward pass would not choose the tokens of the
                 last request.
         """
+        with self.draws:
+            run = self._serve(rate)
+        # One plain pass is enough: later runs differ from the first in their random tokens alone.
+        if self.runs == 1 and not self.config.random_experts:
+            self._check_tokens(run.streams[-1])
+        return run
+
+    def check(self) -> None:
+        """If experts were drawn, which no plain forward pass would choose, serve the load once more
+        with the routers' own and check that run as a first one. For after all timing.
+
+        Raises:
+            MtpkitError: as for `run`.
+        """
+        if self.config.random_experts:
+            self._check_tokens(self._serve(math.inf).streams[-1])
+
+    def _serve(self, rate: float) -> Run:
         streams = self._streams(rate)
         self.llm.reset_stats()
         run = Run(serve(self.llm.engine, streams, self.clock), streams, self.llm.stats())
         self._check_acceptance(run)
-        # One plain pass is enough: later runs differ from the first in their random tokens alone.
-        if self.runs == 1:
-            self._check_tokens(streams[-1])
         return run
 
     def trace(self) -> Trace:
@@ -96,8 +120,9 @@ class LoadEngine:
 
         while sum(one.ended for one in streams.values()) < _TRACED_FROM * len(streams):
             steps(1)
-        trace_kernels(lambda: steps(1), self.device)  # the tracer itself has to warm up
-        return trace_kernels(lambda: steps(_TRACED_STEPS), self.device)
+        with self.draws:
+            trace_kernels(lambda: steps(1), self.device)  # the tracer itself has to warm up
+            return trace_kernels(lambda: steps(_TRACED_STEPS), self.device)
 
     def _streams(self, rate: float) -> list[Stream]:
         """The requests of the next run, as streams without outputs."""
@@ -139,9 +164,12 @@ class LoadEngine:
         places = (
             [end - 1 for end in stream.lengths[:-1]] if self.depths else range(len(stream.tokens))
         )
-        dtypes = (next(model.parameters()).dtype, DTYPES[self.config.engine.state_dtype])
-        precision = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
+        kv_dtype = KV_DTYPES[self.config.engine.kv_cache_dtype]
+        state_dtype = getattr(torch, self.config.engine.state_dtype)
+        dtypes = (next(model.parameters()).dtype, state_dtype, kv_dtype)
+        precision = torch.float32 if {*dtypes} <= {torch.float32, None} else torch.bfloat16
         try:
-            check_greedy(model, stream.prompt, stream.tokens, places, precision, stream.params)
+            with kv_as_cached(model, kv_dtype):
+                check_greedy(model, stream.prompt, stream.tokens, places, precision, stream.params)
         except MtpkitError as error:
             raise MtpkitError(f"K = {self.k}: {error}") from error

@@ -72,7 +72,8 @@ class Stall(Workload[StallRow]):
         """Time the running requests and the prompts of one K."""
         bench = _Bench(self.model, self.config, self.rule, case, self.clock)
         bench.warm_up()
-        return bench.measure()
+        with self.draws:
+            return bench.measure()
 
 
 class _Bench:

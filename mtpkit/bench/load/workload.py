@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+from mtpkit.bench.experts import ExpertDraws
 from mtpkit.bench.load.serving import Clock
 from mtpkit.bench.machine import Machine, measure_machine
 from mtpkit.bench.settings import LoadConfig, engine_arguments
@@ -35,6 +36,8 @@ class Workload[Row]:
         weight = next(model.parameters())
         self.device = weight.device
         self.dtype = weight.dtype
+        self.draws = ExpertDraws(model, config.random_experts)
+        """Drawn experts, for what is timed or traced."""
         self.machine: Machine = measure_machine(weight.device, sustained=self.sustained)
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from mtpkit.checkpoint.quantized import read_block_fp8
+from mtpkit.checkpoint.recipe import read_recipe
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig, MtpConfig
 from mtpkit.errors import UserError, shown
@@ -168,11 +168,11 @@ class Fixed(Line):
 
 @dataclass(frozen=True)
 class Quantization(Line):
-    """`quantization_config`: absent or block fp8. It is never written, because an import widens fp8
-    weights."""
+    """`quantization_config`: absent or of a supported kind, see `mtpkit.checkpoint.recipe`. It says
+    how weights are stored, so that an export writes it beside weights that are stored so."""
 
     def read(self, file: Values) -> Settings:
-        read_block_fp8(file)
+        read_recipe(file)
         return {}
 
 

@@ -12,7 +12,7 @@ from mtpkit.checkpoint.families import blocks
 from mtpkit.checkpoint.families.family import Family
 from mtpkit.checkpoint.families.keys import EndTokens, Fixed, Heads, Key, Quantization
 from mtpkit.checkpoint.families.serving import Need, Serving, Unquantized, renaming
-from mtpkit.checkpoint.families.table import Entry, one
+from mtpkit.checkpoint.families.table import Entry, OfColumns, one
 from mtpkit.checkpoint.layouts import megatron
 from mtpkit.config import ModelConfig
 
@@ -20,7 +20,7 @@ LAYERS = blocks.Layers()
 
 
 @dataclass(frozen=True)
-class SwapHalves:
+class SwapHalves(OfColumns):
     """Swaps the halves of a matrix: Hugging Face has the columns for the hidden state first,
     Megatron has them last."""
 

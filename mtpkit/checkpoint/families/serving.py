@@ -44,6 +44,8 @@ class Subject:
     quantization: object
     """Its `quantization_config`, or ModelOpt's settings beside `config.json`; None without
     either."""
+    modelopt: Settings
+    """ModelOpt's settings beside `config.json`; empty if there are none."""
     config: ModelConfig
     found: Mapping[str, TensorInfo]
     """The tensors of its files, without those that the family carries (`Family.carried`)."""
@@ -105,6 +107,8 @@ Called = Callable[[str, int], str]
 """Makes a server's name for a module of the heads. Called as (name in the file, letters of the
 base's pattern)."""
 
+OUTPUT_LAYER = "lm_head.weight"
+"""End of the name of the output layer, in every family."""
 OUTPUT_COPY = r"\.shared_head\.head$"
 """Name of the copy of the output layer that some families store with a head."""
 

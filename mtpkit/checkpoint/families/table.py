@@ -9,12 +9,14 @@ import math
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from mtpkit.checkpoint.matrices import WIDENED, SeveralWeights, Weights
 from mtpkit.checkpoint.tensors import (
     SeveralSources,
     Shape,
@@ -25,11 +27,12 @@ from mtpkit.checkpoint.tensors import (
     require_same_names,
 )
 from mtpkit.errors import MtpkitError, UserError, listed, shown
+from mtpkit.model.formats import CutGroup, Format, Quantized, join
 
 
 class Transform(Protocol):
-    """A conversion between layouts and its inverse. Both also work on meta tensors, which serve to
-    derive shapes."""
+    """A conversion between layouts and its inverse, which moves whole rows unless it is a
+    `Rounding` or `OfColumns`. Both also work on meta tensors, which serve to derive shapes."""
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -52,6 +55,10 @@ SAME: Final = Same()
 class Rounding:
     """Base class of one-to-one transforms that may round, so that a round trip does not restore
     every value."""
+
+
+class OfColumns:
+    """Base class of transforms that move columns of a matrix, and not whole rows."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,8 @@ class Stored:
     rounded: Mapping[str, Tensor] = field(default_factory=dict)
     """Name of a tensor whose values or dtype cannot be restored exactly from its Megatron form ->
     the original tensor, flattened."""
+    scale_shapes: Mapping[str, str] = field(default_factory=dict)
+    """Unusual shapes of parts of quantised matrices, see `mtpkit.checkpoint.parts`."""
 
 
 def expert_ways(count: int, hf: str, megatron: str, one_by_one: Sequence[Entry]) -> Ways:
@@ -305,6 +314,20 @@ class Table:
         }
         return shapes | {copy: shapes[name] for copy, name in self._copies(stored).items()}
 
+    @property
+    def attentions(self) -> dict[str, str]:
+        """Hugging Face name of each layer's attention -> Megatron's."""
+        names = (
+            (entry.hf[0], entry.megatron[0].partition(f".{_ATTENTION}.linear_"))
+            for entry in self._entries(Stored())
+        )
+        # The norm before an attention may be a tensor of its linear, but has another place there.
+        return {
+            theirs.rsplit(".", 2)[0]: f"{layer}.{_ATTENTION}"
+            for theirs, (layer, found, rest) in names
+            if found and rest.endswith(".weight")
+        }
+
     def mtp_names(self, stored: Stored | None = None) -> set[str]:
         """Hugging Face names of the heads' tensors, including copies of the base's tensors."""
         stored = stored or Stored()
@@ -318,8 +341,17 @@ class Table:
             shapes = [tuple(blank.shape) for blank in entry.transform.to_hf(blanks)]
         return zip(entry.hf, shapes, strict=True)
 
-    def to_megatron(self, source: TensorSource, where: Path) -> "MappedTensors":
+    def to_megatron(
+        self, source: TensorSource, where: Path, expand_scales: bool = False
+    ) -> "MappedTensors":
         """View a Hugging Face checkpoint under Megatron names.
+
+        Quantised matrices stay so: their parts are moved as their rows are. Matrices of one format
+        that Megatron joins get the scales of each, if need be a scale per row. Those of which that
+        is not possible are named when `Weights.matrices` is asked for, and can be read widened.
+
+        Args:
+            expand_scales: give each row the scales of its block where rows of one block come apart.
 
         Raises:
             UserError: the checkpoint's tensors are not exactly the table's; the message lists all
@@ -327,10 +359,8 @@ class Table:
         """
         stored = self.stored_in(source.tensors)
         require_same_names(where, source.tensors, self.hf_shapes(stored))
-        return MappedTensors(
-            source,
-            [_Step(e.hf, e.megatron, e.transform.to_megatron) for e in self._entries(stored)],
-        )
+        steps = [_Step(e.hf, e.megatron, e.transform.to_megatron) for e in self._entries(stored)]
+        return MappedTensors(source, steps, where, expand_scales)
 
     def to_hf(
         self, source: TensorSource, where: Path, stored: Stored | None = None
@@ -348,7 +378,7 @@ class Table:
         for copy, name in self._copies(stored).items():
             entry = whole[(name,)]
             steps.append(_Step(entry.megatron, (copy,), entry.transform.to_hf))
-        return MappedTensors(source, steps)
+        return MappedTensors(source, steps, where)
 
     def heads_to_hf(
         self, heads: TensorSource, base: TensorSource, where: Path, stored: Stored
@@ -370,7 +400,12 @@ class Table:
         steps += [
             _Step((name,), (copy,), SAME.to_hf) for copy, name in self._copies(stored).items()
         ]
-        return MappedTensors(SeveralSources(heads, base), steps)
+        source = SeveralWeights(heads, base) if isinstance(heads, Weights) else None
+        return MappedTensors(source or SeveralSources(heads, base), steps, where)
+
+
+_ATTENTION = "self_attention"
+"""Megatron's name of the attention in a layer."""
 
 
 def _is_head(name: str) -> bool:
@@ -411,17 +446,78 @@ class _Step:
     outputs: tuple[str, ...]
     convert: Callable[[Sequence[Tensor]], list[Tensor]]
 
+    @property
+    def _transform(self) -> Transform:
+        return self.convert.__self__  # type: ignore[attr-defined]
 
-class MappedTensors:
+    def matrices(self, names: Sequence[str]) -> list[str]:
+        """Names of the matrices in some inputs or outputs: several where one tensor is a stack."""
+        if isinstance(self._transform, Stack) and not names[0].endswith("]"):
+            return [f"{names[0]}[{at}]" for at in range(self._transform.count)]
+        return [*names]
+
+    def move(self, matrices: Sequence[Quantized], expand: bool) -> list[Quantized]:
+        """Convert quantised matrices of one format.
+
+        Raises:
+            CutGroup: a group of rows or columns would come apart.
+        """
+        if isinstance(self._transform, OfColumns):
+            raise CutGroup("columns", "the transform", matrices[0].shape[1])
+        if self._transform is SAME or isinstance(self._transform, Stack):
+            return [*matrices]
+        # Two matrices of an entry have few sizes in a model, and many layers and experts.
+        places = _moved_rows(self.convert, tuple(matrix.shape[0] for matrix in matrices))
+        try:
+            return _placed(matrices, places)
+        except CutGroup:
+            if not expand:
+                raise
+            return _placed([matrix.expanded() for matrix in matrices], places)
+
+
+@cache
+def _moved_rows(
+    convert: Callable[[Sequence[Tensor]], list[Tensor]], sizes: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """Row numbers [n] of each output of a transform, in its inputs with `sizes` rows below each
+    other."""
+    rows = torch.arange(sum(sizes))[:, None].split(sizes)
+    return tuple(numbers[:, 0] for numbers in convert(rows))
+
+
+def _placed(matrices: Sequence[Quantized], places: Sequence[Tensor]) -> list[Quantized]:
+    whole = join(matrices)
+    if len(places) == 1 and torch.equal(places[0], torch.arange(whole.shape[0])):
+        return [whole]
+    return [whole.take_rows(rows) for rows in places]
+
+
+_EXPANDED = f"give each row its own scale by --expand-scales, or {WIDENED}"
+
+
+class MappedTensors(Weights):
     """A source seen through a table. It caches the tensors of one entry, so reading in order reads
     each input once.
 
     Several threads may read from it; each caches an entry. It can be pickled to read in another
     process.
+
+    Args:
+        where: the checkpoint, for messages.
+        expand_scales: see `Table.to_megatron`.
     """
 
-    def __init__(self, source: TensorSource, steps: Sequence[_Step]) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        steps: Sequence[_Step],
+        where: object,
+        expand_scales: bool = False,
+    ) -> None:
         self._source = source
+        self._where = where
+        self._expand = expand_scales
         self._steps = {name: step for step in steps for name in step.outputs}
         self._held = _Held()
         self.tensors: dict[str, TensorInfo] = dict(
@@ -439,14 +535,66 @@ class MappedTensors:
         for name, blank in zip(step.outputs, step.convert(blanks), strict=True):
             yield name, TensorInfo(tuple(blank.shape), blank.dtype)
 
+    @cached_property
+    def matrices(self) -> Mapping[str, Quantized]:
+        if not isinstance(self._source, Weights):
+            return {}
+        found = self._source.matrices
+        matrices: dict[str, Quantized] = {}
+        problems: dict[str, list[str]] = {}
+        moved: dict[object, list[Quantized]] = {}
+        for step in dict.fromkeys(self._steps.values()):
+            inputs = step.matrices(step.inputs)
+            kept = [found[name] for name in inputs if name in found]
+            if not kept:
+                continue
+            formats = {matrix.format for matrix in kept}
+            if len(kept) < len(inputs) or len(formats) > 1:
+                told = " and ".join(_formats_of(inputs, found))
+                problems.setdefault(
+                    f"are stored as {told}, but Megatron's layout joins them: {WIDENED}", []
+                ).append(listed(inputs))
+                continue
+            # Sources give equal matrices as one object.
+            key = step.convert, tuple(map(id, kept))
+            try:
+                if key not in moved:
+                    moved[key] = step.move(kept, self._expand)
+            except CutGroup as cut:
+                advice = WIDENED if "columns" in str(cut) else _EXPANDED
+                problems.setdefault(f"{cut} in Megatron's layout: {advice}", []).append(
+                    listed(inputs)
+                )
+                continue
+            matrices |= zip(step.matrices(step.outputs), moved[key], strict=True)
+        if problems:
+            clauses = [f"{listed(names)}: {text}" for text, names in problems.items()]
+            raise UserError(f"{self._where}: {listed(clauses, width=400, separator='; ')}")
+        return matrices
+
+    def quantized(self, name: str) -> Quantized:
+        step = self._steps[name if name in self._steps else name.rpartition("[")[0]]
+        if self._held.step is not step or name not in self._held.matrices:
+            assert isinstance(self._source, Weights)
+            self._held.drop()
+            outputs = step.matrices(step.outputs)
+            if isinstance(step._transform, Stack) or step._transform is SAME:
+                # One matrix of a stack needs no other.
+                place = outputs.index(name)
+                return self._source.quantized(step.matrices(step.inputs)[place])
+            inputs = [self._source.quantized(each) for each in step.matrices(step.inputs)]
+            moved = step.move(inputs, self._expand)
+            self._held.matrices = dict(zip(outputs, moved, strict=True))
+            self._held.step = step
+        return self._held.matrices[name]
+
     def read(self, name: str) -> Tensor:
         step = self._steps[name]
         if len(step.outputs) == 1:
             (output,) = step.convert([self._source.read(n) for n in step.inputs])
             return output
-        if self._held.step is not step:
-            self._held.step = None
-            self._held.tensors = {}
+        if self._held.step is not step or name not in self._held.tensors:
+            self._held.drop()
             inputs = [self._source.read(n) for n in step.inputs]
             self._held.tensors = dict(zip(step.outputs, step.convert(inputs), strict=True))
             self._held.step = step
@@ -462,9 +610,23 @@ class MappedTensors:
         self._source.require_finite()
 
 
+def _formats_of(names: Sequence[str], found: Mapping[str, Quantized]) -> list[str]:
+    """The formats of tensors, in words, each once."""
+    kinds: dict[str, Format | None] = {}
+    for name in names:
+        kind = found[name].format if name in found else None
+        kinds[kind.name if kind else "plain numbers"] = kind
+    return [*kinds] if len(kinds) > 1 else [f"{next(iter(kinds))} of several kinds"]
+
+
 class _Held(threading.local):
     """The cached outputs of one entry, separate for each thread."""
 
     def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Release the outputs."""
         self.step: _Step | None = None
         self.tensors: dict[str, Tensor] = {}
+        self.matrices: dict[str, Quantized] = {}

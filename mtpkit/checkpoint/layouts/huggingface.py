@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from mtpkit.checkpoint.kv_scales import is_kv_scale
 from mtpkit.checkpoint.layouts.mapped import Mappings
 from mtpkit.checkpoint.layouts.parallel import Budget, write_all
 from mtpkit.checkpoint.tensors import TensorInfo, Tensors, TensorSource, is_file_name
@@ -79,9 +80,12 @@ class HFReader:
         self._arguments = directory, canonical, carried, single
         self._maps = Mappings(directory)
         self.tensors: dict[str, TensorInfo] = {}
+        self.kv_scales: dict[str, TensorInfo] = {}
+        """Scales of keys and values in a cache in fp8."""
         self._carried: dict[str, TensorInfo] = {}
         self.places: dict[str, Place] = {}
-        """File and first byte of each tensor, by its name in `tensors` or `carried`."""
+        """File and first byte of each tensor, by its name in `tensors`, `kv_scales` or
+        `carried`."""
         problems: list[str] = []
         disagreeing: dict[str, set[str]] = {}
         twice: list[str] = []
@@ -118,9 +122,10 @@ class HFReader:
         elif name in self.places:
             twice.append(stored)
         else:
-            (self._carried if apart else self.tensors)[name] = TensorInfo(
-                place.shape, DTYPES[place.dtype]
-            )
+            kind = self.kv_scales if is_kv_scale(name) else self.tensors
+            if apart:
+                kind = self._carried
+            kind[name] = TensorInfo(place.shape, DTYPES[place.dtype])
             self.places[name] = Place(path.name, stored, place.start)
 
     @property
@@ -134,8 +139,8 @@ class HFReader:
         return self._arguments[0]
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and dtype of a tensor, carried or not."""
-        return self.tensors.get(name) or self._carried[name]
+        """Shape and dtype of a tensor of any kind."""
+        return self.tensors.get(name) or self.kv_scales.get(name) or self._carried[name]
 
     def __reduce__(
         self,

@@ -19,12 +19,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from mtpkit.checkpoint.tensors import Shape, TensorSource
+from mtpkit.checkpoint.matrices import Weights
+from mtpkit.checkpoint.tensors import Shape
 from mtpkit.checkpoint.values import Values
 from mtpkit.config import ModelConfig, config_of_file
 from mtpkit.config.checked import keys_of
 from mtpkit.config.sections import sections_of
 from mtpkit.errors import UserError, listed, raise_problems, shown
+from mtpkit.model.formats import Quantized
 from mtpkit.model.kinds import KINDS, kinds_in
 from mtpkit.model.kinds.base import LayerKind
 from mtpkit.model.kinds.settings import LayerMarks
@@ -91,7 +93,7 @@ _ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 the former."""
 
 
-class WithoutPadding:
+class WithoutPadding(Weights):
     """A checkpoint without the rows with which Megatron pads its vocabulary.
 
     Args:
@@ -99,13 +101,23 @@ class WithoutPadding:
         vocab_size: number of tokens; the rows after them are left out.
     """
 
-    def __init__(self, source: TensorSource, vocab_size: int) -> None:
+    def __init__(self, source: Weights, vocab_size: int) -> None:
         self._source = source
         self._vocab_size = vocab_size
         self.tensors = dict(source.tensors)
         for name in self.tensors.keys() & {EMBEDDING, OUTPUT}:
             info = self.tensors[name]
             self.tensors[name] = info._replace(shape=(vocab_size, *info.shape[1:]))
+
+    @property
+    def matrices(self) -> Mapping[str, Quantized]:
+        return {name: self._cut(name, each) for name, each in self._source.matrices.items()}
+
+    def quantized(self, name: str) -> Quantized:
+        return self._cut(name, self._source.quantized(name))
+
+    def _cut(self, name: str, matrix: Quantized) -> Quantized:
+        return matrix.narrow_rows(0, self._vocab_size) if name in (EMBEDDING, OUTPUT) else matrix
 
     def read(self, name: str) -> Tensor:
         tensor = self._source.read(name)

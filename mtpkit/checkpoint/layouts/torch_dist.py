@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mtpkit.checkpoint.kv_scales import is_kv_scale
 from mtpkit.checkpoint.layouts.megatron import TRAINING_STATE, hybrid_names
 from mtpkit.checkpoint.layouts.torch_dist_index import first_line, read_index
 from mtpkit.checkpoint.layouts.torch_dist_map import MappedFiles
-from mtpkit.checkpoint.tensors import FLOATS, TensorInfo
+from mtpkit.checkpoint.tensors import TensorInfo
 from mtpkit.errors import UserError, shown
 from mtpkit.files import is_there, require_file
 
@@ -86,6 +87,10 @@ class MegatronReader:
             name: self.on_disk[key]._replace(shape=self.on_disk[key].shape[len(index) :])
             for name, (key, index) in self._places.items()
         }
+        self.kv_scales = {
+            name: self.tensors.pop(name) for name in self._places if is_kv_scale(name)
+        }
+        """Scales of keys and values in a cache in fp8."""
 
     def __reduce__(self) -> tuple[type["MegatronReader"], tuple[Path]]:
         return MegatronReader, (self._directory,)
@@ -130,8 +135,9 @@ class MegatronReader:
             if len(entry.chunks) == 1 and piece.shape == shape:
                 return piece
             if target is None:
-                # NaN shows holes beside overlapping pieces
-                target = torch.full(shape, math.nan, dtype=piece.dtype)
+                # NaN shows holes beside overlapping pieces; codes of 4 bits have no NaN
+                hole = math.nan if piece.dtype.is_floating_point else 0
+                target = torch.full(shape, hole, dtype=piece.dtype)
             offsets = chunk.offsets[len(index) :]
             target[
                 tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))
@@ -143,8 +149,7 @@ class MegatronReader:
         offsets = [*index, *(0 for _ in rest)]
         sizes = [*(1 for _ in index), *rest]
         target = torch.empty(sizes, dtype=entry.properties.dtype)
-        if target.dtype in FLOATS:
-            target.fill_(math.nan)  # NaN shows holes, as above
+        target.fill_(math.nan if target.is_floating_point() else 0)  # as above
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, entry, [chunk])
         try:

@@ -27,7 +27,13 @@ _STORAGES = {
     torch.float32: "FloatStorage",
     torch.float16: "HalfStorage",
     torch.bfloat16: "BFloat16Storage",
+    torch.uint8: "ByteStorage",
+    torch.int32: "IntStorage",
+    torch.int64: "LongStorage",
+    torch.float8_e4m3fn: "UntypedStorage",
 }
+"""Type of the storage in an archive. Untyped ones count bytes, and their tensors have their dtype
+among the arguments."""
 
 
 class MappedFiles:
@@ -96,11 +102,25 @@ class _Arguments(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda *arguments: arguments
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return _with_dtype
+        if (module, name) == ("torch", "float8_e4m3fn"):
+            return torch.float8_e4m3fn
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module == "torch" and name in _STORAGES.values():
+        if module in ("torch", "torch.storage") and name in _STORAGES.values():
             return name
         raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _with_dtype(*arguments: Any) -> tuple[Any, ...]:
+    """Arguments of a tensor whose storage is untyped, as those of a typed one: the size of the
+    storage in elements."""
+    storage, offset, shape, strides, *_, dtype = arguments
+    kind, name, key, device, nbytes = storage
+    if name != _STORAGES[dtype]:
+        raise pickle.UnpicklingError(f"{name} of {dtype}")
+    return (kind, name, key, device, nbytes // dtype.itemsize), offset, shape, strides
 
 
 class _File(io.RawIOBase, IO[bytes]):

@@ -22,9 +22,11 @@ class AttentionConfig(Section):
     num_query_groups: Count = 1
     kv_channels: Count = 64
     """Width of one attention head."""
+
     position_embedding_type: Literal["none", "rope"] = "none"
     rotary_base: Annotated[Number, Field(ge=1, le=1e15)] = 10000.0
     rotary_percent: Annotated[Number, Field(ge=1e-6, le=1)] = 1.0
+
     qk_layernorm: bool = False
     attention_output_gate: bool = False
     """Whether each head's output is multiplied by the sigmoid of a gate, one more output of the
@@ -49,15 +51,20 @@ class AttentionConfig(Section):
     @property
     def projected(self) -> int:
         """Width of the input projection: queries, gates, keys and values."""
-        queries = (2 if self.attention_output_gate else 1) * self.num_attention_heads
+        queries = self.num_attention_heads
+        if self.attention_output_gate:
+            queries *= 2
         return (queries + 2 * self.num_query_groups) * self.kv_channels
 
     def requirements(self, layers: int) -> Iterator[str]:
         yield from super().requirements(layers)
+
+        # Channels are rotated in pairs.
         rotated = int(self.kv_channels * self.rotary_percent)
         if self.position_embedding_type == "rope" and rotated % 2:
             share = f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels}"
             yield f"{share} rotates {rotated} channels, an odd number"
+
         if self.yarn_beta_slow >= self.yarn_beta_fast:
             yield (
                 f"yarn_beta_slow {self.yarn_beta_slow} must be below yarn_beta_fast"

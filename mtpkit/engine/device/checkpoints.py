@@ -12,7 +12,8 @@ With several pipeline stages, each stage has checkpoints of its own layers, and 
 has the hidden states. All copies run in the order of launches. A checkpoint is copied to a request
 before the request's first step, and written after the step that reaches it and before any later
 step. No copy waits for the device. However many requests begin at a checkpoint or leave one in a
-step, the copies take few launches, or a replay with CUDA graphs.
+step, the copies take few launches, or a replay with CUDA graphs. One launch more per layer rounds
+states to float16 for checkpoints.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +25,17 @@ from mtpkit.engine.device.capture import NO_ROW, RowGraphs
 from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.engine.steps.plan import Restore, Save
 from mtpkit.kernels.copy_units import copy_units
-from mtpkit.model.state import Committed, StateLayout, States
+from mtpkit.kernels.linear import FP8
+from mtpkit.kernels.rounding import Noise, narrow_units
+from mtpkit.model.state import Committed, NoiseKey, RecurrentState, StateLayout, States
 from mtpkit.platform import to_device
 
-Fold = Callable[[States, Tensor, Tensor, Committed], None]
+Fold = Callable[[States, Tensor, Tensor, Committed, Tensor], None]
 """Folds rings: see `mtpkit.model.fold_rings`."""
+
+
+COLUMNS = 3
+"""Integers per copied checkpoint: its slot, its place in the store, and its noise key."""
 
 
 class CheckpointStore:
@@ -66,6 +73,21 @@ class CheckpointStore:
         ends = [part for one in of_slots for part in one.chunk_end.values()]
         self._held = [*ends, *earlier]
         """[slots, ...] each, the slots' counterparts of `tensors`, in the same order."""
+        keys = [
+            one.key if isinstance(one, RecurrentState) else None
+            for one in states.all()
+            if one.unit == "slot"
+            for _ in one.chunk_end
+        ] + [None] * len(earlier)
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        """Pairs of both that are copied as they are, or rounded to nearest."""
+        self._narrowed: list[tuple[Tensor, Tensor, NoiseKey]] = []
+        """Pairs that are rounded with noise, with the keys of their layers."""
+        for held, kept, key in zip(self._held, self.tensors, keys, strict=True):
+            if key is not None and kept.dtype == torch.float16 != held.dtype:
+                self._narrowed.append((held, kept, key))
+            else:
+                self._copied.append((held, kept))
 
     def restore(self, restores: Sequence[Restore]) -> None:
         """Copy checkpoints to slots, and the blocks of their tails; all blocks are read before any
@@ -76,17 +98,22 @@ class CheckpointStore:
             of_blocks = (one for one in self.states.all() if one.unit == "block")
             for state in of_blocks:
                 for tensor in state.tensors.values():
-                    tensor[new] = tensor[old]
-        self._run(self._enter, [(one.slot, one.checkpoint) for one in restores])
+                    # As bytes: not all devices index tensors in fp8.
+                    moved = tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+                    moved[new] = moved[old]
+        self._run(self._enter, [(one.slot, one.checkpoint, 0) for one in restores])
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy slots to checkpoints. Of two saves to one checkpoint only the last counts: it has
         evicted the first."""
         last = {one.checkpoint: one for one in saves}.values()
-        after_chunk = [(one.slot, one.checkpoint) for one in last if not one.decoded]
-        after_decoding = [(one.slot, one.checkpoint) for one in last if one.decoded]
-        self._run(self._leave, after_chunk)
-        self._run(self._settle_and_leave, after_decoding)
+        after_chunk = [one for one in last if not one.decoded]
+        after_decoding = [one for one in last if one.decoded]
+        for function, some in (
+            (self._leave, after_chunk),
+            (self._settle_and_leave, after_decoding),
+        ):
+            self._run(function, [(one.slot, one.checkpoint, one.noise_key) for one in some])
 
     def warm_up(self) -> None:
         """Capture all graphs, or compile the kernels if there are none."""
@@ -94,11 +121,11 @@ class CheckpointStore:
             if self.graphs:
                 self.graphs.capture_all(function)
             else:
-                self._run(function, [(NO_ROW, NO_ROW)])
+                self._run(function, [(NO_ROW,) * COLUMNS])
 
-    def _run(self, function: Callable[[Tensor], None], rows: Sequence[tuple[int, int]]) -> None:
-        """Run one of the functions below on `rows`, pairs of a slot and a checkpoint. The function
-        gets them as [2, R] int64, with -1 for both in null rows."""
+    def _run(self, function: Callable[[Tensor], None], rows: Sequence[tuple[int, ...]]) -> None:
+        """Run one of the functions below on `rows` of a slot, a checkpoint and a noise key. The
+        function gets them as [`COLUMNS`, R] int64, with -1 for all in null rows."""
         if not rows:
             return
         if self.graphs:
@@ -109,25 +136,31 @@ class CheckpointStore:
 
     def _enter(self, rows: Tensor) -> None:
         """Copy checkpoints to slots."""
-        slots, checkpoints = rows.unbind()
+        slots, checkpoints, _ = rows.unbind()
         copy_units(checkpoints, slots, *zip(self.tensors, self._held, strict=True))
 
     def _leave(self, rows: Tensor) -> None:
         """Copy slots to checkpoints."""
-        slots, checkpoints = rows.unbind()
-        copy_units(slots, checkpoints, *zip(self._held, self.tensors, strict=True))
+        slots, checkpoints, noise_keys = rows.unbind()
+        copy_units(slots, checkpoints, *self._copied)
+        if not self._narrowed:
+            return
+        positions = self.state.num_computed[slots] - 1
+        for held, kept, key in self._narrowed:
+            narrow_units(slots, checkpoints, held, kept, Noise(noise_keys, *key, positions))
 
     def _settle_and_leave(self, rows: Tensor) -> None:
         """Copy slots that decoded to checkpoints."""
-        self._settle(rows[0])
+        self._settle(rows[0], rows[2])
         self._leave(rows)
 
-    def _settle(self, slots: Tensor) -> None:
+    def _settle(self, slots: Tensor, noise_keys: Tensor) -> None:
         """Bring the states of slots [R] that decoded to where a chunk would have left them."""
         # Null rows read and write the counts of the null slot, which has no states.
         committed = self.state.committed.at(slots)
         self.states.settle(slots, committed)
-        self.fold(self.states, slots, self.state.num_computed[slots], committed)
+        context_lens = self.state.num_computed[slots]
+        self.fold(self.states, slots, context_lens, committed, noise_keys)
         self.state.settled(slots, committed)
 
 

@@ -4,13 +4,14 @@ there are graphs."""
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtpkit.engine.device.capture import RowGraphs
-from mtpkit.engine.device.checkpoints import CheckpointStore
+from mtpkit.engine.device.checkpoints import COLUMNS, CheckpointStore
 from mtpkit.engine.device.graphs import StepGraphs
 from mtpkit.engine.device.runner import StepRunner
 from mtpkit.engine.drafting import Drafter
@@ -18,12 +19,15 @@ from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.steps.batch import BatchBuilder
+from mtpkit.engine.steps.constrained import constrained_rows, slots_of
 from mtpkit.engine.steps.device_state import DeviceState
+from mtpkit.engine.steps.log_probs import columns_of, pack_chosen, pack_prompts
 from mtpkit.engine.steps.plan import (
     Batch,
     Drafts,
     Plan,
     Save,
+    StepOutput,
     StepResult,
     StepShape,
     Verdict,
@@ -40,21 +44,28 @@ class Launched:
     """A launched plan. Its result is being copied to the host or, on a stage before the last one,
     has yet to arrive."""
 
-    def __init__(self, plan: Plan, values: Tensor | None = None) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.constrained_slots = slots_of(plan.constrained_requests)
+        """Slots of the constrained requests that the plan samples for. The requests may have left
+        them when the result arrives."""
         self.began = time.perf_counter()
         self.fetched = False
         """Whether the result is being copied."""
-        if values is not None:
-            self.fetch(values)
 
-    def fetch(self, values: Tensor) -> None:
-        """Begin to copy the result."""
+    def fetch(
+        self, values: Tensor, of_prompts: Tensor | None = None, trees: Tensor | None = None
+    ) -> None:
+        """Begin to copy the result.
+
+        Args:
+            of_prompts, trees: see `StepResult`.
+        """
         self.fetched = True
         self._arrived = torch.cuda.Event() if values.is_cuda else None
-        # A copy to memory that is not pinned would wait for the device.
-        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        self._values.copy_(values, non_blocking=True)
+        self._values = _copied(values)
+        self._of_prompts = None if of_prompts is None else _copied(of_prompts)
+        self._trees = None if trees is None else _copied(trees)
         # Recorded before the next step is launched, so that `wait` waits for this step alone.
         if self._arrived is not None:
             self._arrived.record()
@@ -73,7 +84,21 @@ class Launched:
         if check is not None:
             check(packed, plan)
         ranked = plan.trees and plan.num_decode_rows > 0
-        return StepResult.unpack(packed, plan.num_speculative_tokens, ranked)
+        depths = plan.num_speculative_tokens
+        reported = columns_of(plan.processors, depths)
+        result = StepResult.unpack(packed, depths, ranked, reported)
+        if self._of_prompts is not None:
+            result = replace(result, of_prompts=self._of_prompts.numpy())
+        if self._trees is not None:
+            result = replace(result, trees=self._trees.numpy())
+        return result
+
+
+def _copied(values: Tensor) -> Tensor:
+    """A copy on the host, which is complete once the device has come this far."""
+    # A copy to memory that is not pinned would wait for the device.
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return copy.copy_(values, non_blocking=True)
 
 
 class Executor:
@@ -108,10 +133,14 @@ class Executor:
         self.num_blocks = num_blocks
         cached = config.enable_prefix_caching
 
-        # Null rows write to a block and a slot of `DeviceState` that no request has.
-        self.states = layout.allocate(num_blocks + int(config.graphs), config.max_num_seqs, device)
+        # Null rows write to a block and a slot of `DeviceState` that no request has. Graphs have
+        # them, and so has the step that `warm_up` runs for the prefix cache: a chunk, which writes
+        # to no block.
+        null_blocks = int(config.graphs)
+        null_slots = int(config.graphs or cached)
+        self.states = layout.allocate(num_blocks + null_blocks, config.max_num_seqs, device)
         self.state = DeviceState.allocate(
-            config.max_num_seqs + int(config.graphs or cached),
+            config.max_num_seqs + null_slots,
             config,
             ranks.vocabulary(vocab_size),
             device,
@@ -125,7 +154,7 @@ class Executor:
         self.checkpoints: CheckpointStore | None = None
         if cached:
             kept = getattr(torch, config.prefix_cache_dtype)
-            rows = RowGraphs(config.max_num_seqs, 2, device) if config.graphs else None
+            rows = RowGraphs(config.max_num_seqs, COLUMNS, device) if config.graphs else None
             self.checkpoints = CheckpointStore(
                 layout,
                 self.states,
@@ -135,6 +164,7 @@ class Executor:
                 runner.fold,
                 graphs=rows,
             )
+
         self.graphs: StepGraphs | None = None
         if config.graphs:
             self.graphs = StepGraphs(self.builder, config, num_blocks, runner.shortened)
@@ -144,40 +174,74 @@ class Executor:
         self.prepare(plan)
         if not plan.rows:
             return None
-        # Resumed rows are few and no graph is captured for them.
-        if self.graphs and not plan.restores:
-            packed = self.graphs.run(self.execute, plan)
-        else:
-            packed = self.execute(self.builder.build(plan))
+
         # The copy to the host comes before the checkpoints, which the host does not wait for.
-        launched = Launched(plan, packed)
+        launched = Launched(plan)
+        values, of_prompts = self._run(plan)
+        launched.fetch(values, of_prompts, self.trees_of(launched))
         self.save(plan.saves)
         return launched
+
+    def trees_of(self, launched: Launched) -> Tensor | None:
+        """See `StepResult.trees`, once the step has stored its results."""
+        slots = launched.constrained_slots
+        return self.state.drafts_at(slots) if self.config.tree and slots else None
+
+    def _run(self, plan: Plan) -> tuple[Tensor, Tensor | None]:
+        """The results of a plan's rows, and of prompts, see `execute` and `StepResult`."""
+        if self._as_graph(plan):
+            assert self.graphs is not None
+            return self.graphs.run(self.execute, plan), None
+        batch = self.builder.build(plan)
+        if batch.reported is None:
+            return self.execute(batch), None
+        out = self.runner.run(batch)
+        of_prompts = pack_prompts(self.runner.logits, out.hidden, batch)
+        return self._decide(batch, out), of_prompts
+
+    def _as_graph(self, plan: Plan) -> bool:
+        """Whether a plan is run as a graph: resumed rows are few, and no graph is captured for
+        them."""
+        return self.graphs is not None and not plan.restores and not plan.num_reported
 
     def execute(self, batch: Batch) -> Tensor:
         """Run a step on the device: base, verification, drafts, and the state that the next step
         reads. Graphs capture this function, so that nothing in it waits for the device.
 
         Returns:
-            The results for the host, see `pack`.
+            The results for the host, see `pack`, followed by log-probabilities, see
+            `steps.log_probs.pack_chosen`.
         """
-        out = self.runner.run(batch)
+        return self._decide(batch, self.runner.run(batch))
+
+    def _decide(self, batch: Batch, out: StepOutput) -> Tensor:
+        """Verify and draft, given what the base computed."""
         verdict = self.verifier(out.logits, batch)
+        log_probs = pack_chosen(out.logits, batch, verdict, self.config.logprobs_mode)
+
         # From here on an accepted path of a tree is a chain, for the heads and for the next step.
         batch, order = batch.along(verdict)
         hidden = out.hidden if order is None else out.hidden[order]
+
         drafts = self.drafter.draft(hidden, batch, verdict)
         self.state.step(batch, verdict, drafts, hidden)
-        return self.pack(verdict, drafts)
+        packed = self.pack(verdict, drafts)
+        return packed if log_probs is None else torch.cat([packed, log_probs], 1)
 
     def pack(self, verdict: Verdict, drafts: Drafts) -> Tensor:
-        """Pack the results of a step for the host, see `pack_result`."""
+        """Pack the results of a step, but for log-probabilities, see `pack_result`."""
         return pack_result(verdict, drafts)
 
     def prepare(self, plan: Plan) -> None:
         """Write what the rows of a plan read besides their tokens: sampling parameters of requests
-        that begin to sample, and restored checkpoints."""
+        that begin to sample, masks and drafts of constrained ones, and restored checkpoints."""
         self.state.admit(plan.sampling_requests[plan.num_decode_rows :])
+        constrained = constrained_rows(plan, self.vocab_size, self.config.draft_sampling)
+        if constrained:
+            masks, drafts = constrained
+            self.state.write_masks(masks)
+            if drafts:
+                self.state.write_drafts(drafts)
         if plan.restores and self.checkpoints:
             self.checkpoints.restore(plan.restores)
 
@@ -219,6 +283,7 @@ class Executor:
             if self.builder.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
+
         return statistics.median(seconds[1:])
 
     def step_free_slots(self, rows: int, drafts: DraftShape) -> None:

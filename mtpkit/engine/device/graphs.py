@@ -222,8 +222,9 @@ class StepGraphs:
 
     def capture_all(self, execute: Execute, shapes: Sequence[DraftShape]) -> None:
         """Capture the graphs that requests may need, with a progress bar, except those for
-        penalties and for many prompts of fewer than `_TOKENS_PER_CHUNK` tokens. The largest steps
-        come first, so that smaller steps share their memory.
+        penalties, rules, constraints and requests that do not speculate, and for many prompts of
+        fewer than `_TOKENS_PER_CHUNK` tokens. The largest steps come first, so that smaller steps
+        share their memory.
 
         Args:
             shapes: all drafts that steps without chunks may have; steps with chunks are captured

@@ -29,6 +29,7 @@ from mtpkit.engine.ranks.returned import (
 )
 from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.steps import log_probs
 from mtpkit.engine.steps.plan import Batch, Drafts, Plan, StepResult, StepShape, Verdict
 from mtpkit.model.state import StateLayout
 
@@ -110,7 +111,9 @@ class StageExecutor(Executor):
         if not plan.rows:
             return None
         if not plan.restores:
-            shape = self.graphs.shape_for(plan) if self.graphs else StepShape.of(plan)
+            shape = StepShape.of(plan)
+            if self.graphs and self._as_graph(plan):
+                shape = self.graphs.shape_for(plan)
             self.runner.receive(shape.tokens)
         launched = self._launch_last(plan) if self.stage.last else self._launch_before(plan, slots)
         self.save(plan.saves)
@@ -118,13 +121,14 @@ class StageExecutor(Executor):
 
     def _launch_last(self, plan: Plan) -> Launched:
         """Launch the last stage's part of a plan and send its results to the other stages."""
-        if self.graphs and not plan.restores:
-            packed = self.graphs.run(self.execute, plan)
-        else:
-            packed = self.execute(self.builder.build(plan))
+        packed, of_prompts = self._run(plan)
         # A copy, since the next step writes to the same buffer while this one is sent.
         self.stage.send_results(packed.to(torch.int32, copy=True))
-        return Launched(plan, packed)
+        if of_prompts is not None:
+            self.stage.send_results(of_prompts.to(torch.int32))
+        launched = Launched(plan)
+        launched.fetch(packed, of_prompts, self.trees_of(launched))
+        return launched
 
     def _launch_before(self, plan: Plan, slots: frozenset[int | None]) -> Launched:
         """Launch the part of a plan on a stage before the last one, and keep the plan open until
@@ -135,7 +139,7 @@ class StageExecutor(Executor):
         """
         if plan.restores:
             store = partial(self._store, self.builder.build(plan))
-        elif self.graphs:
+        elif self.graphs and self._as_graph(plan):
             sent = self.graphs.send(plan)
             # A copy, since the next step writes to the same buffer while this one is sent.
             self.stage.send(self.graphs.replay(self.execute, sent).clone())
@@ -173,9 +177,11 @@ class StageExecutor(Executor):
         return [one.wait(self._check) for one in launched]
 
     def _check(self, packed: np.ndarray, plan: Plan) -> None:
-        check_returned(packed, self._columns_of(StepShape.of(plan)))
+        columns = self._columns_of(StepShape.of(plan))
+        check_returned(packed[:, : num_columns(columns)], columns)
 
     def _columns_of(self, shape: StepShape) -> dict[str, Column]:
+        """See `columns_of`; log-probabilities follow these columns."""
         return columns_of(shape.drafts, shape.decode_rows > 0, self.vocab_size)
 
     def drain(self) -> None:
@@ -189,11 +195,20 @@ class StageExecutor(Executor):
         copy them to the host."""
         first = self._open.popleft()
         plan = first.launched.plan
-        columns = self._columns_of(StepShape.of(plan))
+        stored = num_columns(self._columns_of(StepShape.of(plan)))
+        reported = log_probs.columns_of(plan.processors, plan.num_speculative_tokens)
         message = self.stage.receive_results(
-            plan.num_sampling_rows, num_columns(columns), self.builder.device
+            plan.num_sampling_rows, stored + reported, self.builder.device
         )
-        first.launched.fetch(first.store(message))
+        values = first.store(message[:, :stored])
+        if reported:
+            values = torch.cat([values, message[:, stored:].long()], 1)
+        of_prompts = None
+        if plan.num_reported:
+            of_prompts = self.stage.receive_results(
+                plan.num_reported, log_probs.COLUMNS, self.builder.device
+            ).long()
+        first.launched.fetch(values, of_prompts, self.trees_of(first.launched))
 
     def _replay_store(self, plan: Plan, sent: Sent, message: Tensor) -> Tensor:
         """Store the results of a plan by a graph, given what `StepGraphs.send` returned for the

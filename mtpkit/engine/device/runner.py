@@ -25,8 +25,18 @@ class StepRunner(Protocol):
         the hidden states are known, and only logits are computed."""
         ...
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, v] of hidden states [n, h] that `run` returned; called only for requests that
+        ask for log-probabilities of their prompts, on the last pipeline stage."""
+        ...
+
     def fold(
-        self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
+        self,
+        states: States,
+        slots: Tensor,
+        context_lens: Tensor,
+        committed: Committed,
+        noise_keys: Tensor,
     ) -> None:
         """See `mtpkit.model.fold_rings`; called only with a prefix cache."""
         ...
@@ -93,7 +103,11 @@ class Runner(StepRunner):
 
         # Decode rows need logits at all tokens.
         chosen = hidden[batch.logit_indices, 0] if batch.inputs.num_chunk_rows else hidden[:, 0]
-        return StepOutput(local_logits(self.model, normed_states(self.model, chosen)), hidden)
+        return StepOutput(self.logits(chosen), hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `StepRunner.logits`."""
+        return local_logits(self.model, normed_states(self.model, hidden))
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -109,7 +123,12 @@ class Runner(StepRunner):
             self.model = whole
 
     def fold(
-        self, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
+        self,
+        states: States,
+        slots: Tensor,
+        context_lens: Tensor,
+        committed: Committed,
+        noise_keys: Tensor,
     ) -> None:
         """See `StepRunner.fold`."""
-        fold_rings(self.model, states, slots, context_lens, committed)
+        fold_rings(self.model, states, slots, context_lens, committed, noise_keys)

@@ -185,6 +185,9 @@ class _Rows(NamedTuple):
         owner = torch.where(padding, first, first + rows)
         positions = torch.where(padding, 0, F.pad(starts, (0, 1))[rows] + index)
         none = inputs.state_slots[first:] < 0
+        keys = inputs.noise_keys
+        if keys is not None:
+            keys = torch.cat([keys, keys[first:], keys.new_zeros(1)])
         longer = replace(
             self.inputs,
             query_start=torch.cat([self.inputs.query_start, self.inputs.query_start[-1] + lasts]),
@@ -196,6 +199,7 @@ class _Rows(NamedTuple):
             ),
             state_slots=torch.cat([inputs.state_slots, inputs.state_slots[first:], null]),
             committed=self.inputs.committed.followed_by(chunks + 1),
+            noise_keys=keys,
         )
         return _Rows(
             longer,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mtpkit.engine.steps import sampler
 from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, HeadSpan, Verdict
-from mtpkit.kernels.linear import linear
 from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
+from mtpkit.model.formats.weight import Weight, multiply, weight_bytes
 from mtpkit.model.hybrid import HybridModel
 
 
@@ -25,6 +25,11 @@ class Drafter(Protocol):
         """The positions that the heads' cache entries depend on."""
         ...
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the copy of the lm_head's rows that drafts alone read; 0 without one."""
+        ...
+
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """Propose [S, K] drafts for the rows that sample, given the base's hidden states [T, 1,
         h]."""
@@ -35,6 +40,7 @@ class NoDrafter:
     """Proposes no drafts, for plain decoding."""
 
     span = NO_HEADS
+    head_bytes = 0
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """[S, 0] drafts."""
@@ -56,15 +62,22 @@ class MtpDrafter:
         block_size: int,
         sample: bool,
         draft_token_ids: Tensor | None,
+        fp8_head: bool = False,
     ) -> None:
         self.model = model
         self.num_speculative_tokens = num_speculative_tokens
         self.block_size = block_size
         self.sample = sample
         self.draft_token_ids = draft_token_ids
-        self._draft_weight: Tensor | None = None
-        if draft_token_ids is not None:
-            self._draft_weight, self.draft_token_ids = draft_output_weight(model, draft_token_ids)
+        self._draft_weight: Weight | None = None
+        if draft_token_ids is not None or fp8_head:
+            copied = draft_output_weight(model, draft_token_ids, fp8_head)
+            self._draft_weight, self.draft_token_ids = copied
+
+    @property
+    def head_bytes(self) -> int:
+        """See `Drafter.head_bytes`."""
+        return 0 if self._draft_weight is None else weight_bytes(self._draft_weight)
 
     def choose(
         self, state: Tensor, depth: int, batch: Batch, newest: Tensor
@@ -88,7 +101,7 @@ class MtpDrafter:
         as this rank holds them."""
         if self._draft_weight is None:
             return local_logits(self.model, state)
-        return linear(state, self._draft_weight)
+        return multiply(state, self._draft_weight)
 
     def distributions(self, state: Tensor, batch: Batch, rows: Tensor) -> Tensor:
         """[M, v] float32, the distributions that drafts are drawn from, given normed states [M, h]

@@ -30,6 +30,7 @@ class RepeatedDrafter(MtpDrafter):
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         flat, newest = batch.newest(verdict.accepted)
         depths = batch.shape.num_speculative_tokens
+
         # With K = 0 no hidden state is needed, but the cache gets its entries.
         drafting = flat if depths else flat[:0]
         shifted = shifted_token_ids(batch, verdict)[None]
@@ -38,16 +39,19 @@ class RepeatedDrafter(MtpDrafter):
         chosen: list[tuple[Tensor, Tensor | None]] = []
         if len(drafting):
             chosen.append(self.choose(state[:, 0], 1, batch, newest))
+
             inputs = batch.inputs
             if depths > 1:
                 # Only deeper depths change the states that depth 1 left: only they need a copy.
                 inputs = inputs.continued(verdict.accepted[: batch.shape.sampling_rows])
+
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + (depth - 1))
                 draft = embeddable(chosen[-1][0])[None]
                 state = mtp_forward(self.model, depth, state, draft, inputs)
                 chosen.append(self.choose(state[:, 0], depth, batch, newest))
                 inputs = inputs.advanced()
+
         return self.drafts(chosen, batch)
 
     def _one_token(self, inputs: StepInput, positions: Tensor) -> StepInput:
@@ -66,8 +70,10 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     known = embeddable(verdict.token_ids)
     decoding = inputs.num_decode_rows
     count = inputs.num_decode_tokens
+
     decoded = known[:decoding]
-    if decoding and decoded.shape[1] < inputs.decode_width:  # trees have more tokens than a path
+    # A tree has more tokens than the path that was accepted.
+    if decoding and decoded.shape[1] < inputs.decode_width:
         decoded = F.pad(decoded, (0, inputs.decode_width - decoded.shape[1]))
     decoded = decoded.flatten()
     if not inputs.num_chunk_rows:
@@ -79,4 +85,5 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     next_index = torch.arange(count + 1, len(batch.rows) + 1, device=rows.device)
     is_last = next_index == inputs.query_start[rows + 1]
     following = batch.token_ids[count:].roll(-1)
-    return torch.cat([decoded, torch.where(is_last, known[rows, 0], following)])
+    chunks = torch.where(is_last, known[rows, 0], following)
+    return torch.cat([decoded, chunks])

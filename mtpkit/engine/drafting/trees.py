@@ -38,9 +38,12 @@ class _Trees(MtpDrafter):
         block_size: int,
         sample: bool,
         draft_token_ids: Tensor | None,
+        fp8_head: bool,
         tree: Tree,
     ) -> None:
-        super().__init__(model, num_speculative_tokens, block_size, sample, draft_token_ids)
+        super().__init__(
+            model, num_speculative_tokens, block_size, sample, draft_token_ids, fp8_head
+        )
         self.shape = Shape(tree, next(model.parameters()).device)
 
     def grow(

@@ -9,11 +9,12 @@ any rank. A rank whose plan differs from rank 0's stops with an error: otherwise
 would mix different steps, or wait forever.
 """
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,16 @@ from mtpkit.errors import MtpkitError, listed
 _MAX_SENDS = 2
 """Steps per batch that rank 0 may announce before all other ranks have received the first
 announcement: the one that they compute and the one after it."""
+
+
+class _Send(NamedTuple):
+    """A message under way from rank 0 to all other ranks."""
+
+    step: int
+    """Number of the step that it belongs to."""
+    work: Any
+    message: torch.Tensor
+    """Kept with its transfer, which reads it."""
 
 
 class Ranks:
@@ -77,6 +88,10 @@ class Ranks:
 
     def broadcast(self, value: int) -> int:
         """The `value` of rank 0."""
+        return value
+
+    def share[T](self, value: T | None) -> T | None:
+        """The `value` of rank 0, any object that can be pickled."""
         return value
 
     def connect(self, weight: torch.Tensor, peer_memory: bool) -> None:
@@ -124,7 +139,7 @@ class SplitRanks(Ranks):
         self._control = control_group
         self._watch = watch
         self._steps = 0
-        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sends: deque[_Send] = deque()
 
     def vocabulary(self, size: int) -> Vocabulary:
         """See `Ranks.vocabulary`."""
@@ -144,7 +159,7 @@ class SplitRanks(Ranks):
             return []
         if self.rank == 0:
             plans = super().plan(scheduler, choose)
-            self._send(astuple(self._announcement(scheduler, plans)))
+            self._send(torch.tensor(astuple(self._announcement(scheduler, plans))))
         else:
             received = Announcement.unpack(self._broadcast([0] * len(fields(Announcement))))
             plans = scheduler.plan(received.decision(scheduler.config.tree))
@@ -178,6 +193,23 @@ class SplitRanks(Ranks):
         """See `Ranks.broadcast`."""
         return self._broadcast([value])[0]
 
+    def share[T](self, value: T | None) -> T | None:
+        """See `Ranks.share`. Rank 0 does not wait for the other ranks."""
+        if self.rank:
+            length = self.broadcast(0)
+            if not length:
+                return None
+            message = torch.empty(length, dtype=torch.uint8)
+            dist.broadcast(message, group=self._control, group_src=0)
+            return pickle.loads(message.numpy().tobytes())
+
+        # Most steps share nothing: that costs one integer.
+        data = b"" if value is None else pickle.dumps(value)
+        self._send(torch.tensor([len(data)]))
+        if data:
+            self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return value
+
     def connect(self, weight: torch.Tensor, peer_memory: bool) -> None:
         """See `Ranks.connect`."""
         exchange_in_peer_memory(self._tensor_group, self._control, weight, peer_memory)
@@ -186,21 +218,20 @@ class SplitRanks(Ranks):
     def wait_for_sends(self) -> None:
         """See `Ranks.wait_for_sends`."""
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._sends.popleft().work.wait()
 
     def working(self) -> AbstractContextManager[object]:
         """See `Ranks.working`."""
         return self._watch.working()
 
-    def _send(self, values: Sequence[int]) -> None:
-        """Send integers from rank 0 without waiting for the other ranks, which may still compute
+    def _send(self, message: torch.Tensor) -> None:
+        """Send a message from rank 0 without waiting for the other ranks, which may still compute
         the previous step."""
-        message = torch.tensor(list(values), dtype=torch.int64)
         work = dist.broadcast(message, group=self._control, group_src=0, async_op=True)
-        # The message is kept with its transfer, which reads it.
-        self._sends.append((work, message))
-        if len(self._sends) > _MAX_SENDS * self.stage.stages:
-            self._sends.popleft()[0].wait()
+        self._sends.append(_Send(self._steps, work, message))
+        oldest = self._steps - _MAX_SENDS * self.stage.stages
+        while self._sends[0].step <= oldest:
+            self._sends.popleft().work.wait()
 
     def _broadcast(self, values: Sequence[int]) -> list[int]:
         """Rank 0's integers, on every rank; each rank gives the same number of them."""

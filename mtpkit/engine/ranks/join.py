@@ -18,6 +18,7 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.ranks.follow import Ranks, SplitRanks
 from mtpkit.engine.ranks.stages import PipelineStage, Stage
 from mtpkit.engine.ranks.watch import Watch, accept, connect, listen
+from mtpkit.engine.requests.model_factory import ModelFactory
 from mtpkit.engine.requests.options import LLMOptions
 from mtpkit.errors import UserError, counted, listed, raise_problems
 from mtpkit.model.kinds import UnevenSize, kinds_in, uneven_sizes
@@ -30,7 +31,7 @@ from mtpkit.platform import (
 )
 from mtpkit.version import __version__
 
-_OWN = ("model", "device", "tokenizer")
+_OWN = ("model", "download_dir", "device", "tokenizer")
 """Options that may differ between ranks: where a rank finds its model and its tokenizer, and its
 device."""
 _END = 2**16
@@ -109,7 +110,7 @@ def join(options: LLMOptions, config: ModelConfig) -> Ranks:
             raises the same error.
     """
     size, stages, whole_experts = _asked_sizes(options)
-    if not isinstance(options.model, str | Path):
+    if not isinstance(options.model, str | Path | ModelFactory):
         size, stages, whole_experts = _sizes_of(options)
     if size * stages == 1:
         return Ranks()
@@ -259,6 +260,8 @@ def _entries(options: LLMOptions, config: ModelConfig) -> dict[str, str]:
     entries |= dict(_flat(config, "the model's "))
     if isinstance(options.model, str | Path):
         entries["the content of the model's files"] = _digest(Path(options.model))
+    if isinstance(options.model, ModelFactory):
+        entries["the model"] = repr(options.model)
     return entries
 
 

@@ -58,8 +58,10 @@ def exchange_in_peer_memory(
         weight: a tensor on this rank's device.
         wanted: whether small tensors are to be exchanged in peer memory.
     """
-    if group.size() > 1:
-        use_exchange(group, _peers(group, control, weight.device) if wanted else None)
+    if group.size() == 1:
+        return
+    peers = _peers(group, control, weight.device) if wanted else None
+    use_exchange(group, peers)
 
 
 class PeerMemory(Exchange):
@@ -102,6 +104,7 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
     limit = limit_of(len(ranks))
     held: dict[int, Tensor] = {}
     offer = None
+
     # A rank with a problem goes on with an empty offer: it must take part in both exchanges below,
     # for which all ranks of `control` wait.
     problem = _own_problem(device, len(ranks))
@@ -109,7 +112,8 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
         try:
             held[me] = torch.zeros(Windows.nbytes(limit), dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)  # its flags must be zero before a peer sets one
-            offer = gpu_uuid(device.index), held[me].untyped_storage()._share_cuda_()
+            handle = held[me].untyped_storage()._share_cuda_()
+            offer = gpu_uuid(device.index), handle
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
 
@@ -119,13 +123,16 @@ def _peers(group: ProcessGroup, control: ProcessGroup, device: torch.device) -> 
             held |= {rank: _open(offers[rank], device) for rank in ranks if rank != me}
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
+
+    # Even if this rank has no window: others wait for it at the barriers of `_close`.
     if any(offers):
         before_closing.append(partial(_close, group, control, held))
 
     # One rank that cannot exchange here decides for its group: ranks that exchange in different
     # ways would wait for each other.
     problems = _all_gather(control, problem)
-    if found := [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]:
+    found = [f"rank {rank} {problems[rank]}" for rank in ranks if problems[rank]]
+    if found:
         if me == ranks[0]:
             _logger.info(
                 "ranks exchange data by %s instead of peer memory: %s",
@@ -146,7 +153,9 @@ def _own_problem(device: torch.device, ranks: int) -> str:
         return f"decodes on {device.type}"
     if ranks > MOST_RANKS:
         return f"is one of {ranks}, more than {MOST_RANKS}"
-    return "" if on_kernels(torch.empty(0, device=device)) else f"has {CHOICE} set"
+    if not on_kernels(torch.empty(0, device=device)):
+        return f"has {CHOICE} set"
+    return ""
 
 
 def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
@@ -160,16 +169,19 @@ def _open(offer: tuple[str, Any], device: torch.device) -> Tensor:
         RuntimeError: this process cannot reach that GPU's memory.
     """
     gpu, handle = offer
-    index = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}.get(gpu)
+    # By identity: with CUDA_VISIBLE_DEVICES, one GPU has different numbers in different processes.
+    visible = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}
+    index = visible.get(gpu)
     if index is None:
         raise RuntimeError(
             f"does not see GPU {gpu}, which is on another host or hidden by CUDA_VISIBLE_DEVICES"
         )
     if not shares_memory(device.index, index):
         raise RuntimeError(f"has no peer access from GPU {device.index} to GPU {index}")
-    _, *place, _ = handle
+
     # Opened on this device, which maps the other GPU's memory. There is no event of another stream
     # to wait for.
+    _, *place, _ = handle
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *place, False)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
@@ -189,6 +201,7 @@ def _close(group: ProcessGroup, control: ProcessGroup, held: dict[int, Tensor]) 
     own = held.pop(dist.get_rank(), None)
     if own is not None:
         torch.cuda.synchronize(own.device)
+
     # At the first barrier all ranks have finished reading, at the second all have closed what they
     # opened.
     for _ in range(2):

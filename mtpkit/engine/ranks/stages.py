@@ -93,8 +93,12 @@ class PipelineStage(Stage):
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         last = self.stages - 1
+
+        # All stages go through the same list: in different orders, two stages could each wait for
+        # the other in another transfer.
         pairs = [(self._forward, stage, stage + 1) for stage in range(last)]
         pairs += [(self._back, last, stage) for stage in range(last)]
+
         for group, source, destination in pairs:
             if self._stage == source:
                 dist.send(byte, group=group, group_dst=destination)
@@ -107,18 +111,22 @@ class PipelineStage(Stage):
 
     def send(self, hidden: Tensor) -> None:
         """See `Stage.send`; does not wait for the next stage."""
-        if not self.last:
-            self._begin(hidden.contiguous(), self._forward, self._stage + 1, self._max_sends)
+        if self.last:
+            return
+        self._begin(hidden.contiguous(), self._forward, self._stage + 1, self._max_sends)
 
     def send_results(self, message: Tensor) -> None:
         """See `Stage.send_results`; does not wait for the other stages."""
-        if len(message):
-            self._count(message)
-            # Each stage may have run two plans, of decode rows and of chunks, for as many batches
-            # as there are stages before it receives the first results. With fewer messages under
-            # way, stages would wait forever.
-            for stage in range(self.stages - 1):
-                self._begin(message, self._back, stage, 2 * self.stages**2)
+        if not len(message):
+            return
+        self._count(message)
+
+        # Each stage may have run two plans, of decode rows and of chunks, for as many batches as
+        # there are stages before it receives the first results. With fewer messages under way,
+        # stages would wait forever.
+        max_sends = 2 * self.stages**2
+        for stage in range(self.stages - 1):
+            self._begin(message, self._back, stage, max_sends)
 
     def receive_results(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """See `Stage.receive_results`."""
@@ -131,8 +139,9 @@ class PipelineStage(Stage):
     def _begin(self, values: Tensor, group: ProcessGroup, stage: int, max_sends: int) -> None:
         """Begin a transfer and keep its tensor until it is sent; of more than `max_sends`
         transfers, wait for the oldest."""
+        work = dist.isend(values, group=group, group_dst=stage)
         # The backend holds no reference to the tensor: freed memory would be sent.
-        self._sends.append((dist.isend(values, group=group, group_dst=stage), values))
+        self._sends.append((work, values))
         self._wait(max_sends)
 
     def wait_for_sends(self) -> None:

@@ -52,11 +52,8 @@ LLM_ARGUMENTS = _absent(
         "start the processes with torchrun": dict(
             distributed_executor_backend=("mp", "uni", "external_launcher")
         ),
-        "weights are not quantised, see dtype": dict(
-            quantization=None, quantization_param_path=None
-        ),
-        "keys and values have the dtype of the weights": dict(
-            kv_cache_dtype="auto", calculate_kv_scales=False
+        "scales of keys and values come from the checkpoint, see kv_cache_dtype": dict(
+            calculate_kv_scales=False, quantization_param_path=None
         ),
         "use state_dtype": dict(mamba_ssm_cache_dtype="auto", mamba_cache_dtype="auto"),
         "use num_speculative_tokens": dict(
@@ -70,12 +67,10 @@ LLM_ARGUMENTS = _absent(
         "requests run first come, first served": dict(scheduling_policy="fcfs"),
         "graphs are captured unless enforce_eager is set": dict(compilation_config=None),
         "code in checkpoints is never run": dict(trust_remote_code=False),
-        "checkpoints are read from their directory": dict(
-            download_dir=None,
-            revision=None,
+        "tokenizers are read from a directory": dict(tokenizer_revision=None),
+        "set HF_TOKEN, or run hf auth login": dict(hf_token=None),
+        "checkpoints are read from safetensors and config.json": dict(
             code_revision=None,
-            tokenizer_revision=None,
-            hf_token=None,
             load_format=("auto", "safetensors"),
             config_format="auto",
         ),
@@ -86,7 +81,7 @@ LLM_ARGUMENTS = _absent(
             generation_config="vllm", override_generation_config=None
         ),
         "give token ids as prompts": dict(skip_tokenizer_init=False, tokenizer_mode="auto"),
-        "render messages with the tokenizer's chat template": dict(chat_template=None),
+        "give chat_template to LLM.chat": dict(chat_template=None),
         "adapters must be merged into the weights": dict(
             enable_lora=False, max_loras=1, max_lora_rank=16
         ),
@@ -98,41 +93,41 @@ LLM_ARGUMENTS = _absent(
             runner=("auto", "generate"),
             convert=("auto", "none"),
         ),
-        "outputs are not constrained": dict(
+        "llguidance holds structured_outputs of SamplingParams": dict(
             guided_decoding_backend="auto", structured_outputs_config=None
         ),
         "use llm.stats()": dict(disable_log_stats=(True, False)),
         "callbacks cannot change logits": dict(logits_processors=None),
-        "probabilities are not reported": dict(max_logprobs=20, logprobs_mode="raw_logprobs"),
+        "a request may ask for up to 20": dict(max_logprobs=20),
     }
 )
 """Arguments of vLLM's `LLM`."""
 
 SAMPLING_ARGUMENTS = _absent(
     {
-        "repeat the prompt with other seeds": dict(best_of=1),
+        "use n, and choose among the outputs": dict(best_of=1),
         "beam search is not supported": dict(
             use_beam_search=False, length_penalty=1.0, early_stopping=False
         ),
-        "probabilities are not reported": dict(
-            logprobs=None, prompt_logprobs=None, flat_logprobs=False
+        "logprobs is a list of dicts": dict(flat_logprobs=False),
+        "use logit_bias, allowed_token_ids or bad_words": dict(logits_processors=None),
+        "use structured_outputs": dict(guided_decoding=None),
+        "texts are those of the tokenizer's decode": dict(
+            spaces_between_special_tokens=True, output_text_buffer_length=0
         ),
-        "use ignore_eos to decode up to max_tokens": dict(min_tokens=0),
-        "single tokens can be neither favoured nor forbidden": dict(
-            logit_bias=None, bad_words=None, allowed_token_ids=None, logits_processors=None
+        "logprobs and prompt_logprobs report the most probable tokens": dict(
+            logprob_token_ids=None, prompt_logprob_token_ids=None, prompt_logprob_start=None
         ),
-        "outputs are not constrained, see stop": dict(
-            guided_decoding=None, structured_outputs=None
-        ),
-        "outputs have token_ids and text": dict(detokenize=True, output_text_buffer_length=0),
-        "decode token_ids yourself": dict(
-            skip_special_tokens=True, spaces_between_special_tokens=True
-        ),
-        "stop strings are left out of the text": dict(include_stop_str_in_output=False),
-        "shorten the prompt": dict(truncate_prompt_tokens=None),
-        "use llm.generate or llm.stream": dict(output_kind=None),
         "leave it out": dict(
-            extra_args=None, thinking_token_budget=None, skip_reading_prefix_cache=False
+            extra_args=None,
+            thinking_token_budget=None,
+            skip_reading_prefix_cache=False,
+            skip_clone=False,
+            stream_interval=1,
+            repetition_detection=None,
+            watermarking=False,
+            routed_experts_prompt_start=0,
+            trace_decode_token_ids=None,
         ),
     }
 )
@@ -145,28 +140,34 @@ GENERATE_ARGUMENTS = _absent(
             lora_request=None, prompt_adapter_request=None
         ),
         "requests run first come, first served": dict(priority=0),
-        "outputs are not constrained": dict(guided_options_request=None),
+        "give structured_outputs to SamplingParams": dict(guided_options_request=None),
         "models read and write text only": dict(multi_modal_data=None, mm_processor_kwargs=None),
-        "encode the prompt yourself": dict(tokenization_kwargs=None, truncate_prompt_tokens=None),
+        "encode the prompt yourself": dict(tokenization_kwargs=None),
+        "give it to SamplingParams": dict(truncate_prompt_tokens=None),
     }
 )
 """Arguments of vLLM's `LLM.generate`."""
 
+CHAT_ARGUMENTS = _absent(
+    {
+        "adapters must be merged into the weights": dict(lora_request=None),
+        "contents get the form that the template renders": dict(
+            chat_template_content_format="auto"
+        ),
+        "models read and write text only": dict(mm_processor_kwargs=None),
+        "the template writes all special tokens": dict(tokenization_kwargs=None),
+    }
+)
+"""Arguments of vLLM's `LLM.chat`."""
+
 LLM_METHODS = {
-    "chat": (
-        "give generate the ids of llm.tokenizer.apply_chat_template(messages,"
-        " add_generation_prompt=True, return_dict=False)"
-    ),
     "beam_search": "beam search is not supported, use generate",
     **dict.fromkeys(
         ("embed", "encode", "classify", "reward", "score"), "models only generate text"
     ),
-    **dict.fromkeys(
-        ("get_tokenizer", "set_tokenizer"), "use llm.tokenizer and LLM's argument tokenizer"
-    ),
+    "set_tokenizer": "use LLM's argument tokenizer",
     "get_default_sampling_params": "defaults are those of SamplingParams()",
     "llm_engine": "use llm.engine",
-    "get_metrics": "use llm.stats()",
     **dict.fromkeys(("sleep", "wake_up"), "delete the LLM and make a new one"),
     **dict.fromkeys(("start_profile", "stop_profile"), "use mtpkit bench decode --kernels"),
 }

@@ -13,6 +13,7 @@ from mtpkit.engine.requests.options import (
     Count,
     Drafts,
     EngineOptions,
+    LLMOptions,
     Rollback,
     check_width,
 )
@@ -44,9 +45,12 @@ class EngineConfig:
     """Off by default, as there are no checkpoints by default."""
     num_checkpoints: Annotated[int, Field(ge=0)] = 0
     """Room for checkpoints of the prefix cache."""
-    prefix_cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    prefix_cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of recurrent state in checkpoints."""
     prefix_cache_interval: int = field_of(EngineOptions, "prefix_cache_interval")
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = field_of(
+        LLMOptions, "logprobs_mode"
+    )
     draft_sampling: bool = field_of(EngineOptions, "draft_sampling")
     async_scheduling: bool = False
     """Launch a step before the results of the last one are read."""

@@ -54,8 +54,9 @@ class ModelOptions:
     """The first arguments of `LLM`: what decodes, and with how many drafts."""
 
     model: Any
-    """Directory of a checkpoint, in the Hugging Face or the Megatron layout, or a model from
-    `mtpkit.model.build_model`; call `reset_prefix_cache` after changing the model's weights."""
+    """Directory of a checkpoint, in the Hugging Face or the Megatron layout, the id of a model in
+    the Hugging Face hub, such as `org/name`, or a model from `mtpkit.model.build_model`; call
+    `reset_prefix_cache` after changing the model's weights."""
     num_speculative_tokens: Drafts | Literal["auto"] | None = None
     """Number of drafts per step (K) from the model's MTP heads; by default the number that the
     heads were trained for, or 0 without heads. 0: plain decoding. "auto": K is chosen for each step
@@ -73,13 +74,27 @@ class ModelOptions:
         return model
 
 
+@checked("hub")
+class HubOptions:
+    """Where a model comes from that is named by its id in the Hugging Face hub."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a model in the Hugging Face hub; by default its main branch."""
+    download_dir: str | Path | None = None
+    """Directory for models from the Hugging Face hub; by default the cache of huggingface_hub."""
+
+
 @checked("engine")
 class EngineOptions:
     """How an engine decodes, whatever the model and the number of drafts."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights, keys and values. "auto": a given model's own; else bfloat16 on a GPU,
-    float32 on a CPU."""
+    """Type of weights and activations. "auto": a given model's own; else bfloat16 on a GPU, float32
+    on a CPU."""
+    quantization: Literal["fp8"] | None = None
+    """Quantise the base's linears and experts while they are loaded: "fp8" gives each row of a
+    matrix a scale, and each token of its input. By default matrices are what the checkpoint holds,
+    quantised or not."""
     tensor_parallel_size: Count = 1
     """Number of processes, each with a GPU and a part of the model, that decode together; start
     them with torchrun."""
@@ -119,11 +134,14 @@ class EngineOptions:
     num_blocks: Count | None = None
     """Number of blocks of the cache of keys and values; by default as many as fit, or as many as
     `max_num_seqs` requests of full length need if that is less."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Type of keys and values in their cache. "auto": `dtype`. "fp8_e4m3" takes half of bfloat16's
+    memory and rounds them, with the scales of the checkpoint (`k_scale`, `v_scale`) or 1."""
     state_rollback: Rollback = "replay"
     """Method to roll recurrent state back after rejected drafts: `replay` reads the state once per
     step, `snapshot` keeps one copy per token."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of recurrent state."""
+    state_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of recurrent state. "float16" rounds stochastically, "bfloat16" to nearest."""
     enable_prefix_caching: bool = True
     """Let prompts that begin like an earlier request continue from what that request left: blocks
     of keys and values, and checkpoints of recurrent state at the end of its prompt and of its
@@ -133,8 +151,9 @@ class EngineOptions:
     for 2 * `max_num_seqs` checkpoints, at least 16, as far as they fit in the cache memory that
     `max_num_seqs` requests of full length leave, or in a tenth of the cache memory if that is
     more."""
-    prefix_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of recurrent state in checkpoints. "auto": `state_dtype`."""
+    prefix_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of recurrent state in checkpoints, rounded as with `state_dtype`. "auto":
+    `state_dtype`."""
     prefix_cache_interval: Count = 2048
     """Interval in tokens between the checkpoints of a long prompt, which leaves one at every
     multiple of it."""
@@ -162,6 +181,10 @@ class EngineOptions:
     """Type of the draft embedding on the last of several pipeline stages. "int8" takes half of
     bfloat16's memory and "int4" about a quarter, with scales; both change only the drafts. "auto":
     the type of the model."""
+    draft_lm_head_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Type of the lm_head that drafts are chosen by. "fp8_e4m3" reads half of bfloat16's bytes for
+    each draft, from a copy with a scale per row, and changes only the drafts: the base verifies
+    them with the lm_head itself. "auto": the lm_head itself."""
     async_scheduling: bool | None = None
     """Launch a step before the results of the last one are read. This is the default on a GPU and
     with pipeline stages."""
@@ -180,12 +203,23 @@ class EngineOptions:
             )
         return draw
 
+    @field_validator("prefix_cache_dtype")
+    @classmethod
+    def _check_prefix_cache_dtype(cls, dtype: str, info: ValidationInfo) -> str:
+        if dtype == "bfloat16" and info.data.get("state_dtype") == "float16":
+            raise ValueError(
+                "must be 'auto', 'float16' or 'float32' with state_dtype 'float16': bfloat16 takes"
+                " as many bytes and keeps fewer bits"
+            )
+        return dtype
+
     _check_budget = field_validator("max_num_batched_tokens")(check_width)
 
 
 @checked("engine")
-class LLMOptions(EngineOptions, ModelOptions):
-    """The arguments of `LLM`: those of `ModelOptions` come first, then those of `EngineOptions`."""
+class LLMOptions(HubOptions, EngineOptions, ModelOptions):
+    """The arguments of `LLM`: those of `ModelOptions` come first, then those of `EngineOptions` and
+    `HubOptions`."""
 
     synthetic_acceptance: Sequence[float] | None = Field(
         default=None, title="a list of rates, one per draft, or None"
@@ -198,6 +232,10 @@ class LLMOptions(EngineOptions, ModelOptions):
     tokenizer: Any = None
     """A transformers tokenizer or its directory. By default the one beside the checkpoint, if there
     is one."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Which log-probabilities `SamplingParams.logprobs` asks for: the model's own, or those after
+    rules about tokens, penalties, temperature and filters (of greedy requests, at temperature
+    1)."""
 
     @field_validator("device")
     @classmethod

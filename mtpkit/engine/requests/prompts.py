@@ -1,20 +1,38 @@
 """Prompts and sampling parameters in the forms that users may give."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtpkit.config.checked import are_whole, is_list, is_whole
 from mtpkit.data.tokenizer import without_second_bos
+from mtpkit.engine.requests.messages import encode_messages
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.request import PromptError
 from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.errors import UserError, listed, shown
 
 Prompt = str | Sequence[int] | dict[str, Any]
-"""A text, token ids, or a dict. A dict has `prompt` (a text or token ids) or `prompt_token_ids`,
-and may have a `name` for messages and `checkpoint_at`. The prefix cache keeps a checkpoint after
-that number of prompt tokens, for example before the generation prompt, besides the checkpoint at
-the end."""
+"""A text, token ids, or a dict.
+
+A dict has `prompt_token_ids`, `prompt` (a text or token ids) or `messages`, and may have a `name`
+for error messages and `checkpoint_at`. The prefix cache keeps a checkpoint after that number of
+prompt tokens, besides the checkpoint at the end.
+
+`messages` is a conversation, which the tokenizer's chat template renders; its checkpoint is before
+the generation prompt by default. The arguments of `LLM.chat` about rendering may stand beside it:
+`tools`, `chat_template_kwargs`, `chat_template`, `add_generation_prompt` and
+`continue_final_message`."""
+
+
+class Encoded(NamedTuple):
+    """What a prompt becomes."""
+
+    text: str | None
+    """None for token ids."""
+    token_ids: Sequence[int]
+    checkpoint_at: int | None = None
+    """The prompt's own, see `Prompt`, or the tokens of a conversation without its generation
+    prompt."""
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Prompt]]:
@@ -48,13 +66,13 @@ def _name(prompt: Prompt) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def checkpoint_of(prompt: Prompt, name: str) -> int | None:
+def _checkpoint_of(prompt: dict[str, Any], name: str) -> int | None:
     """The `checkpoint_at` of a prompt, see `Prompt`; None if it has none.
 
     Raises:
         PromptError: it is not a whole number.
     """
-    at = prompt.get("checkpoint_at") if isinstance(prompt, dict) else None
+    at = prompt.get("checkpoint_at")
     if at is not None and not is_whole(at):
         raise PromptError(
             f"{name}: checkpoint_at is {shown(at)}, must be a whole number of the prompt's tokens"
@@ -93,10 +111,8 @@ def list_params(
     return list(sampling_params)
 
 
-def encode(
-    prompt: Prompt, tokenizer: Tokenizer | None, name: str
-) -> tuple[str | None, Sequence[int]]:
-    """The text (None if token ids were given) and the token ids of a prompt.
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> Encoded:
+    """The text, the token ids and the checkpoint of a prompt.
 
     Args:
         name: name of the prompt in messages.
@@ -112,12 +128,20 @@ def encode(
                 f"{name}: name is {shown(given)}, must be a text: messages use it for the prompt"
             )
         # Ids before a text: where a dict has both, the ids say exactly what is meant.
-        known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        known = [
+            key for key in ("prompt_token_ids", "prompt", "messages") if prompt.get(key) is not None
+        ]
         if not known:
             raise PromptError(
                 f"{name} is {shown(prompt)}, which has neither 'prompt' nor 'prompt_token_ids'"
+                " nor 'messages'"
             )
-        return encode(prompt[known[0]], tokenizer, name)
+        if known[0] == "messages":
+            encoded = Encoded(*encode_messages(prompt, tokenizer, name))
+        else:
+            encoded = encode(prompt[known[0]], tokenizer, name)
+        at = _checkpoint_of(prompt, name)
+        return encoded if at is None else encoded._replace(checkpoint_at=at)
 
     if isinstance(prompt, str):
         # No other prompt of the list can be served either: this is no `PromptError`.
@@ -127,14 +151,29 @@ def encode(
                 " prompt_token_ids"
             )
         _check_unicode(prompt, name)
-        return prompt, without_second_bos(tokenizer.encode(prompt), prompt, tokenizer)
+        return Encoded(prompt, without_second_bos(tokenizer.encode(prompt), prompt, tokenizer))
 
     wrong = f"{name} is a {type(prompt).__name__}: give a text, or token ids as a list of integers"
     if not isinstance(prompt, Sequence) or not is_list(prompt):
         raise UserError(wrong)
     if not are_whole(prompt):
         raise PromptError(wrong)
-    return None, prompt  # type: ignore[return-value]
+    return Encoded(None, prompt)  # type: ignore[arg-type]
+
+
+def truncated(encoded: Encoded, most: int | None, max_model_len: int) -> Encoded:
+    """The last `most` tokens of a prompt, see `SamplingParams.truncate_prompt_tokens`. A checkpoint
+    stays at its token; one before these tokens is dropped."""
+    if most is None:
+        return encoded
+    dropped = len(encoded.token_ids) - (max_model_len - 1 if most == -1 else most)
+    if dropped <= 0:
+        return encoded
+    at = encoded.checkpoint_at
+    return encoded._replace(
+        token_ids=encoded.token_ids[dropped:],
+        checkpoint_at=None if at is None or at <= dropped else at - dropped,
+    )
 
 
 def _check_unicode(text: str, name: str) -> None:

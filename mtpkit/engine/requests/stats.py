@@ -1,10 +1,15 @@
 """Statistics of one request and of the engine."""
 
-from collections.abc import Sequence
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mtpkit.engine.requests.tree import Tree
+
+STEP_TOKENS = (1, *(8 << power for power in range(12)))
+"""Bounds of `StepTokens`, vLLM's: 1, 8, 16, .. 16384."""
 
 
 @dataclass
@@ -127,10 +132,85 @@ class RequestStats(AcceptanceStats):
     """Prompt tokens found in the prefix cache when the request was first admitted; None before
     that."""
 
+    @classmethod
+    def of_siblings(cls, several: Sequence["RequestStats"]) -> "RequestStats":
+        """Sums over the outputs of one prompt, but the first one's prompt tokens from the prefix
+        cache: the others find what the first has left there."""
+        if len(several) == 1:
+            return several[0]
+        return cls(
+            **vars(AcceptanceStats.together(several)),
+            preemptions=sum(one.preemptions for one in several),
+            state_bytes=sum(one.state_bytes for one in several),
+            kv_bytes=sum(one.kv_bytes for one in several),
+            num_cached_tokens=several[0].num_cached_tokens,
+        )
+
+
+@dataclass
+class RequestMetrics:
+    """When a request arrived, ran and ended, in seconds of `time.time`. Names are vLLM's."""
+
+    arrival_time: float
+    """When the request was made from its prompt."""
+    first_scheduled_time: float | None = None
+    """When the request first got a slot; None before that."""
+    first_token_time: float | None = None
+    """When the first output token was committed; None before that."""
+    finished_time: float | None = None
+    """When the request ended; None before that."""
+
+    def note_scheduled(self) -> None:
+        """Note that the request got a slot; only the first time counts."""
+        if self.first_scheduled_time is None:
+            self.first_scheduled_time = time.time()
+
+    @classmethod
+    def of_siblings(cls, several: Sequence["RequestMetrics"]) -> "RequestMetrics":
+        """The first times of the outputs of one prompt, and the time when all have ended."""
+        if len(several) == 1:
+            return several[0]
+        ends = [one.finished_time for one in several]
+        return cls(
+            min(one.arrival_time for one in several),
+            _first(one.first_scheduled_time for one in several),
+            _first(one.first_token_time for one in several),
+            None if None in ends else max(time for time in ends if time is not None),
+        )
+
+
+def _first(times: Iterable[float | None]) -> float | None:
+    """The first of the times that are known."""
+    return min((time for time in times if time is not None), default=None)
+
+
+@dataclass
+class StepTokens:
+    """How many tokens steps had: those of prompts that a step computed, and those that it added to
+    outputs."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (1 + len(STEP_TOKENS)))
+    """For each of `STEP_TOKENS`, the steps with at most so many tokens and more than the one before
+    it has; last, those with more."""
+    total: int = 0
+    """Tokens of all steps."""
+
+    def observe(self, tokens: int) -> None:
+        """Count a step; one without tokens is none."""
+        if tokens:
+            self.counts[bisect_left(STEP_TOKENS, tokens)] += 1
+            self.total += tokens
+
+    @classmethod
+    def together(cls, several: Sequence["StepTokens"]) -> "StepTokens":
+        """Sums of several counts."""
+        counts = _sums([one.counts for one in several])
+        return cls(counts, sum(one.total for one in several))
+
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made or its statistics were reset."""
+    """Totals since the engine was made or its statistics were reset, and what it holds now."""
 
     acceptance: AcceptanceStats
     """Acceptance over the decode steps of all requests."""
@@ -153,6 +233,16 @@ class EngineStats:
     returned_bytes: float = 0.0
     """Bytes per step and request that the last pipeline stage sends to each other stage; 0 with one
     stage."""
+    running: int = 0
+    """Requests that hold a slot now."""
+    waiting: int = 0
+    """Requests that wait for a slot now."""
+    blocks: int = 0
+    """Blocks of keys and values."""
+    used_blocks: int = 0
+    """Those of `blocks` that requests hold now. Blocks that only the prefix cache knows are
+    free."""
+    step_tokens: StepTokens = field(default_factory=StepTokens)
 
     @classmethod
     def together(cls, several: Sequence["EngineStats"]) -> "EngineStats":
@@ -167,7 +257,9 @@ class EngineStats:
         for name in ("seconds", "state_bytes_per_request"):
             totals[name] = max(getattr(one, name) for one in several)
         return cls(
-            **totals, acceptance=AcceptanceStats.together([one.acceptance for one in several])
+            **totals,
+            acceptance=AcceptanceStats.together([one.acceptance for one in several]),
+            step_tokens=StepTokens.together([one.step_tokens for one in several]),
         )
 
     @property

@@ -4,7 +4,8 @@ token."""
 import codecs
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -33,17 +34,29 @@ class Tokenizer(Protocol):
 
 class TokenTexts:
     """How a tokenizer decodes. Make one per tokenizer and share it: making it takes hundreds of
-    look-ups."""
+    look-ups.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        skip_special_tokens: leave special tokens out of texts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer: Any = tokenizer
+        self._decode: Callable[..., str] = tokenizer.decode
         self._named = hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(
             tokenizer, "convert_ids_to_tokens"
         )
-        self._options: dict[str, bool] = {"skip_special_tokens": True}
+        self._options: dict[str, bool] = {"skip_special_tokens": skip_special_tokens}
         self.cleans = self._find_clean_up()
         """Whether the tokenizer's own `decode` removes spaces before punctuation. `decode` here
         never does."""
+        backend = _backend(tokenizer)
+        if backend is not None:
+            # What the tokenizer does around this call takes five times as long as the call.
+            self._decode = backend.decode
+            self._options = {"skip_special_tokens": skip_special_tokens}
+        self._alone: dict[int, str] = {}
+        """Texts of tokens alone, as far as they were asked for."""
         self.bytes = self._find_bytes()
         """Bytes of the tokens such as `<0xE2>` that tokenizers with byte fallback have."""
         self.most_unfinished = _LONGEST_START
@@ -56,8 +69,15 @@ class TokenTexts:
             self.most_unfinished = 1
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens without special tokens, before any clean-up."""
-        return self._tokenizer.decode(token_ids, **self._options)
+        """Text of tokens, before any clean-up."""
+        return self._decode(token_ids, **self._options)
+
+    def alone(self, token_id: int) -> str:
+        """Text of a token alone, before any clean-up."""
+        text = self._alone.get(token_id)
+        if text is None:
+            text = self._alone[token_id] = self.decode([token_id])
+        return text
 
     def is_skipped(self, token_id: int) -> bool:
         """Whether a token has no text. (Alone, a token that is only a word's start may have none
@@ -65,11 +85,19 @@ class TokenTexts:
         return not self.decode([token_id, token_id])
 
     def special_token(self, text: str) -> int | None:
-        """The special token with this text; None if the text is none."""
+        """The special token with this text that texts leave out; None if there is none."""
         token_id = self._token_id(text)
         if token_id is None or not self.is_skipped(token_id):
             return None
         return token_id
+
+    def added_token(self, text: str) -> int | None:
+        """The token with this text that was added to the vocabulary, special or, as `</think>`
+        often is, not; None if there is none."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        if not any(str(token) == text for token in added):
+            return None
+        return self._token_id(text)
 
     def special_inside(self, text: str) -> str | None:
         """The longest special token that is a part of this text; None if there is none."""
@@ -174,7 +202,7 @@ class RawText:
 
     def _read_byte(self, token_id: int) -> str:
         if not self._context:
-            text = self._texts.decode([token_id])
+            text = self._texts.alone(token_id)
             self._set_context(token_id, text)
             if not text:  # a space, which decoders drop at the start
                 return ""
@@ -206,9 +234,11 @@ class RawText:
     def _read_group(self, token_ids: list[int]) -> list[str]:
         """Add tokens that are no byte tokens, at once if all of them end whole characters, else one
         by one."""
+        if len(token_ids) == 1:
+            return [self._read_token(token_ids[0])]
         # Without stop strings, the whole output may come as one group: one call decodes it.
         text = self._text([*self._pending, *token_ids])
-        if len(token_ids) == 1 or self._foreign or REPLACEMENT in text:
+        if self._foreign or REPLACEMENT in text:
             return [self._read_token(token_id) for token_id in token_ids]
         new = text[self._shown :]
         if new:
@@ -219,11 +249,7 @@ class RawText:
     def _read_token(self, token_id: int) -> str:
         tokens = [*self._pending, token_id]
         text = self._text(tokens)
-        if (
-            self._pending
-            and not self._texts.decode([token_id])
-            and text == self._text(self._pending)
-        ):
+        if self._pending and not self._texts.alone(token_id) and text == self._text(self._pending):
             # A special token inside a character, which later tokens may still finish.
             return ""
         # A run of byte tokens ends where other text begins.
@@ -276,12 +302,12 @@ class RawText:
         self._pending = []
         self._shown = 0
         for token_id in reversed(token_ids):
-            text = self._texts.decode([token_id])
+            text = self._texts.alone(token_id)
             if text and (REPLACEMENT not in text or not self._texts.most_unfinished):
                 self._set_context(token_id, text)
                 return
         if not self._context:
-            alone = (token_id for token_id in token_ids if not self._texts.decode([token_id]))
+            alone = (token_id for token_id in token_ids if not self._texts.alone(token_id))
             for token_id in itertools.filterfalse(self._texts.is_skipped, alone):
                 # a word's start without a word, whose space comes with the next token
                 self._set_context(token_id, "")
@@ -323,6 +349,18 @@ class CleanUp:
             text = (self._held[stage] + text).replace(searched, searched.strip())
         self._held = [""] * len(_CLEANED)
         return text
+
+
+def _backend(tokenizer: Any) -> Any:
+    """What a tokenizer's `decode` calls, if it does nothing else but clean up; else None."""
+    # Tokenizers of transformers have imported it, and others need not.
+    transformers = sys.modules.get("transformers")
+    usual = getattr(transformers, "PreTrainedTokenizerFast", None)
+    if usual is None or not isinstance(tokenizer, usual):
+        return None
+    kind = type(tokenizer)
+    calls_it = kind.decode is usual.decode and kind._decode is usual._decode
+    return tokenizer.backend_tokenizer if calls_it else None
 
 
 def _is_unfinished(start: bytes) -> bool:

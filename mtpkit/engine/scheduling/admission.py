@@ -1,6 +1,7 @@
 """Admission: which requests wait, which run, and which slots and blocks the running ones hold."""
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -59,7 +60,8 @@ class Admission:
     A request is in batch `slot % num_batches`. A batch admits requests while it has fewer than its
     share of all requests, so that even a few requests are spread over the batches.
 
-    With a prefix cache, a request begins at the longest checkpoint of its tokens.
+    With a prefix cache, a request begins at the longest checkpoint of its tokens. Of siblings,
+    which have the same prompt, one computes it and the others are held back until it has.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class Admission:
         self.block_bytes = block_bytes
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._live_ids: set[str] = set()
-        """Ids of waiting and running requests."""
+        self._live_ids = Counter[str]()
+        """Ids of waiting and running requests; siblings have the same one."""
         self.reset_stats()
 
     def reset_stats(self) -> None:
@@ -93,7 +95,7 @@ class Admission:
         return sum(request.ready_to_decode for request in self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request at its place in the order of arrival.
+        """Queue a request and its siblings at their places in the order of arrival.
 
         Raises:
             UserError: a waiting or running request has the same id.
@@ -103,15 +105,16 @@ class Admission:
                 f"{request.place or request.name}: an unfinished request has this id, choose"
                 " another id or give none"
             )
-        insort(self.waiting, request, key=by_arrival)
-        self._live_ids.add(request.request_id)
+        for sibling in request.all_of_prompt:
+            insort(self.waiting, sibling, key=by_arrival)
+            self._live_ids[sibling.request_id] += 1
 
     def drop(self, request_id: str) -> None:
-        """Forget a request, whether it waits or runs; an unknown id is ignored."""
+        """Forget a request and its siblings, whether they wait or run; an unknown id is ignored."""
         for request in [one for one in self.running if one.request_id == request_id]:
             self.release(request)
         self.waiting[:] = [one for one in self.waiting if one.request_id != request_id]
-        self._live_ids.discard(request_id)
+        del self._live_ids[request_id]
 
     def slots_of(self, batch: int) -> range:
         """The slots of a batch."""
@@ -131,26 +134,41 @@ class Admission:
         return Room(len(self.slots_of(batch)) - num_running, due)
 
     def admit(self, batch: int) -> Admitted | None:
-        """Admit the oldest waiting request to a slot of a batch, which must have a free one; None
-        if no request waits or there are too few blocks."""
-        if not self.waiting:
+        """Admit the oldest waiting request that may begin and is not held back to a slot of a
+        batch, which must have a free one; None if there is none or there are too few blocks."""
+        held = self._held_back()
+        may_begin = (one for one in self.waiting if one.may_begin and one.request_id not in held)
+        request = next(may_begin, None)
+        if request is None:
             return None
 
         # A younger request that needs fewer blocks does not overtake this one, which might
         # otherwise wait forever.
-        request = self.waiting[0]
         has_output = request.num_output > 0
         request.prefill_end = len(request.token_ids) - has_output
 
-        hit = self.prefix.match(request) if self.prefix else None
+        hit = None
+        if self.prefix and request.reads_prefix_cache:
+            hit = self.prefix.match(request)
         if not self.reserve(request, self.config.reach(request.prefill_end), hit):
             return None
         request.slot = self.slots.allocate_from(self.slots_of(batch))
         restore = self._begin(request, hit)
 
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         insort(self.running, request, key=by_arrival)
         return Admitted(request, restore)
+
+    def _held_back(self) -> set[str]:
+        """Ids of requests that are not admitted, because a running sibling computes their prompt
+        and will leave a checkpoint at its end.
+
+        Only a running request holds others back: it has all blocks that its prompt needs, and if it
+        loses them or is dropped, the next sibling takes its place.
+        """
+        if self.prefix is None or not self.prefix.slots.size:
+            return set()
+        return {one.request_id for one in self.running if one.siblings and one.computes_prompt}
 
     def _begin(self, request: Request, hit: Hit | None) -> Restore | None:
         """Set where a request that has its slot and blocks begins; returns the copies from the
@@ -162,6 +180,7 @@ class Admission:
             if hit:
                 restore = self.prefix.resume(hit, request)
 
+        request.metrics.note_scheduled()
         # A preempted request mostly finds what it computed itself, which is no hit of its prompt.
         if request.stats.num_cached_tokens is None:
             request.stats.num_cached_tokens = request.num_computed
@@ -217,7 +236,9 @@ class Admission:
     def end(self, request: Request) -> None:
         """Release all that a finished request holds, its id included."""
         self.release(request)
-        self._live_ids.remove(request.request_id)
+        self._live_ids[request.request_id] -= 1
+        if not self._live_ids[request.request_id]:
+            del self._live_ids[request.request_id]
 
     def release(self, request: Request) -> None:
         """Release the slot and the blocks of a running request, which then no longer runs."""
@@ -251,8 +272,9 @@ class Admission:
             raise MtpkitError(
                 f"waiting requests hold blocks or slots: {holders}, or a running one has no slot"
             )
-        ids = sorted(request.request_id for request in self.running + self.waiting)
-        if ids != sorted(self._live_ids):
+        ids = Counter(request.request_id for request in self.running + self.waiting)
+        if ids != self._live_ids:
             raise MtpkitError(
-                f"requests {ids} are unfinished, but ids {sorted(self._live_ids)} are taken"
+                f"requests {sorted(ids.elements())} are unfinished, but ids"
+                f" {sorted(self._live_ids.elements())} are taken"
             )

@@ -82,7 +82,9 @@ class DecodeTurns:
 
 def fresh_drafts(request: Request, drafts: DraftShape) -> int:
     """Number of drafts, per path, of a request's next decode row that its previous step made, see
-    `Row.fresh_drafts`."""
+    `Row.fresh_drafts`; 0 for a request that does not speculate."""
+    if not request.params.speculate:
+        return 0
     made = request.newest_drafts
     fresh = min(depth_of(drafts), depth_of(made))
     if isinstance(drafts, int) == isinstance(made, int):

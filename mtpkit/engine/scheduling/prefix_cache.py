@@ -216,12 +216,14 @@ class PrefixCache:
 
     def cuts(self, request: Request, start: int) -> list[int]:
         """Positions inside the prompt, after `start`, at which its chunks end to leave a
-        checkpoint: `checkpoint_at`, the end of the cached blocks that the prompt begins with, and
-        multiples of the interval."""
+        checkpoint: `checkpoint_at`, the end of the cached blocks that the prompt begins with,
+        multiples of the interval, and for siblings the last place from which they can continue."""
         if not self.slots.size:
             return []
         marks = {len(self._present(request)) * self.block_size, request.checkpoint_at or 0}
         marks |= set(range(self.interval, request.prefill_end, self.interval))
+        if request.siblings and self.successors:
+            marks.add(len(request.prompt_token_ids) - 1)
         return sorted(mark for mark in marks if start < mark < request.prefill_end)
 
     def resume(self, hit: Hit, request: Request) -> Restore:
@@ -273,7 +275,7 @@ class PrefixCache:
         self._by_block.setdefault(entry.block, []).append(entry)
         self._note(entry)
         assert request.slot is not None
-        return Save(checkpoint, request.slot, length, decoded)
+        return Save(checkpoint, request.slot, length, decoded, request.noise_key)
 
     def publish(self, request: Request, length: int) -> None:
         """Give keys to the full blocks of a request's first `length` tokens, whose steps are

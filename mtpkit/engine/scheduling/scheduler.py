@@ -1,10 +1,14 @@
 """Continuous batching with chunked prefill: plans each step and commits its results. Only the
 scheduler and its parts change requests, blocks and slots."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from mtpkit.engine.requests.config import EngineConfig
+from mtpkit.engine.requests.log_probs import TokenLogProbs
 from mtpkit.engine.requests.params import MOST_END_TOKENS
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.stats import AcceptanceStats
@@ -16,6 +20,7 @@ from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.scheduling.decode_turns import DecodeTurns
 from mtpkit.engine.scheduling.pacing import Pacing
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
+from mtpkit.engine.steps.log_probs import unpack
 from mtpkit.engine.steps.plan import Plan, Row, Save, StepResult
 
 
@@ -30,8 +35,12 @@ class _RowResult(NamedTuple):
     """See `StepResult.num_tokens`."""
     bad_draft: int
     """See `StepResult.bad_draft`."""
+    drafts: list[int]
+    """See `StepResult.drafts`."""
     ranks: list[int] | None
     """For trees, one per depth, see `Verdict.ranks`."""
+    log_probs: np.ndarray | None
+    """[columns], see `StepResult.log_probs`."""
 
     @property
     def valid(self) -> bool:
@@ -98,6 +107,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were computed of prompts or added to outputs so far."""
+        return self.num_prefilled + self.num_generated
 
     @property
     def num_decoding(self) -> int:
@@ -215,6 +229,10 @@ class Scheduler:
 
     def _pass(self, batch: int, drafts: DraftShape, decode: list[Row], chunks: list[Row]) -> Plan:
         """One forward pass."""
+        if decode and not chunks and not any(row.request.params.speculate for row in decode):
+            # Beside others, rows keep the width that the step has; alone, they need no drafts.
+            drafts = 0
+            decode = [replace(row, length=1) for row in decode]
         if not decode:
             # Chunks then make drafts for the configured K or tree, whatever decode rows verify at
             # present: the number of drafts may have grown when these are verified.
@@ -228,6 +246,7 @@ class Scheduler:
         for row in plan.rows:
             if row.samples:
                 row.request.in_flight += row.emits
+                row.request.drafts_in_flight += 1
                 row.request.newest_step = self._num_steps
                 row.request.newest_drafts = plan.drafts
         if plan.restores:
@@ -260,14 +279,41 @@ class Scheduler:
             The requests that emitted tokens or ended. Rows whose request ended after the launch are
             skipped.
         """
+        self._report_prompts(plan, result)
         changed = []
         # The rows that sample come first: the others have no results.
         for index, (row, outcome) in enumerate(zip(plan.rows, _by_row(result), strict=False)):
-            if row.request.slot is None or not (row.emits or outcome.bad_draft):
+            if row.request.slot is None:
+                continue
+            row.request.note_drafts(outcome.drafts)
+            if not row.request.params.speculate:
+                # Its drafts are never read.
+                outcome = outcome._replace(bad_draft=0)
+            if not (row.emits or outcome.bad_draft):
                 continue
             self._commit_row(row, outcome, decoded=index < plan.num_decode_rows)
             changed.append(row.request)
+        self._note_trees(plan, result)
         return changed
+
+    @staticmethod
+    def _note_trees(plan: Plan, result: StepResult) -> None:
+        """Hand the trees of drafts to constrained requests that still run."""
+        if result.trees is None:
+            return
+        for request, drafts in zip(plan.constrained_requests, result.trees.tolist(), strict=True):
+            if request.slot is not None:
+                request.note_tree(drafts)
+
+    def _report_prompts(self, plan: Plan, result: StepResult) -> None:
+        """Hand the log-probabilities of prompts to the requests that ask for them."""
+        if result.of_prompts is None:
+            return
+        found = unpack(result.of_prompts)
+        for row in plan.chunks:
+            if row.reported:
+                row.request.report_prompt(row.start + 1, found[: row.reported])
+                del found[: row.reported]
 
     def _commit_row(self, row: Row, outcome: _RowResult, decoded: bool) -> None:
         """Commit the results of one row."""
@@ -275,13 +321,25 @@ class Scheduler:
         count = 0
         if row.emits:
             request.in_flight -= 1
-            count = request.emit(outcome.token_ids[: outcome.num_tokens])
+            reported: Sequence[TokenLogProbs] = ()
+            if request.params.logprobs is not None:
+                assert outcome.log_probs is not None
+                reported = unpack(outcome.log_probs)
+            # A constraint that has failed allowed nothing but an end, which says nothing.
+            failed = request.constraint.error if request.constraint else None
+            tokens = [] if failed else outcome.token_ids[: outcome.num_tokens]
+            count = request.emit(tokens, reported)
             self.num_generated += count
+            if request.constraint and count:
+                request.constraint.advance(request.token_ids[-count:])
+            if failed is not None:
+                request.fail(failed, refused=True)
         if decoded:
             request.num_computed += outcome.accepted + 1
             if outcome.valid:
                 _record(request.stats, row, outcome, count)
-                _record(self.acceptance, row, outcome, count)
+                if request.params.speculate:
+                    _record(self.acceptance, row, outcome, count)
 
         if not request.finished:
             request.fail_if_invalid(
@@ -294,7 +352,7 @@ class Scheduler:
         # A checkpoint needs the slot and the blocks, which the end of the request releases.
         if self.prefix and request.finish_reason != "error":
             self._keep_end(request, whole=count == 1 + outcome.accepted)
-        request.end_text()
+        request.end()
         self.admission.end(request)
 
     def _keep_end(self, request: Request, whole: bool) -> None:
@@ -328,10 +386,18 @@ class Scheduler:
 
 def _by_row(result: StepResult) -> list[_RowResult]:
     """The results of each row that samples."""
-    arrays = (result.accepted, result.token_ids, result.num_tokens, result.bad_draft)
+    arrays = (
+        result.accepted,
+        result.token_ids,
+        result.num_tokens,
+        result.bad_draft,
+        result.drafts,
+    )
     columns = [array.tolist() for array in arrays]
-    ranks = [None] * len(result.token_ids) if result.ranks is None else result.ranks.tolist()
-    return [_RowResult(*values) for values in zip(*columns, ranks, strict=True)]
+    none = [None] * len(result.token_ids)
+    ranks = none if result.ranks is None else result.ranks.tolist()
+    log_probs = none if result.log_probs is None else list(result.log_probs)
+    return [_RowResult(*values) for values in zip(*columns, ranks, log_probs, strict=True)]
 
 
 def _record(stats: AcceptanceStats, row: Row, outcome: _RowResult, num_emitted: int) -> None:

@@ -6,6 +6,7 @@ on the device. A step whose sizes are fixed can therefore be captured in a CUDA 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.requests.tree import TokenTree, Tree
+from mtpkit.engine.requests.tree import TokenTree, Tree, width_of
 from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.engine.steps.plan import Batch, Plan, Row, StepShape
 from mtpkit.engine.steps.processors import Use
@@ -109,17 +110,32 @@ class BatchBuilder:
         shape = StepShape.of(plan)
         numbers = self.ints(self.numbers(shape, plan.decode_rows, plan.chunks))
         tables = self.ints(block_tables(plan, shape))
-        return self.assemble(shape, numbers, tables, plan.processors)
+        batch = self.assemble(shape, numbers, tables, plan.processors)
+        return replace(batch, reported=self._reported(plan)) if plan.num_reported else batch
+
+    def _reported(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """See `Batch.reported`."""
+        first = plan.num_decode_rows * width_of(plan.drafts)
+        places: list[int] = []
+        following: list[int] = []
+        for row in plan.chunks:
+            places += range(first, first + row.reported)
+            start = row.start + 1
+            following += row.request.prompt_token_ids[start : start + row.reported]
+            first += row.length
+        return self.ints(places), self.ints(following)
 
     def count(self, shape: StepShape) -> int:
         """Length of `numbers` for a step of this shape."""
         return sum(self._counts(shape))
 
     def _counts(self, shape: StepShape) -> list[int]:
-        """Lengths of the parts of `numbers`, in order: the slots of all rows, then for the chunks
-        their ends, context lengths, known tokens after them, and tokens."""
+        """Lengths of the parts of `numbers`, in order: the slots of all rows, their noise keys if
+        states are rounded with noise, then for the chunks their ends, context lengths, known tokens
+        after them, and tokens."""
         chunks = shape.chunk_rows
-        return [shape.rows, chunks, chunks, chunks * self._lookahead, shape.chunk_tokens]
+        keys = shape.rows if self.states.noisy else 0
+        return [shape.rows, keys, chunks, chunks, chunks * self._lookahead, shape.chunk_tokens]
 
     def numbers(
         self, shape: StepShape, decode_rows: Sequence[Row] = (), chunks: Sequence[Row] = ()
@@ -129,6 +145,11 @@ class BatchBuilder:
         slots = np.full(shape.rows, NULL_SLOT, np.int64)
         slots[: len(decode_rows)] = _slots(decode_rows)
         slots[shape.decode_rows :][: len(chunks)] = _slots(chunks)
+
+        keys = np.zeros(shape.rows if self.states.noisy else 0, np.int64)
+        if self.states.noisy:
+            keys[: len(decode_rows)] = [row.request.noise_key for row in decode_rows]
+            keys[shape.decode_rows :][: len(chunks)] = [row.request.noise_key for row in chunks]
 
         contexts = np.full(shape.chunk_rows, NULL_CONTEXT, np.int64)
         lookahead = np.full((shape.chunk_rows, self._lookahead), -1, np.int64)
@@ -142,7 +163,7 @@ class BatchBuilder:
             contexts[index] = row.start
             lookahead[index] = row.known_after(self._lookahead)
 
-        return np.concatenate([slots, ends, contexts, lookahead.ravel(), token_ids])
+        return np.concatenate([slots, keys, ends, contexts, lookahead.ravel(), token_ids])
 
     def null_numbers(self, shape: StepShape, slots: Sequence[int] = ()) -> np.ndarray:
         """`numbers` of a step in which all rows are null rows except the first decode rows, which
@@ -159,7 +180,7 @@ class BatchBuilder:
             tables: [R, B] int64, the blocks of each row.
             use: names of the processors that the step computes.
         """
-        sent, *chunks = numbers.split(self._counts(shape))
+        sent, keys, *chunks = numbers.split(self._counts(shape))
         decoding = shape.decode_rows
         depths = shape.num_speculative_tokens
         count = shape.sampling_rows
@@ -196,6 +217,7 @@ class BatchBuilder:
             decode_width=width,
             states=self.states,
             tree=tree_input,
+            noise_keys=keys if self.states.noisy else None,
         )
 
         draft_probs = None

@@ -9,6 +9,7 @@ checkpoint restores it, too.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,10 @@ from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.params import MOST_END_TOKENS
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.tree import DynamicTree
+from mtpkit.engine.steps.constrained import Masks
+from mtpkit.engine.steps.host_drafts import HostDrafts
 from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, Earlier, HeadSpan, Verdict
-from mtpkit.engine.steps.processors import GREEDY, PROCESSORS, Columns, Use
+from mtpkit.engine.steps.processors import GREEDY, PROCESSORS, Chosen, Columns, Use
 from mtpkit.engine.steps.sampler import Sampling
 from mtpkit.engine.steps.vocabulary import Vocabulary
 from mtpkit.kernels.step_rows import store_rows
@@ -140,7 +143,7 @@ class DeviceState:
 
         columns = {}
         for processor in PROCESSORS:
-            for name, form in processor.columns(vocabulary.width).items():
+            for name, form in processor.columns(vocabulary, config.decode_width).items():
                 shape = (count, *form.shape)
                 columns[name] = torch.full(shape, form.fill, dtype=form.dtype, device=device)
         draft_probs = None
@@ -256,6 +259,47 @@ class DeviceState:
         if self.ends is not None:
             self.ends.admit(slots, requests)
 
+    def write_masks(self, masks: Masks) -> None:
+        """Write what may follow the tokens of constrained requests in their next step."""
+        if self.vocabulary.width:
+            where = to_device([masks.slots, masks.places], torch.int64, self.tokens.device)
+            allowed = to_device(masks.allowed, torch.int32, self.tokens.device)
+            self.columns["allowed_next"][where[0], where[1]] = allowed
+
+    def write_drafts(self, drafts: HostDrafts) -> None:
+        """Write the drafts that the next step verifies, see `HostDrafts`."""
+        device = self.tokens.device
+        slots = to_device(drafts.slots, torch.int64, device)
+        token_ids = to_device(drafts.token_ids, torch.int64, device)
+        self.tokens[slots, 1 : 1 + token_ids.shape[1]] = token_ids
+        if self.parents is not None and drafts.parents is not None:
+            self.parents[slots] = to_device(drafts.parents, torch.int64, device)
+        rows, places = drafts.chosen.nonzero()
+        if self.draft_probs is not None and len(rows):
+            self._make_certain(np.array(drafts.slots)[rows], places, drafts.token_ids[rows, places])
+
+    def _make_certain(self, slots: np.ndarray, places: np.ndarray, token_ids: np.ndarray) -> None:
+        """Replace the distributions of drafts [n] that were not drawn by ones that have only them.
+
+        Args:
+            places: which of the drafts of its row each is.
+        """
+        assert self.draft_probs is not None
+        values = np.stack([slots, places, token_ids])
+        where = to_device(values, torch.int64, self.tokens.device)
+        column = torch.arange(self.vocabulary.width, device=self.tokens.device)
+        certain = column == self.vocabulary.place(where[2])[:, None]
+        self.draft_probs[where[0], where[1]] = certain.float()
+
+    def drafts_at(self, slots: Sequence[int]) -> Tensor:
+        """[R, T - 1] int64, the drafts at `slots` [R], followed by [R, T] parents for trees that
+        grow."""
+        places = to_device(slots, torch.int64, self.tokens.device)
+        token_ids = self.tokens[places, 1:]
+        return (
+            token_ids if self.parents is None else torch.cat([token_ids, self.parents[places]], 1)
+        )
+
     def step(
         self, batch: Batch, verdict: Verdict, drafts: Drafts, hidden: Tensor | None = None
     ) -> None:
@@ -304,10 +348,11 @@ class DeviceState:
             self.draft_probs[slots] = drafts.probs
         if self.parents is not None and drafts.parents is not None:
             self.parents[slots] = drafts.parents
-        placed = self.vocabulary.place(verdict.token_ids[:count])
+        token_ids = verdict.token_ids[:count]
+        chosen = Chosen(accepted, token_ids, self.vocabulary.place(token_ids))
         for processor in PROCESSORS:
             if processor.name in batch.sampling.use:
-                processor.count(self.columns, slots, accepted, placed)
+                processor.count(self.columns, slots, chosen)
 
     def settled(self, slots: Tensor, committed: Committed) -> None:
         """Reset the counters of the slots [R], whose states are now as a prefill chunk would have

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.tree import DraftShape, depth_of, width_of
+from mtpkit.engine.steps.processor import NO_DRAFTS
 from mtpkit.engine.steps.sampler import Sampling
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.model.inputs import StepInput
@@ -52,6 +53,14 @@ class Row:
     def token_ids(self) -> list[int]:
         """Tokens of a chunk."""
         return self.request.token_ids[self.start : self.start + self.length]
+
+    @property
+    def reported(self) -> int:
+        """Number of the row's first tokens after which the log-probability of the prompt's next
+        token is reported."""
+        if not self.request.reports_prompt:
+            return 0
+        return max(0, min(self.length, len(self.request.prompt_token_ids) - 1 - self.start))
 
     def known_after(self, count: int) -> list[int]:
         """The `count` tokens after a chunk, -1 where unknown."""
@@ -84,6 +93,8 @@ class Save:
     decoded: bool = False
     """Whether the slot's newest step was a decode step, not a chunk. If so, nothing uses the slot's
     states later."""
+    noise_key: int = 0
+    """See `Request.noise_key`."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +152,30 @@ class Plan:
         return [row.request for row in self.rows[: self.num_sampling_rows]]
 
     @property
+    def constrained_requests(self) -> list[Request]:
+        """Those of `sampling_requests` that have a constraint."""
+        return [request for request in self.sampling_requests if request.constraint]
+
+    @property
+    def num_reported(self) -> int:
+        """Tokens of all chunks after which log-probabilities of prompts are reported. Such a plan
+        is not run as a graph: how many there are differs from step to step."""
+        return sum(row.reported for row in self.chunks)
+
+    @property
     def processors(self) -> frozenset[str]:
         """Names of the processors that at least one of these requests uses."""
-        return frozenset().union(*(request.processors for request in self.sampling_requests))
+        used = frozenset[str]().union(*(one.processors for one in self.sampling_requests))
+        # Only decode rows have drafts: other steps share the graphs of those without the name.
+        if NO_DRAFTS in used and not self._rejects_drafts:
+            return used - {NO_DRAFTS}
+        return used
+
+    @property
+    def _rejects_drafts(self) -> bool:
+        """Whether a decode row has drafts although its request does not speculate."""
+        speculating = all(row.request.params.speculate for row in self.decode_rows)
+        return self.num_speculative_tokens > 0 and not speculating
 
 
 @dataclass(frozen=True)
@@ -258,6 +290,9 @@ class Batch:
     of any step."""
     earlier: Earlier | None
     """The positions before the step, for drafters that read them."""
+    reported: tuple[Tensor, Tensor] | None = None
+    """[M] int64 each: the tokens of the step after which log-probabilities of prompts are reported,
+    and the prompts' next tokens. None: no request asks for them."""
     resumed_hidden: Tensor | None = None
     """[T, 1, h] the base's hidden states of resumed rows, for which the base does not run; None:
     the rows are not resumed, or this rank keeps no hidden states."""
@@ -414,21 +449,31 @@ class StepResult:
     ranks: np.ndarray | None = None
     """[S, K] int64, see `Verdict.ranks`."""
     log_probs: np.ndarray | None = None
-    """[S, 1 + K] float32, log-probabilities of `token_ids`; None: not computed."""
+    """[S, columns] int64, see `steps.log_probs.unpack`; None: not computed."""
+    trees: np.ndarray | None = None
+    """[C, T - 1 or 2T - 1] int64, for `Plan.constrained_requests` of an engine with trees: what
+    `DeviceState.drafts_at` returns; None: there are no such requests."""
+    of_prompts: np.ndarray | None = None
+    """[M, columns] int64, log-probabilities after `Row.reported` tokens of each chunk, see
+    `steps.log_probs.unpack`; None: not computed."""
 
     @classmethod
-    def unpack(cls, packed: np.ndarray, depths: int, ranked: bool = False) -> "StepResult":
+    def unpack(
+        cls, packed: np.ndarray, depths: int, ranked: bool = False, reported: int = 0
+    ) -> "StepResult":
         """Unpack the tensor of `pack_result`, for a step with K = `depths`; further columns are
         ignored.
 
         Args:
             ranked: whether the tensor has ranks, as in steps of trees with decode rows.
+            reported: number of columns with log-probabilities, the last ones.
         """
+        log_probs = packed[:, packed.shape[1] - reported :] if reported else None
         ends = [1, 2 + depths, 2 + 2 * depths, 2 + (3 if ranked else 2) * depths]
         accepted, token_ids, drafts, ranks, _ = np.split(packed, ends, axis=1)
         place = np.arange(1 + depths)
         path = np.where(place <= accepted, place, -1)
-        return cls(path, token_ids, drafts, ranks if ranks.shape[1] else None)
+        return cls(path, token_ids, drafts, ranks if ranks.shape[1] else None, log_probs)
 
     @property
     def accepted(self) -> np.ndarray:

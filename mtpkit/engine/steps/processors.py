@@ -1,17 +1,17 @@
-"""Logits processors: penalties, temperature and filters, in the order in which they are applied.
+"""Logits processors: rules about tokens, penalties, temperature and filters, in the order in which
+they are applied.
 
-`PROCESSORS` lists them; a new one that changes logits is a class here and an entry in that list. A
+`PROCESSORS` lists them; a new one that changes logits is a class and an entry in that list. A
 filter of the distribution, a `Shaping`, is also computed in `kernels.sampling` and, where ranks
 share a vocabulary, in `SplitVocabulary`.
 
 Shape legend: S rows that sample, N logits rows, D decode rows, K drafts, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,92 +19,21 @@ from torch import Tensor
 
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.engine.requests.request import Request
+from mtpkit.engine.steps.grammar import Grammar
+from mtpkit.engine.steps.processor import (
+    LOG_PROBS,
+    NO_DRAFTS,
+    Chosen,
+    Column,
+    Columns,
+    Processor,
+    Seen,
+    Use,
+)
+from mtpkit.engine.steps.token_rules import TokenRules
 from mtpkit.engine.steps.vocabulary import Vocabulary
 from mtpkit.kernels import sampling as ops
 from mtpkit.platform import to_device
-
-Columns = Mapping[str, Tensor]
-"""Column name -> [slots, ...] tensor on the device; the entry at a request's slot belongs to that
-request."""
-
-Use = frozenset[str]
-"""Names of the processors that at least one of a set of requests uses; a step may skip all other
-processors."""
-
-
-class Column(NamedTuple):
-    """Shape, dtype and initial value of one column."""
-
-    shape: tuple[int, ...]
-    """Without the leading dimension of slots."""
-    dtype: torch.dtype
-    fill: float
-    """Initial value of all slots. Null rows of CUDA graphs are sampled with it."""
-
-
-class Processor:
-    """A change of the logits, or of the distribution computed from them.
-
-    A processor has no state of its own. `DeviceState` owns its columns and is the only caller of
-    `admit` and `count`.
-
-    Requests that use a processor share steps with requests that do not, in slots that others had:
-    the columns of the latter must say that nothing changes. `numbers` is called for every request,
-    so one number may switch large columns off, as it does in `Penalties`.
-    """
-
-    name: str
-
-    def columns(self, width: int) -> dict[str, Column]:
-        """The columns that the processor reads, on a rank that holds `width` tokens of the
-        vocabulary."""
-        raise NotImplementedError
-
-    def used(self, params: SamplingParams, vocab_size: int) -> bool:
-        """Whether the processor changes anything for a request with these parameters."""
-        raise NotImplementedError
-
-    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
-        """Values of the columns that hold one number per request, for these parameters; with values
-        that change nothing if the request does not use the processor."""
-        raise NotImplementedError
-
-    def admit(
-        self, columns: Columns, slots: Tensor, requests: Sequence[Request], vocabulary: Vocabulary
-    ) -> None:
-        """Write the columns that `numbers` does not give, for `requests` at `slots` [S]. Called
-        again when a preempted request is resumed."""
-
-    def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
-        """Count the tokens that a step adds to the outputs. Called in steps that use the processor.
-
-        Args:
-            slots: [S] int64; -1 for null rows.
-            accepted, token_ids: [S] and [S, 1 + K] int64, see `Verdict`; -1 for tokens that another
-                rank holds.
-        """
-
-    def apply(
-        self,
-        logits: Tensor,
-        columns: Columns,
-        slots: Tensor,
-        drafts: Tensor,
-        ancestors: Tensor | None = None,
-    ) -> Tensor:
-        """[N, V] changed logits, at least one of them finite in each row. Called in steps that use
-        the processor; `Shaping` leaves the change to the kernels.
-
-        Args:
-            logits: [N, V]; the first D * (1 + K) belong to the decode rows.
-            slots: [N] int64; -1 for null rows.
-            drafts: [D, K] int64, the drafts of the decode rows: each logit sees the drafts before
-                its position. -1 for tokens that another rank holds.
-            ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see
-                `apply_penalties`.
-        """
-        return logits
-
 
 _NO_PENALTY = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 
@@ -123,7 +52,8 @@ class Penalties(Processor):
 
     name = "penalties"
 
-    def columns(self, width: int) -> dict[str, Column]:
+    def columns(self, vocabulary: Vocabulary, masks: int) -> dict[str, Column]:
+        width = vocabulary.width
         numbers = {name: Column((), torch.float32, off) for name, off in _NO_PENALTY.items()}
         prompt = Column((width,), torch.bool, 0)
         output = Column((width,), torch.int32, 0)
@@ -154,24 +84,18 @@ class Penalties(Processor):
         known = place([r.token_ids[len(r.prompt_token_ids) : r.prefill_end] for r in counted])
         output.index_put_(known, output.new_ones(len(known[0])), accumulate=True)
 
-    def count(self, columns: Columns, slots: Tensor, accepted: Tensor, token_ids: Tensor) -> None:
+    def count(self, columns: Columns, slots: Tensor, chosen: Chosen) -> None:
         """Count the chosen tokens, without rejected drafts and `NO_TOKEN`."""
         output = columns["output_counts"]
+        token_ids = chosen.placed
         # Counts of tokens that are not new grow by 0: choosing the new ones with a mask would need
         # their number on the host. Null rows, at slot -1, count in the last entry.
         index = torch.arange(token_ids.shape[1], device=slots.device)
-        new = (index <= accepted[:, None]) & (token_ids >= 0)
+        new = (index <= chosen.accepted[:, None]) & (token_ids >= 0)
         places = (slots % len(output))[:, None] * output.shape[1] + token_ids.clamp_min(0)
         output.view(-1).scatter_add_(0, places.flatten(), new.flatten().to(output.dtype))
 
-    def apply(
-        self,
-        logits: Tensor,
-        columns: Columns,
-        slots: Tensor,
-        drafts: Tensor,
-        ancestors: Tensor | None = None,
-    ) -> Tensor:
+    def apply(self, logits: Tensor, columns: Columns, slots: Tensor, seen: Seen) -> Tensor:
         return ops.apply_penalties(
             logits,
             columns["in_prompt"],
@@ -180,8 +104,8 @@ class Penalties(Processor):
             columns["frequency"],
             columns["presence"],
             slots,
-            drafts,
-            ancestors,
+            seen.placed,
+            seen.ancestors,
         )
 
 
@@ -213,7 +137,7 @@ class Shaping(Processor):
     off: Callable[[int], float] = lambda vocab_size: 0.0
     """The number with which the processor changes nothing, from the vocabulary's size."""
 
-    def columns(self, width: int) -> dict[str, Column]:
+    def columns(self, vocabulary: Vocabulary, masks: int) -> dict[str, Column]:
         return {self.name: Column((), self.dtype, self.fill)}
 
     def used(self, params: SamplingParams, vocab_size: int) -> bool:
@@ -221,6 +145,21 @@ class Shaping(Processor):
 
     def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
         return {self.name: self.value(params, vocab_size)}
+
+
+class NoDrafts(Processor):
+    """`speculate`: changes no logits; `mtpkit.engine.steps.verifier` rejects the drafts."""
+
+    name = NO_DRAFTS
+
+    def columns(self, vocabulary: Vocabulary, masks: int) -> dict[str, Column]:
+        return {NO_DRAFTS: Column((), torch.bool, 0)}
+
+    def used(self, params: SamplingParams, vocab_size: int) -> bool:
+        return not params.speculate
+
+    def numbers(self, params: SamplingParams, vocab_size: int) -> dict[str, float]:
+        return {NO_DRAFTS: float(not params.speculate)}
 
 
 def _top_k(params: SamplingParams, vocab_size: int) -> int:
@@ -235,7 +174,16 @@ MIN_P = Shaping("min_p", torch.float32, 0.0, lambda p, _: p.min_p)
 TOP_K = Shaping("top_k", torch.int64, 1, _top_k, lambda vocab_size: vocab_size)
 TOP_P = Shaping("top_p", torch.float32, 1.0, lambda p, _: p.top_p, lambda _: 1.0)
 
-PROCESSORS: tuple[Processor, ...] = (Penalties(), TEMPERATURE, MIN_P, TOP_K, TOP_P)
+PROCESSORS: tuple[Processor, ...] = (
+    Grammar(),
+    TokenRules(),
+    Penalties(),
+    TEMPERATURE,
+    MIN_P,
+    TOP_K,
+    TOP_P,
+    NoDrafts(),
+)
 GREEDY: Use = frozenset()
 """No processor: the base's best token is chosen."""
 _SHAPING: Use = frozenset(
@@ -245,9 +193,10 @@ _SHAPING: Use = frozenset(
 
 def processors_of(params: SamplingParams, vocab_size: int) -> Use:
     """Names of the processors that a request with these parameters uses."""
-    return frozenset(
+    used = frozenset(
         processor.name for processor in PROCESSORS if processor.used(params, vocab_size)
     )
+    return used if params.logprobs is None else used | {LOG_PROBS}
 
 
 def for_graph(use: Use) -> Use:

@@ -7,6 +7,7 @@ drafts, V vocabulary, or the part of it that this rank holds.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mtpkit.engine.steps.processors import (
@@ -16,6 +17,7 @@ from mtpkit.engine.steps.processors import (
     TOP_K,
     TOP_P,
     Columns,
+    Seen,
     Use,
 )
 from mtpkit.engine.steps.vocabulary import RowShaping, Vocabulary
@@ -48,35 +50,31 @@ class Sampling:
         return self.all_seeds[self.slots]
 
 
-def process(
-    logits: Tensor,
-    sampling: Sampling,
-    rows: Tensor,
-    drafts: Tensor,
-    ancestors: Tensor | None = None,
-) -> Tensor:
+def process(logits: Tensor, sampling: Sampling, rows: Tensor, seen: Seen) -> Tensor:
     """Apply the processors in use to [N, V] logits.
 
     Args:
         logits: [N, V]; the first D * (1 + K) belong to the decode rows.
         sampling: parameters of S rows, the decode rows first.
         rows: [N] int64, the row of each logit.
-        drafts: [D, K] int64; each logit sees the drafts before its position.
-        ancestors: [D, 1 + K] int64, for trees: the drafts that each logit sees, see
-            `apply_penalties`.
     """
-    drafts = sampling.vocabulary.place(drafts)
     for processor in PROCESSORS:
         if processor.name in sampling.use:
-            logits = processor.apply(
-                logits, sampling.columns, sampling.slots[rows], drafts, ancestors
-            )
+            logits = processor.apply(logits, sampling.columns, sampling.slots[rows], seen)
     return logits
 
 
 def probabilities(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
     """[N, V] float32 distributions from which the rows sample."""
     return sampling.vocabulary.probabilities(logits, _shaping(sampling, rows))
+
+
+def log_distributions(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
+    """[N, V] float32, logarithms of the distributions from which the rows sample, for greedy rows
+    of those at temperature 1."""
+    temperature, top_k, top_p, min_p = _shaping(sampling, rows)
+    shaping = (torch.where(temperature == 0, 1.0, temperature), top_k, top_p, min_p)
+    return sampling.vocabulary.probabilities(logits, shaping).log()
 
 
 def _shaping(sampling: Sampling, rows: Tensor) -> RowShaping:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from mtpkit.engine.steps import sampler
 from mtpkit.engine.steps.plan import Batch, Verdict
+from mtpkit.engine.steps.processor import NO_DRAFTS
+from mtpkit.engine.steps.processors import Seen
 from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.acceptance import accept_matching, accept_tree
@@ -31,8 +33,7 @@ def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = No
         verify_drafts: verifies the drafts in another way; for benchmarks.
     """
     inputs = batch.inputs
-    ancestors = None if inputs.tree is None else inputs.tree.ancestors
-    logits = sampler.process(logits, batch.sampling, batch.logit_rows, batch.drafts, ancestors)
+    logits = _processed(logits, batch)
 
     # Every token of a decode row has a logit, and decode rows come first.
     count = inputs.num_decode_tokens
@@ -43,9 +44,11 @@ def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = No
         elif batch.draft_probs is None:
             decoded = _follow(own_tokens(drafted, batch, slice(count)), batch)
         elif inputs.tree is None:
-            decoded = _verify_drawn(drafted, batch)
+            decoded = _verify_drawn(drafted, batch, batch.shape.num_speculative_tokens)
         else:
             decoded = _verify_drawn_tree(drafted, batch)
+        if NO_DRAFTS in batch.sampling.use:
+            decoded = _without_drafts(decoded, drafted, batch)
         if not inputs.num_chunk_rows:
             return decoded
 
@@ -56,13 +59,32 @@ def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = No
 
     ranks = decoded.ranks
     if ranks is not None:
-        ranks = torch.cat([ranks, torch.full_like(first.token_ids[:, 1:], -2)])
+        # A chunk has no drafts, whose ranks are -2, see `accept_tree`.
+        no_ranks = torch.full_like(first.token_ids[:, 1:], -2)
+        ranks = torch.cat([ranks, no_ranks])
     return Verdict(
         torch.cat([decoded.accepted, first.accepted]),
         torch.cat([decoded.token_ids, first.token_ids]),
         decoded.path,
         ranks,
     )
+
+
+def _processed(logits: Tensor, batch: Batch) -> Tensor:
+    """[N, V] logits after the processors that the rows use, but for temperature and filters."""
+    positions = partial(_positions, batch, slice(None))
+    seen = Seen(batch.drafts, batch.sampling.vocabulary, positions, batch.inputs.tree)
+    return sampler.process(logits, batch.sampling, batch.logit_rows, seen)
+
+
+def log_distributions(logits: Tensor, batch: Batch) -> Tensor:
+    """[N, V] float32, logarithms of the distributions that tokens are drawn from. A greedy row has
+    that of its processed logits at temperature 1.
+
+    Args:
+        logits: [N, V], the model's.
+    """
+    return sampler.log_distributions(_processed(logits, batch), batch.sampling, batch.logit_rows)
 
 
 def own_tokens(logits: Tensor, batch: Batch, part: slice) -> Tensor:
@@ -118,24 +140,66 @@ def _tree_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.token_ids[: parents.numel()].view_as(parents), parents
 
 
-def _verify_drawn(logits: Tensor, batch: Batch) -> Verdict:
-    """Verify drafts that were drawn from `draft_probs` [D, K, V]."""
+def _without_drafts(decoded: Verdict, logits: Tensor, batch: Batch) -> Verdict:
+    """The verdict on decode rows, but for those whose requests do not speculate: they get the token
+    that a step with K = 0 chooses, from the logits [D * T, V] of their first token.
+
+    All rows choose such a token: picking rows would need their number on the host.
+    """
+    rows = len(decoded.accepted)
+    if batch.draft_probs is None:
+        first = _every(batch.inputs.decode_width, len(logits))
+        chosen = own_tokens(logits[first], batch, first)
+    else:
+        chosen = _verify_drawn(logits, batch, depths=0).token_ids[:, 0]
+
+    found = decoded.token_ids
+    alone = torch.cat([chosen[:, None], torch.zeros_like(found[:, 1:])], 1)
+    refused = batch.sampling.columns[NO_DRAFTS][batch.sampling.slots[:rows]]
+    each = refused[:, None]
+    path = decoded.path
+    ranks = decoded.ranks
+    return Verdict(
+        torch.where(refused, 0, decoded.accepted),
+        torch.where(each, alone, found),
+        None if path is None else torch.where(each, 0, path),
+        None if ranks is None else torch.where(each, -2, ranks),
+    )
+
+
+def _every(width: int, count: int) -> slice:
+    """The first token of each decode row, for `count` tokens of rows of a width."""
+    return slice(0, count, width)
+
+
+def _verify_drawn(logits: Tensor, batch: Batch, depths: int) -> Verdict:
+    """Verify the first `depths` drafts of chains, which were drawn from `draft_probs` [D, K, V].
+
+    Args:
+        logits: [D * T, V]; T may exceed 1 + depths only for depths = 0.
+    """
     assert batch.draft_probs is not None
-    rows, depths = batch.drafts.shape
+    rows = batch.inputs.num_decode_rows
     shape = rows, 1 + depths
-    part = slice(rows * (1 + depths))
+    part = slice(len(logits))
+    if not depths:
+        part = _every(batch.inputs.decode_width, len(logits))
+    logits = logits[part]
     row_of_logit = batch.logit_rows[part]
     positions = _positions(batch, part)
 
+    # Both numbers of a position come from the seed and the position, so that they do not depend on
+    # K or on the other rows of the batch.
     def uniforms(stream: int) -> Tensor:
         return sampler.uniforms(batch.sampling, row_of_logit, positions, stream).view(shape)
 
     token = uniforms(sampler.TOKEN_STREAM)
     # No draft follows the last token of a row.
     accept = uniforms(sampler.ACCEPT_STREAM)[:, :-1]
+
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
     found = batch.sampling.vocabulary.accept_rejection(
-        batch.drafts, batch.draft_probs, probs, accept, token
+        batch.drafts[:, :depths], batch.draft_probs[:, :depths], probs, accept, token
     )
     return Verdict(*found)
 
@@ -152,6 +216,7 @@ def _verify_drawn_tree(logits: Tensor, batch: Batch) -> Verdict:
 
     # A draft is accepted at its own position, which is the one after its parent's.
     at_draft = batch.inputs.positions[batch.logit_indices[part]]
+    # Siblings share a position: each needs a number of its own.
     branches = torch.arange(1 + drafts, device=logits.device).repeat(rows)
     accept = sampler.uniforms(
         batch.sampling, row_of_logit, at_draft, sampler.ACCEPT_STREAM, branches
@@ -246,16 +311,19 @@ class SyntheticAcceptance:
         if batch.draft_probs is None:
             accept_matching(batch.drafts, own)
         else:
-            _verify_drawn(logits, batch)
+            _verify_drawn(logits, batch, depths)
 
+        # A random number per row and draft
         positions = batch.inputs.positions[: rows * (1 + depths)].view(rows, 1 + depths)[:, 1:]
         seeds = batch.sampling.seeds[:rows, None].expand(-1, depths)
         numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM)
         right = numbers.view(rows, depths) < self.rates[:depths]
         accepted = right.long().cumprod(-1).sum(-1)
 
+        # Accepted drafts take the place of the base's choices, except where logits are invalid.
         place = torch.arange(1 + depths, device=own.device)
         last = accepted[:, None]
         drafted = (place < last) & (own != NO_TOKEN)
-        token_ids = torch.where(drafted, torch.cat([batch.drafts, own[:, -1:]], 1), own)
+        drafts = torch.cat([batch.drafts, own[:, -1:]], 1)
+        token_ids = torch.where(drafted, drafts, own)
         return Verdict(accepted, token_ids * (place <= last))

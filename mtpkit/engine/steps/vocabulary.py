@@ -62,6 +62,27 @@ class Vocabulary(acceptance.Whole):
         tokens, log_probs = draft_head.top_tokens(logits, count)
         return to_token_ids(tokens, token_ids), log_probs
 
+    def log_probs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of one token per row.
+
+        Args:
+            logits: [N, v].
+            token_ids: [N] int64.
+
+        Returns:
+            [N] float32, and [N] int64, the tokens' ranks: 1 + the number of larger logits.
+        """
+        logits = logits.float()
+        place = self.place(token_ids)
+        own = logits.gather(1, place.clamp_min(0)[:, None])[:, 0].double()
+        chosen = self.sum(torch.where(place < 0, 0.0, own))
+        larger = (logits > chosen[:, None].float()).sum(-1, dtype=torch.float64)
+        return (chosen - self.log_sum(logits)).float(), self.sum(larger).long() + 1
+
+    def log_sum(self, logits: Tensor) -> Tensor:
+        """[N] float64, the logarithm of the sum of exp(logits [N, v]) over the vocabulary."""
+        return logits.logsumexp(-1).double()
+
     def without(self, weights: Tensor, token_ids: Tensor) -> Tensor:
         """`weights` [N, v] with 0 at one token per row, `token_ids` [N]."""
         return acceptance.without(weights, self.place(token_ids)[:, None])
@@ -220,6 +241,10 @@ class SplitVocabulary(Vocabulary):
     def sum(self, values: Tensor) -> Tensor:
         """See `Part.sum`."""
         return all_reduce(values, self.group)
+
+    def log_sum(self, logits: Tensor) -> Tensor:
+        """See `Vocabulary.log_sum`."""
+        return all_gather(super().log_sum(logits), self.group).logsumexp(0)
 
     def _weights(
         self,

@@ -61,22 +61,27 @@ def accept_rejection(
         The same as `accept_matching`.
     """
     rows, _, vocab_size = target_probs.shape
+
     # In float64: float32 would round the largest u to 1, and reject a draft whose p equals its q.
     p = target_probs[:, :-1].gather(-1, draft_token_ids[..., None])[..., 0].double()
     q = draft_probs.gather(-1, draft_token_ids[..., None])[..., 0].double()
+    # Not u < p / q: q may be 0.
     accepted = (accept_uniforms * q < p).long().cumprod(-1).sum(-1)
 
     residual = (target_probs[:, :-1] - draft_probs).clamp_min(0)
     # Where p equals q up to rounding, the residual may be all zeros; p then takes its place.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs[:, :-1])
     weights = torch.cat([residual, target_probs[:, -1:]], dim=1)
-    at_stop = accepted[:, None, None].expand(rows, 1, vocab_size)
-    chosen = sample(
-        weights.gather(1, at_stop)[:, 0], sample_uniforms.gather(1, accepted[:, None])[:, 0]
-    )
+
+    # One draw per row, at the position where the row stops
+    stop = accepted[:, None]
+    stop_weights = weights.gather(1, stop[..., None].expand(rows, 1, vocab_size))[:, 0]
+    stop_uniforms = sample_uniforms.gather(1, stop)[:, 0]
+    chosen = sample(stop_weights, stop_uniforms)
 
     token_ids = torch.cat([draft_token_ids, draft_token_ids.new_zeros(rows, 1)], dim=1)
-    return accepted, cut(token_ids.scatter(1, accepted[:, None], chosen[:, None]), accepted)
+    token_ids = token_ids.scatter(1, stop, chosen[:, None])
+    return accepted, cut(token_ids, accepted)
 
 
 def cut(token_ids: Tensor, accepted: Tensor) -> Tensor:
@@ -107,25 +112,34 @@ def accept_tree(
     index = torch.arange(token_ids.shape[1], device=token_ids.device)
     current = parents.new_zeros(len(parents))
     alive = torch.ones_like(current, dtype=torch.bool)
+
+    # All rows go through all depths, since asking which rows have ended needs a host-device sync.
     path = [current]
     chosen = []
     ranks = []
     for _ in range(depth):
         choice = sampled_token_ids.gather(1, current[:, None])
         chosen.append(torch.where(alive, choice[:, 0], 0))
+
         below = (parents == current[:, None]) & (index > 0)
         matches = below & (token_ids == choice)
         # argmax takes no bool; among equal integers it finds the first.
         child = matches.long().argmax(1)
         found = alive & matches.any(1)
+
         rank = (below & (index < child[:, None])).sum(1)
         none = torch.where(alive & below.any(1), -1, -2)
         ranks.append(torch.where(found, rank, none))
+
         current = torch.where(found, child, current)
         alive = found
         path.append(torch.where(found, child, 0))
-    chosen.append(torch.where(alive, sampled_token_ids.gather(1, current[:, None])[:, 0], 0))
+
+    # After a path of K drafts one more token is chosen.
+    choice = sampled_token_ids.gather(1, current[:, None])
+    chosen.append(torch.where(alive, choice[:, 0], 0))
+
     along = torch.stack(path, 1)
-    columns = (torch.stack(part, 1) if part else along[:, :0] for part in (chosen, ranks))
-    kept, ranked = columns
-    return (along > 0).sum(1), kept, along, ranked
+    # With K = 0 there is nothing to stack.
+    ranked = torch.stack(ranks, 1) if ranks else along[:, :0]
+    return (along > 0).sum(1), torch.stack(chosen, 1), along, ranked

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtpkit.kernels import MOST_TREE_TOKENS
 from mtpkit.kernels.ancestors import seen_tokens
+from mtpkit.kernels.kv_store.reference import UNSCALED, KVScales
 
 
 def sequence_attention(
@@ -86,6 +87,7 @@ def paged_attention(
     context_lens: Tensor,
     ancestors: Tensor | None = None,
     earlier: int = 0,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Causal attention of the newest T tokens of R rows over the rows' paged keys and values,
     including those of the new tokens.
@@ -105,13 +107,20 @@ def paged_attention(
         context_lens: [R] int64, number of tokens before the T new ones, or before the tree.
         ancestors: [R, T] int64 masks of the T queries, see `kernels.ancestors`; None: a chain.
         earlier: number of the tree's entries that come before those of the T queries.
+        scales: of caches in fp8.
 
     Returns:
         [R, T, heads, d].
     """
     tree = None if ancestors is None else (ancestors, earlier)
     return attend_paged(
-        q.flatten(2, -2), key_cache, value_cache, block_tables, context_lens, tree=tree
+        q.flatten(2, -2),
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        tree=tree,
+        scales=scales,
     )
 
 
@@ -123,6 +132,7 @@ def attend_paged(
     context_lens: Tensor,
     scale: float | None = None,
     tree: tuple[Tensor, int] | None = None,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """`paged_attention` of q [R, T, heads, d] with values [num_blocks, block_size, kv_heads, e], to
     [R, T, heads, e].
@@ -130,6 +140,7 @@ def attend_paged(
     Args:
         scale: factor of the scores; None: 1 / sqrt(d).
         tree: `ancestors` and `earlier`; None: a chain.
+        scales: of caches in fp8.
     """
     rows, tokens, heads, width = q.shape
     block_size, groups = key_cache.shape[1:3]
@@ -144,7 +155,7 @@ def attend_paged(
     # not enough.
     used = mask.any(1)[..., None, None]
     keys, values = (
-        torch.where(used, cache[block_tables].view(rows, span, groups, -1), 0).to(q.dtype)
+        torch.where(used, cache[block_tables].view(rows, span, groups, -1).to(q.dtype), 0)
         for cache in (key_cache, value_cache)
     )
     # Heads of a group share keys: stack them as additional queries.
@@ -158,7 +169,11 @@ def attend_paged(
     broken = ~keys.isfinite().all(-1)[:, :, None]  # [R, groups, 1, span]
     keys = keys.masked_fill(broken.transpose(2, 3), 0.0)
     bias = torch.where(mask, torch.where(broken, math.nan, 0.0), -torch.inf).to(q.dtype)
+    if scales.key != 1:
+        scale = scales.key * (1 / math.sqrt(width) if scale is None else scale)
     out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scale)
+    if scales.value != 1:
+        out = out * scales.value
     return out.unflatten(2, (rep, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -179,6 +194,7 @@ def prefill_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     query_start: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """`paged_attention` of R rows with any number of new tokens each, concatenated in q.
 
@@ -195,6 +211,7 @@ def prefill_attention(
             tokens read no block, and their outputs are zero.
         query_start: [R + 1] int64, first token of each row and the end of the last row; q begins at
             token query_start[0]. Rows may be empty.
+        scales: of caches in fp8.
 
     Returns:
         [T, heads, d].
@@ -202,7 +219,8 @@ def prefill_attention(
     out = torch.zeros_like(q.flatten(1, -2))
     for row, tokens in chunk_rows(query_start, context_lens, len(q)):
         own = block_tables[row], context_lens[row]
-        out[tokens] = paged_attention(q[None, tokens], key_cache, value_cache, *own)[0]
+        rows = paged_attention(q[None, tokens], key_cache, value_cache, *own, scales=scales)
+        out[tokens] = rows[0]
     return out
 
 

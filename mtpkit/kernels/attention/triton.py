@@ -23,6 +23,8 @@ from mtpkit.kernels.device import (
     strided,
     wait_for_previous,
 )
+from mtpkit.kernels.kv_store.reference import UNSCALED, KVScales
+from mtpkit.kernels.linear.reference import FP8
 
 __all__ = ["depth_attention", "paged_attention", "prefill_attention", "sequence_attention"]
 
@@ -107,6 +109,15 @@ def _sizes(q: Tensor, key_cache: Tensor, tiles: Tiles) -> dict[str, int]:
         D=padded(width),
         **tiles.launch(),
     )
+
+
+def _factors(width: int, scales: KVScales, cache: Tensor) -> tuple[float, float | None]:
+    """The factor of the scores times log2(e), and that of the outputs; None: 1, which leaves it out
+    of the kernel. The scales of a cache in fp8 are constant, so they need not be applied to each
+    key and value."""
+    if cache.dtype != FP8:
+        return score_scale(width), None
+    return score_scale(width) * scales.key, scales.value
 
 
 @triton.jit
@@ -262,7 +273,7 @@ def _decode_kernel(
     part_ptr,
     lse_ptr,
     ancestors_ptr,
-    scale,
+    factors,
     tokens,
     span,
     fill,
@@ -283,10 +294,11 @@ def _decode_kernel(
     A row that needs only one split gets its output here, and a row with context -1 gets zeros. For
     other rows, split s stores its part of the output in part [R, splits, tokens * heads, WIDTH] and
     the log2 of its sum of exponentials in lse [R, splits, tokens * heads]. If the row is a tree,
-    tiles that lie wholly in the context need no mask.
+    tiles that lie wholly in the context need no mask. `factors`: see `_factors`.
     """
     wait_for_previous(EARLY)
     q_ptr, q_row, q_token, q_group, q_head = q_rows
+    scale, out_scale = factors
     row = tl.program_id(1)
     split = tl.program_id(2)
     group = tl.program_id(0) % GROUPS
@@ -325,6 +337,8 @@ def _decode_kernel(
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
+    if out_scale is not None:
+        acc = acc * out_scale
     if length >= end:
         store_lines(out_ptr, acc, token, group, m, count, GROUPS, REP, WIDTH)
     else:
@@ -437,6 +451,7 @@ def paged_attention(
     context_lens: Tensor,
     ancestors: Tensor | None = None,
     earlier: int = 0,
+    scales: KVScales = UNSCALED,
     *,
     tiles: Tiles | None = None,
     splits: int | None = None,
@@ -468,7 +483,7 @@ def paged_attention(
         part,
         lse,
         None if ancestors is None else ancestors.contiguous(),
-        score_scale(width),
+        _factors(width, scales, key_cache),
         *plan,
         block_tables.stride(0),
         EARLIER=earlier,
@@ -488,7 +503,7 @@ def _prefill_kernel(
     lens_ptr,
     start_ptr,
     out_ptr,
-    scale,
+    factors,
     rows,
     width,
     GROUPS: tl.constexpr,
@@ -500,8 +515,9 @@ def _prefill_kernel(
     D: tl.constexpr,
 ):
     """Compute M queries of one row and kv group per program, see `row_of_tile`. A row's tiles with
-    the longest context run first."""
+    the longest context run first. `factors`: see `_factors`."""
     q_ptr, q_token, q_group, q_head = q_rows
+    scale, out_scale = factors
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tl.program_id(1)
     row, begin, tokens, first = row_of_tile(start_ptr, rows, tile, REP, M, 1)
@@ -531,7 +547,10 @@ def _prefill_kernel(
         q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True
     )
     # The context is not split here: each query has seen its own key, so its total is not 0.
-    store_lines(out_ptr, acc / total[:, None], begin, group, m, count, GROUPS, REP, WIDTH)
+    acc = acc / total[:, None]
+    if out_scale is not None:
+        acc = acc * out_scale
+    store_lines(out_ptr, acc, begin, group, m, count, GROUPS, REP, WIDTH)
 
 
 def prefill_attention(
@@ -541,6 +560,7 @@ def prefill_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     query_start: Tensor,
+    scales: KVScales = UNSCALED,
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -553,7 +573,8 @@ def prefill_attention(
     chosen = tiles or prefill_tiles(count * rep, width, q.dtype)
     blocks = count * rep // chosen.m + rows
     if tiles is None and rows == 1 and 2 * blocks * groups <= busy_programs():
-        return paged_attention(q[None], key_cache, value_cache, block_tables, context_lens)[0]
+        places = block_tables, context_lens
+        return paged_attention(q[None], key_cache, value_cache, *places, scales=scales)[0]
     out = q.new_empty(count, groups * rep, width)
     _prefill_kernel[(blocks, groups)](
         strided(q),
@@ -563,7 +584,7 @@ def prefill_attention(
         context_lens,
         query_start,
         out,
-        score_scale(width),
+        _factors(width, scales, key_cache),
         rows,
         block_tables.stride(0),
         **_sizes(q, key_cache, chosen),

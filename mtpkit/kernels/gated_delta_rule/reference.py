@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mtpkit.kernels.ancestors import parents_of
 from mtpkit.kernels.ring import ring_capacity
+from mtpkit.kernels.rounding.reference import Noise, narrowed, narrowed_row
 
 EPSILON = 1e-6
 """Number added to the squared length of queries and keys."""
@@ -90,6 +91,7 @@ def delta_varlen(
     states: Tensor | None = None,
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Compute the recurrence over R concatenated rows, each from the state before the row, which
     the state after the row replaces. Not differentiable.
@@ -109,6 +111,8 @@ def delta_varlen(
             None: every row starts from zeros, and no state is kept.
         slots, context_lens: [R] int64, needed with `states`. A row at slot -1 is padding: it
             touches no state, and its outputs are zero.
+        noise: makes the rounding of a float16 state stochastic, see `rounding.reference`; None: to
+            nearest.
 
     Returns:
         o [T, h, v] in the dtype of v, computed in fp32.
@@ -135,7 +139,7 @@ def delta_varlen(
             context = context + stop - begin
             begin = stop
         if states is not None:
-            states[slot] = state.to(states)
+            states[slot] = narrowed_row(state, states.dtype, noise, row, context - 1)
     return out
 
 
@@ -185,9 +189,14 @@ def _steps(
     g: Tensor,
     beta: Tensor,
     parents: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (o [R, h, v], u [R, h, v], state [R, h, v, k]) after each of T tokens of R rows, all
-    fp32."""
+    fp32.
+
+    Args:
+        noise: with `positions` [R, T]; the state after each token is rounded to float16.
+    """
     rep = v.shape[2] // k.shape[2]
     after = [state]
     for t in range(v.shape[1]):
@@ -197,9 +206,13 @@ def _steps(
         state = state * torch.exp(g[:, t])[..., None, None]
         u = beta[:, t, :, None] * (v[:, t].float() - torch.einsum("rhvk,rhk->rhv", state, key))
         state = state + u[..., None] * key[:, :, None]
+        o = torch.einsum("rhvk,rhk->rhv", state, query)
+        if noise is not None:
+            assert noise.positions is not None
+            state = narrowed(state, torch.float16, noise, noise.positions[:, t]).float()
         if parents is not None:
             after.append(state)
-        yield torch.einsum("rhvk,rhk->rhv", state, query), u, state
+        yield o, u, state
 
 
 def delta_snapshot_update(
@@ -214,6 +227,7 @@ def delta_snapshot_update(
     A_log: Tensor,
     dt_bias: Tensor,
     parents: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Step token by token from the committed snapshot of the state, and keep the state after every
     token.
@@ -227,6 +241,10 @@ def delta_snapshot_update(
             views of larger tensors. A_log, dt_bias: [h].
         parents: [R, T] int64, the token that each new token follows, see `kernels.ancestors`; only
             token 0 has the parent -1. None: a chain.
+        noise: with `positions` [R, T]; makes the rounding of float16 states stochastic, see
+            `rounding.reference`. Each token then continues the rounded state of the one before it,
+            so that states do not depend on how many tokens a step has. None: states are rounded to
+            nearest, and tokens continue what was not rounded.
 
     Returns:
         o [R, T, h, v] in the dtype of v.
@@ -236,14 +254,15 @@ def delta_snapshot_update(
         out = v.new_zeros(v.shape)
         slots, committed, q, k, v, a, b = (t[live] for t in (slots, committed, q, k, v, a, b))
         parents = None if parents is None else parents[live]
+        noise = None if noise is None else noise.at(live)
         out[live] = delta_snapshot_update(
-            state, slots, committed, q, k, v, a, b, A_log, dt_bias, parents
+            state, slots, committed, q, k, v, a, b, A_log, dt_bias, parents, noise
         )
         return out
     q, k, g, beta = delta_inputs(q, k, a, b, A_log, dt_bias)
     outputs = []
     for t, (o, _, after) in enumerate(
-        _steps(state[slots, committed].float(), q, k, v, g, beta, parents)
+        _steps(state[slots, committed].float(), q, k, v, g, beta, parents, noise)
     ):
         state[slots, t] = after.to(state.dtype)
         outputs.append(o)
@@ -266,6 +285,7 @@ def delta_replay_update(
     A_log: Tensor,
     dt_bias: Tensor,
     ancestors: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Compute the outputs of a step from a stored state and a ring of the updates that came after
     that state.
@@ -290,6 +310,8 @@ def delta_replay_update(
         q, k: [R, T, j, k]; v: [R, T, h, v]; a, b: [R, T, h]; as for `delta_inputs`, all may be
             views of larger tensors. A_log, dt_bias: [h].
         ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
+        noise: makes the rounding of a float16 state stochastic, see `rounding.reference`; None: to
+            nearest.
 
     Returns:
         o [R, T, h, v] in the dtype of v. `ring_base(ring_lens, T, L)` old entries of each row are
@@ -300,8 +322,12 @@ def delta_replay_update(
         out = v.new_zeros(v.shape)
         where = (slots[live], context_lens[live], ring_lens[live])
         q, k, v, a, b = (t[live] for t in (q, k, v, a, b))
-        rest = A_log, dt_bias, None if ancestors is None else ancestors[live]
-        out[live] = delta_replay_update(state, ring_k, ring_u, ring_g, *where, q, k, v, a, b, *rest)
+        ancestors = None if ancestors is None else ancestors[live]
+        noise = None if noise is None else noise.at(live)
+        kept = state, ring_k, ring_u, ring_g
+        out[live] = delta_replay_update(
+            *kept, *where, q, k, v, a, b, A_log, dt_bias, ancestors, noise
+        )
         return out
     tokens = v.shape[1]
     length = ring_k.shape[1]
@@ -328,7 +354,12 @@ def delta_replay_update(
     full = ring_lens + tokens > capacity
     if bool(full.any()):
         # Other rings keep their entries, which would then count twice.
-        state[slots[full]] = folded[full].to(state.dtype)
+        state[slots[full]] = narrowed(
+            folded[full],
+            state.dtype,
+            None if noise is None else noise.at(full),
+            context_lens[full] - 1,
+        )
     places = (
         slots[:, None],
         (context_lens[:, None] + torch.arange(tokens, device=v.device)) % length,

@@ -37,6 +37,8 @@ from mtpkit.kernels.device import (
 )
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.ring import ring_capacity
+from mtpkit.kernels.rounding.reference import Noise
+from mtpkit.kernels.rounding.tile import narrowed, packed
 from mtpkit.kernels.ssm_update.replay import dot, load_masks, places, step_size
 
 _FORGOTTEN = -100.0
@@ -93,6 +95,7 @@ def _replay_kernel(
     b_in,
     parameters,
     ancestors_ptr,
+    noise,
     out_ptr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -243,11 +246,10 @@ def _replay_kernel(
             old_k = tl.load(ring_k_ptrs + n[None, :], mask=is_old[:, None] & in_n, other=0.0)
             old = load(state_ptrs + n[None, :], in_p[:, None] & in_n, WHOLE).to(tl.float32)
             folded = old * tl.exp(whole) + dot(decayed, old_k, NARROW)
-            tl.store(
-                state_ptrs + n[None, :],
-                folded.to(state_ptr.dtype.element_ty),
-                mask=in_p[:, None] & in_n,
-            )
+            kind: tl.constexpr = state_ptr.dtype.element_ty
+            last = tl.load(rows[1] + row) - 1
+            stored = narrowed(folded, kind, noise, row, last, head, p, start, WIDTH, STATE)
+            tl.store(state_ptrs + n[None, :], stored, mask=in_p[:, None] & in_n)
 
 
 def delta_replay_update(
@@ -266,6 +268,7 @@ def delta_replay_update(
     A_log: Tensor,
     dt_bias: Tensor,
     ancestors: Tensor | None = None,
+    noise: Noise | None = None,
     *,
     block_p: int | None = None,
     num_warps: int = 1,
@@ -296,6 +299,7 @@ def delta_replay_update(
         *map(strided, (q, k, v, a, b)),
         (A_log, dt_bias),
         None if ancestors is None else ancestors.contiguous(),
+        packed(noise),
         out,
         HEADS=heads,
         WIDTH=width,

@@ -32,6 +32,8 @@ from mtpkit.kernels.device import (
     with_rows,
 )
 from mtpkit.kernels.gated_delta_rule.reference import CHUNK
+from mtpkit.kernels.rounding.reference import Noise
+from mtpkit.kernels.rounding.tile import narrowed, packed
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left of a state in fp32."""
@@ -45,6 +47,7 @@ class Places(NamedTuple):
     states: Tensor | None = None
     slots: Tensor | None = None
     context_lens: Tensor | None = None
+    noise: Noise | None = None
 
 
 NOWHERE = Places()
@@ -194,6 +197,7 @@ def _walk_kernel(
     slots_ptr,
     contexts_ptr,
     states_in,
+    noise,
     kept_ptr,
     u_ptr,
     out_ptr,
@@ -288,7 +292,12 @@ def _walk_kernel(
         to_end = tl.exp((whole - since).to(tl.float32))[:, None]
         state = state * tl.exp(whole.to(tl.float32)) + dot_in(tl.trans(k), u * to_end, NARROW)
     if states_in is not None:
-        tl.store(states_ptr + place, state.to(states_ptr.dtype.element_ty), mask=inside)
+        kind: tl.constexpr = states_ptr.dtype.element_ty
+        last = context + count - 1
+        stored = narrowed(
+            state, kind, noise, row, last, head, p, 0, WIDTH, STATE, COLUMNS_FIRST=True
+        )
+        tl.store(states_ptr + place, stored, mask=inside)
 
 
 def narrow(*tensors: Tensor) -> tl.dtype | None:
@@ -380,6 +389,7 @@ def walk(
         places.slots,
         places.context_lens,
         None if states is None else (states, states.stride(0)),
+        packed(places.noise),
         None if kept is None else kept[0],
         None if kept is None else kept[1],
         out,
@@ -408,6 +418,7 @@ def delta_varlen(
     states: Tensor | None = None,
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """See the reference. With bf16 inputs, operands of products are rounded to bf16; other inputs
     run in fp32."""
@@ -416,5 +427,5 @@ def delta_varlen(
     v = with_rows(v)
     chunks = prepare(k, g.contiguous(), (beta := beta.contiguous()), starts, context_lens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    walk(q[:, None], k, v, beta, starts, chunks, Places(states, slots, context_lens), out)
+    walk(q[:, None], k, v, beta, starts, chunks, Places(states, slots, context_lens, noise), out)
     return out

@@ -14,6 +14,8 @@ from mtpkit.kernels.gated_delta_rule.backward import delta_rule
 from mtpkit.kernels.gated_delta_rule.reference import EPSILON
 from mtpkit.kernels.gated_delta_rule.replay import delta_replay_update, log_decay
 from mtpkit.kernels.gated_delta_rule.scan import delta_varlen
+from mtpkit.kernels.rounding.reference import GROUP, Noise
+from mtpkit.kernels.rounding.tile import narrowed, packed
 
 __all__ = [
     "delta_inputs",
@@ -123,6 +125,7 @@ def _snapshot_kernel(
     b_in,
     parameters,
     parents_ptr,
+    noise,
     out_ptr,
     tokens,
     HEADS: tl.constexpr,
@@ -199,9 +202,16 @@ def _snapshot_kernel(
         beta = tl.sigmoid(tl.load(b_ptr + row * b_row + t * b_token + head).to(tl.float32))
         state *= tl.exp(g)
         state += (beta * (v - tl.sum(state * k[None, :], 1)))[:, None] * k[None, :]
-        tl.store(state_ptrs + t * entry, state.to(state_ptr.dtype.element_ty), mask=state_mask)
+        position = 0
+        if noise is not None:
+            position = tl.load(noise[3] + row * tokens + t)
+        kind: tl.constexpr = state_ptr.dtype.element_ty
+        stored = narrowed(state, kind, noise, row, position, head, p, 0, WIDTH, STATE)
+        tl.store(state_ptrs + t * entry, stored, mask=state_mask)
         out = tl.sum(state * q[None, :], 1)
         tl.store(out_ptrs + t * (HEADS * WIDTH), out.to(out_ptr.dtype.element_ty), mask=in_p)
+        if noise is not None:
+            state = stored.to(tl.float32)
 
 
 def delta_snapshot_update(
@@ -216,6 +226,7 @@ def delta_snapshot_update(
     A_log: Tensor,
     dt_bias: Tensor,
     parents: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """See the reference."""
     (rows, tokens, heads, width), (groups, state_dim) = v.shape, k.shape[2:]
@@ -231,6 +242,7 @@ def delta_snapshot_update(
         *map(strided, (q, k, v, a, b)),
         (A_log, dt_bias),
         None if parents is None else parents.contiguous(),
+        packed(noise),
         out,
         tokens,
         HEADS=heads,
@@ -239,7 +251,7 @@ def delta_snapshot_update(
         STATE=state_dim,
         ENTRIES=state.shape[1],
         BLOCK_P=block_p,
-        BLOCK_N=triton.next_power_of_2(state_dim),
+        BLOCK_N=max(1 if noise is None else GROUP, triton.next_power_of_2(state_dim)),
         EPSILON=EPSILON,
         NEVER=_NEVER,
         num_warps=4,

@@ -31,14 +31,22 @@ def fold(parts: Tensor, kind: LossKind, temperature: float = 1.0) -> Tensor:
     be reduced again."""
     if len(parts) == 1:
         return parts[0]
+
     whole = torch.zeros_like(parts[0])
     rises = []  # (peak of the slice - peak of the whole) / T
     for peak, token, total in ((PEAK, TOKEN, TOTAL), (BASE_PEAK, BASE_TOKEN, BASE_TOTAL)):
         peaks = parts[:, peak]
         whole[peak] = peaks.amax(0)
-        whole[token] = parts[:, token].masked_fill(peaks < whole[peak], torch.inf).amin(0)
-        rises.append((peaks - whole[peak]) / temperature)
-        whole[total] = (parts[:, total] * rises[-1].exp()).sum(0)
+
+        # Of slices in a tie, the one with the smallest token wins, as within a slice.
+        tokens = parts[:, token].masked_fill(peaks < whole[peak], torch.inf)
+        whole[token] = tokens.amin(0)
+
+        # Weights of a slice are relative to its own peak.
+        rise = (peaks - whole[peak]) / temperature
+        whole[total] = (parts[:, total] * rise.exp()).sum(0)
+        rises.append(rise)
+
     cross = parts[:, CROSS]
     if kind == "kl":
         rise, base_rise = rises
@@ -61,7 +69,11 @@ def row_losses(whole: Tensor, kind: LossKind, temperature: float = 1.0) -> Tenso
     if kind == "ce":
         return whole[PEAK] + whole[TOTAL].log() - whole[CROSS] + whole[BASE_TOTAL]
     assert kind == "kl", kind
+
+    # The mean of log p_t - log p_s under the teacher: CROSS has the part of the logits, the
+    # logarithm that of the normalisers.
     divergence = whole[CROSS] / whole[BASE_TOTAL] + (whole[TOTAL] / whole[BASE_TOTAL]).log()
+    # Gradients shrink with 1 / T^2 (Hinton et al. 2015, arXiv:1503.02531).
     return divergence * temperature**2
 
 
@@ -90,4 +102,5 @@ def log_probs(whole: Tensor, logits: Tensor, base_logits: Tensor) -> tuple[Tenso
     """Turn the student's and the teacher's logits [S] of one token per row into log-probabilities,
     [S] each. `whole` must be statistics of `kl` at temperature 1."""
     own = logits - whole[PEAK] - whole[TOTAL].log()
-    return own, base_logits - whole[BASE_PEAK] - whole[BASE_TOTAL].log()
+    base = base_logits - whole[BASE_PEAK] - whole[BASE_TOTAL].log()
+    return own, base

@@ -4,7 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, strided, wait_for_previous
+from mtpkit.kernels.device import Early, at_least, at_most, strided, wait_for_previous
+from mtpkit.kernels.kv_store.reference import UNSCALED, KVScales
+from mtpkit.kernels.linear.reference import FP8, FP8_MAX
+
+_LARGEST = tl.constexpr(FP8_MAX)
 
 
 @triton.jit
@@ -19,6 +23,26 @@ def whole(values, spoilt):
     return tl.where(spoilt == spoilt, values, 0.0)
 
 
+@triton.jit
+def as_stored(x, dtype, inverse):
+    """`x` in the dtype of a cache; `inverse`: 1 / scale of a cache in fp8, None for others."""
+    if inverse is None:
+        return x.to(dtype)
+    else:
+        wide = x.to(tl.float32)
+        # Infinity times 0 is NaN; clamping alone would make a number of infinity.
+        scaled = at_most(at_least(wide * inverse, -_LARGEST), _LARGEST) + wide * 0.0
+        return scaled.to(dtype)
+
+
+def inverses(scales: KVScales, cache: Tensor) -> tuple[float | None, float | None]:
+    """1 / scale of keys and of values as kernels take them; None if the cache is not in fp8, which
+    leaves the scaling out of the kernel."""
+    if cache.dtype != FP8:
+        return None, None
+    return 1 / scales.key, 1 / scales.value
+
+
 @Early
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _store_kernel(
@@ -27,6 +51,7 @@ def _store_kernel(
     key_cache_ptr,
     value_cache_ptr,
     slots_ptr,
+    inverses,
     KV_HEADS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -37,7 +62,7 @@ def _store_kernel(
     EARLY: tl.constexpr,
 ):
     """Copy HEADS_BLOCK heads of one token per program; slots are KEY_SLOT elements apart for keys
-    and VALUE_SLOT for values."""
+    and VALUE_SLOT for values. `inverses`: see the function of that name."""
     wait_for_previous(EARLY)
     key_ptr, key_token, key_head = key_rows
     value_ptr, value_token, value_head = value_rows
@@ -59,9 +84,11 @@ def _store_kernel(
     key = (key + spoilt).to(key.dtype)
     value = whole(value, spoilt)
     place = slot * KEY_SLOT + head * KEY_WIDTH + channel
-    tl.store(key_cache_ptr + place, key.to(key_cache_ptr.dtype.element_ty), mask=in_key)
+    key = as_stored(key, key_cache_ptr.dtype.element_ty, inverses[0])
+    tl.store(key_cache_ptr + place, key, mask=in_key)
     place = slot * VALUE_SLOT + head * VALUE_WIDTH + channel
-    tl.store(value_cache_ptr + place, value.to(value_cache_ptr.dtype.element_ty), mask=in_value)
+    value = as_stored(value, value_cache_ptr.dtype.element_ty, inverses[1])
+    tl.store(value_cache_ptr + place, value, mask=in_value)
 
 
 def slot_stride(cache: Tensor) -> int:
@@ -80,6 +107,7 @@ def store_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slots: Tensor,
+    scales: KVScales = UNSCALED,
     *,
     program_elements: int = 1024,
 ) -> None:
@@ -96,6 +124,7 @@ def store_kv(
         key_cache,
         value_cache,
         slots,
+        inverses(scales, key_cache),
         KV_HEADS=kv_heads,
         KEY_WIDTH=width,
         VALUE_WIDTH=value.shape[-1],

@@ -21,6 +21,19 @@ _BLOCKS = (512, 256)
 taken."""
 
 
+@triton.jit
+def store_outputs(result, n, outputs, bias_ptr, residual_ptr, out_ptr, RELU2):
+    """Store outputs `n` [N] of one row after bias, activation and residual."""
+    real = n < outputs
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
+    if RELU2:
+        result = tl.where(result < 0, 0.0, result * result)  # tl.maximum would turn a NaN into 0
+    if residual_ptr is not None:
+        result += tl.load(residual_ptr + n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=real)
+
+
 @partial(Early, most=None)
 @triton.jit
 def _one_row_kernel(
@@ -64,14 +77,7 @@ def _one_row_kernel(
     result = tl.sum(product, 1)
     if NORMED:
         result *= tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
-    real = n < outputs
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
-    if RELU2:
-        result = tl.where(result < 0, 0.0, result * result)  # tl.maximum would turn a NaN into 0
-    if residual_ptr is not None:
-        result += tl.load(residual_ptr + n, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=real)
+    store_outputs(result, n, outputs, bias_ptr, residual_ptr, out_ptr, RELU2)
 
 
 def fits(width: int) -> bool:

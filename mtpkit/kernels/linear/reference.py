@@ -1,4 +1,4 @@
-"""Linear layers with the ops around them (norm, activation, residual), and linear layers in fp8."""
+"""Linear layers with the ops around them (norm, activation, residual), and rows in fp8."""
 
 from types import ModuleType
 from typing import Literal
@@ -107,17 +107,3 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = wide.abs().amax(dim=-1, keepdim=True) / FP8_MAX
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
-
-
-def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply x by the transpose of an fp8 weight, with sums and scaling in fp32. No gradient.
-
-    Args:
-        x: [M, in], quantised here.
-        weight, scale: [out, in] e4m3 and [out, 1] fp32, from `quantize_rows`.
-
-    Returns:
-        [M, out] in the dtype of x.
-    """
-    values, rows = quantize_rows(x)
-    return (values.float() @ weight.float().t() * rows * scale.t()).to(x.dtype)

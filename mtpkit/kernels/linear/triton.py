@@ -6,9 +6,6 @@ K sums the squares. (A gated norm has its own kernel: fused, its silu would be r
 tile of outputs, which costs more than it saves.) If one program per tile of outputs would leave the
 GPU idle, several programs share the input channels; the last to finish adds up the parts, always in
 the same order.
-
-In fp8, a kernel with one program per row quantises x, and torch picks cuBLAS or CUTLASS for the
-product.
 """
 
 from typing import Literal
@@ -83,7 +80,7 @@ def choose_tile(outputs: int, width: int, rows: int = 1) -> Tile | None:
 
 
 @triton.jit
-def _store_part(products, squares, product, square, live, NORMED):
+def store_part(products, squares, product, square, live, NORMED):
     """Store one program's sums, which the last program of its tile adds up."""
     tl.store(products, product, mask=live)
     if NORMED:
@@ -93,7 +90,7 @@ def _store_part(products, squares, product, square, live, NORMED):
 
 
 @triton.jit
-def _sum_parts(products, squares, live, PART, SPLITS, NORMED):
+def sum_parts(products, squares, live, PART, SPLITS, NORMED):
     """Add up all parts of a tile; the pointers are those of the first part, and parts are PART
     elements apart."""
     product = tl.zeros(products.shape, tl.float32)
@@ -183,12 +180,12 @@ def _linear_kernel(
             + tl.arange(0, BLOCK_N)[:, None]
         )
         last = parts_ptr + tile * (SPLITS * PART) + ROWS * BLOCK_N + m
-        _store_part(places + split * PART, last + split * PART, product, square, live, NORMED)
+        store_part(places + split * PART, last + split * PART, product, square, live, NORMED)
         # The release publishes this program's part, the acquire shows the last program all others.
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
             return
         tl.store(counters_ptr + tile, 0)
-        product, square = _sum_parts(places, last, live, PART, SPLITS, NORMED)
+        product, square = sum_parts(places, last, live, PART, SPLITS, NORMED)
     if NORMED:
         product *= tl.rsqrt(square / WIDTH + eps)[None, :]
     if bias_ptr is not None:
@@ -207,7 +204,7 @@ def _linear_kernel(
     )
 
 
-def _room(
+def room(
     device: torch.device, tiles: int, tile: Tile, rows: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Allocate room for the partial sums of programs that split the input channels, and get their
@@ -275,7 +272,7 @@ def linear(
         bias,
         residual,
         out,
-        *_room(x.device, tiles, chosen, block_m),
+        *room(x.device, tiles, chosen, block_m),
         rows,
         outputs,
         eps,
@@ -327,11 +324,3 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=warps,
     )
     return values, scales
-
-
-def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """See the reference. x must be bf16; in and out must be multiples of 16."""
-    values, rows = quantize_rows(x)
-    return torch._scaled_mm(
-        values, weight.t(), rows, scale.t(), out_dtype=x.dtype, use_fast_accum=True
-    )

@@ -48,18 +48,22 @@ def _router_logits_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     real = expert < experts
+
     # No earlier kernel of a step writes weights, so they need no wait.
     weight = tl.load(weight_ptr + expert * weight_stride + column, mask=real & inside, other=0.0)
     wait_for_previous(EARLY)
+
     value = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     # Rounded before the product, so that the logits are those of the token that is stored.
     normed = normalise(value, norm_ptr, column, WIDTH, eps, ZERO_CENTERED).to(
         normed_ptr.dtype.element_ty
     )
+
     # Every program has the whole token; each stores a share of it.
     share = tl.cdiv(WIDTH, tl.num_programs(0))
     own = (column >= part * share) & (column < (part + 1) * share)
     tl.store(normed_ptr + token * WIDTH + column, normed, mask=inside & own)
+
     logits = tl.sum(weight.to(tl.float32) * normed.to(tl.float32), 1, keep_dims=True)
     tl.store(logits_ptr + token * experts + expert, logits, mask=real)
 
@@ -69,17 +73,24 @@ def router_logits(
 ) -> tuple[Tensor, Tensor]:
     """See the reference. A few tokens in bf16 take one kernel, other inputs a norm kernel and a
     matrix product."""
-    (tokens, width), experts = x.shape, len(weight)
-    few = 0 < tokens * weight.numel() <= _MOST_READ and x.dtype == weight.dtype == torch.bfloat16
-    if norm_weight is None or not few:
+    tokens, width = x.shape
+    experts = len(weight)
+    few = 0 < tokens * weight.numel() <= _MOST_READ
+    in_bf16 = x.dtype == weight.dtype == torch.bfloat16
+    if norm_weight is None or not (few and in_bf16):
         normed = x if norm_weight is None else rms_norm(x, norm_weight, eps, zero_centered)
         return normed, logits_of(normed, weight)
+
     x = with_rows(x)
     weight = with_rows(weight)
     block = triton.next_power_of_2(width)
     normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    each = min(_MOST_EXPERTS, triton.next_power_of_2(triton.cdiv(experts, multiprocessors())))
+
+    # As few experts per program as let all programs of a token run at once, one on each
+    # multiprocessor.
+    share = triton.next_power_of_2(triton.cdiv(experts, multiprocessors()))
+    each = min(_MOST_EXPERTS, share)
     _router_logits_kernel[(triton.cdiv(experts, each), tokens)](
         x,
         norm_weight,

@@ -36,12 +36,15 @@ def _inner_kernel(
     WHOLE: tl.constexpr = WIDTH % BLOCK == 0
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     wait_for_previous(EARLY)
+
     channel = tl.program_id(0)
     place = tl.program_id(1)
     expert = tl.load(ids_ptr + place).to(tl.int64)
     # The expert's hidden channels stay unwritten; `_outer_kernel` does not load them.
     if expert >= EXPERTS:
         return
+
+    # With a gate, the rows of the gate come first, and `inner` rows later those of the value.
     row = weight_ptr + (expert * inner * (2 if GATED else 1) + channel) * WIDTH
     k = tl.arange(0, BLOCK)
     product = tl.zeros([BLOCK], tl.float32)
@@ -52,6 +55,7 @@ def _inner_kernel(
         product += load(row + start + k, inside, WHOLE).to(tl.float32) * x
         if GATED:
             value += load(row + inner * WIDTH + start + k, inside, WHOLE).to(tl.float32) * x
+
     result = tl.sum(product, 0)
     if GATED:
         result = result / (1.0 + tl.exp(-result)) * tl.sum(value, 0)
@@ -79,6 +83,7 @@ def _outer_kernel(
     residual."""
     WHOLE: tl.constexpr = WIDTH % BLOCK == 0
     wait_for_previous(EARLY)
+
     channel = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     every = tl.full([BLOCK], True, tl.int1)
@@ -96,6 +101,7 @@ def _outer_kernel(
             total += (
                 tl.load(row + start + k, mask=inside, other=0.0).to(tl.float32) * hidden * mixing
             )
+
     result = tl.sum(total, 0)
     if residual_ptr is not None:
         result += tl.load(residual_ptr + channel).to(tl.float32)
@@ -113,10 +119,12 @@ def one_token_mlp(
 ) -> Tensor:
     """Compute `expert_mlp` of one token; all rows must be contiguous, and ids past the last expert
     add nothing."""
-    top_k, (experts, width, inner) = expert_ids.shape[1], fc2.shape
+    top_k = expert_ids.shape[1]
+    experts, width, inner = fc2.shape
     hidden = torch.empty(top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(1, width, dtype=x.dtype, device=x.device)
-    blocks = [min(_BLOCK, triton.next_power_of_2(channels)) for channels in (width, inner)]
+
+    # One warp per program: sums over several warps would pass through shared memory.
     rest = dict(EXPERTS=experts, num_warps=1)
     _inner_kernel[(inner, top_k)](
         x,
@@ -126,7 +134,7 @@ def one_token_mlp(
         inner,
         WIDTH=width,
         ACTIVATION=activation,
-        BLOCK=blocks[0],
+        BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
         **rest,
     )
     _outer_kernel[(width,)](
@@ -138,7 +146,7 @@ def one_token_mlp(
         out,
         TOP_K=top_k,
         WIDTH=inner,
-        BLOCK=blocks[1],
+        BLOCK=min(_BLOCK, triton.next_power_of_2(inner)),
         **rest,
     )
     return out

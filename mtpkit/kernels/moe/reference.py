@@ -19,6 +19,12 @@ Shared = Literal["apart", "whole", "gated"]
 """Treatment of the shared expert by `route`: left out (`apart`), or chosen by every token, with
 weight 1 (`whole`) or with the weight of its gate (`gated`)."""
 
+STEPS = (0x9E3779B1, 0x85EBCA77)
+"""Odd numbers below 2^32 that multiply a token's and an expert's number, see `drawn_keys`."""
+FACTORS = (0x85EBCA6B, 0xC2B2AE35)
+"""Factors of MurmurHash3's last mixing."""
+_WORD = 0xFFFFFFFF
+
 
 def router_logits(
     x: Tensor, norm_weight: Tensor | None, eps: float, zero_centered: bool, weight: Tensor
@@ -56,6 +62,7 @@ def route(
     score: ScoreFunction = "sigmoid",
     normalize: bool = True,
     shared: Shared = "apart",
+    draw: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token (DeepSeek-V3, arXiv:2412.19437).
 
@@ -70,6 +77,9 @@ def route(
         score: `sigmoid` of each logit, or `softmax` over all experts.
         normalize: divide the scores of the chosen experts by their sum.
         shared: if not `apart`, every token also chooses expert E, as the last of its k + 1 experts.
+        draw: [1] int32; unless it is 0, experts are those of the largest `drawn_keys` instead, so
+            that all are equally likely, whatever the logits, the bias and the groups prefer. The
+            weights remain those of the chosen experts' scores. None: as 0.
 
     Returns:
         Distinct experts [T, k] int64, in any order, and their weights [T, k] float32; k + 1 of each
@@ -77,24 +87,57 @@ def route(
     """
     gate = None
     if shared == "gated":
-        logits, gate = logits[:, :-1], logits[:, -1:]
+        gate = logits[:, -1:]
+        logits = logits[:, :-1]
+
     scores = logits.float().sigmoid() if score == "sigmoid" else logits.float().softmax(-1)
     ranked = scores if bias is None else scores + bias
     if num_groups > 1:
         groups = ranked.unflatten(1, (num_groups, -1))
-        best = groups.topk(group_best, -1).values.sum(-1).topk(top_groups, -1).indices
+        group_scores = groups.topk(group_best, -1).values.sum(-1)
+        best = group_scores.topk(top_groups, -1).indices
         left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
         ranked = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+
     expert_ids = ranked.topk(top_k, -1).indices
+    if draw is not None:
+        expert_ids = torch.where(draw != 0, drawn_keys(logits).topk(top_k, -1).indices, expert_ids)
+    # Without the bias, which affects only the choice.
     weights = scores.gather(1, expert_ids)
     if normalize:
+        # Sigmoids of very negative logits are 0, and 0 / 0 would be NaN.
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = weights * scale
     if shared == "apart":
         return expert_ids, weights
-    of_all = torch.ones_like(weights[:, :1]) if gate is None else gate.float().sigmoid()
-    expert_ids = torch.cat([expert_ids, torch.full_like(expert_ids[:, :1], logits.shape[1])], 1)
-    return expert_ids, torch.cat([weights, of_all], 1)
+
+    shared_id = torch.full_like(expert_ids[:, :1], logits.shape[1])
+    shared_weight = torch.ones_like(weights[:, :1])
+    if gate is not None:
+        shared_weight = gate.float().sigmoid()
+    return torch.cat([expert_ids, shared_id], 1), torch.cat([weights, shared_weight], 1)
+
+
+def drawn_keys(logits: Tensor) -> Tensor:
+    """Hash each logit's bits with the numbers of its token and its expert.
+
+    The low bits of logits differ from token to token, from layer to layer and from step to step, so
+    that the keys do, without a generator whose state would have to be kept. Where they do not, as
+    for two requests with the same prompt, the token's number still tells its keys from others'.
+
+    Args:
+        logits: [T, E] float32.
+
+    Returns:
+        [T, E] int64, uniform in [0, 2^31).
+    """
+    bits = logits.contiguous().view(torch.int32).long()
+    token = torch.arange(len(logits), device=logits.device)[:, None]
+    expert = torch.arange(logits.shape[1], device=logits.device)
+    words = (bits + (1 + token) * STEPS[0] + (1 + expert) * STEPS[1]) & _WORD
+    for factor, shift in zip(FACTORS, (16, 13), strict=True):
+        words = ((words ^ (words >> shift)) * factor) & _WORD
+    return (words ^ (words >> 16)) >> 1
 
 
 def expert_mlp(
@@ -126,10 +169,13 @@ def expert_mlp(
     """
     outputs = x.new_zeros(*expert_ids.shape, fc2.shape[1])
     act = relu2 if activation == "relu2" else swiglu
-    for expert in [
-        expert for expert in expert_ids.unique().tolist() if expert < len(fc1) or not some_elsewhere
-    ]:
+    for expert in expert_ids.unique().tolist():
+        # Where all experts are here, an id past the last one is an error, as an index.
+        if some_elsewhere and expert >= len(fc1):
+            continue
         tokens, places = torch.where(expert_ids == expert)
-        outputs[tokens, places] = F.linear(act(F.linear(x[tokens], fc1[expert])), fc2[expert])
+        inner = act(F.linear(x[tokens], fc1[expert]))
+        outputs[tokens, places] = F.linear(inner, fc2[expert])
+
     total = (outputs.float() * weights[..., None]).sum(1)
     return (total if residual is None else residual + total).to(x.dtype)

@@ -14,6 +14,8 @@ from mtpkit.kernels.moe.reference import Shared
 LAST = tl.constexpr(2**31 - 1)
 LEAST = tl.constexpr(-(2**31))
 """Largest and smallest int32."""
+STEPS_0, STEPS_1 = map(tl.constexpr, reference.STEPS)
+FACTORS_0, FACTORS_1 = map(tl.constexpr, reference.FACTORS)
 
 
 @triton.jit
@@ -33,6 +35,16 @@ def _order(values, taken):
     return tl.where(taken, LEAST, tl.where(bits < 0, bits ^ LAST, bits))
 
 
+@triton.jit
+def _drawn_keys(logits, token, expert):
+    """See the reference; int32 keys from 0 up."""
+    words = logits.to(tl.uint32, bitcast=True)
+    words += (1 + token).to(tl.uint32) * STEPS_0 + (1 + expert).to(tl.uint32) * STEPS_1
+    words = (words ^ (words >> 16)) * FACTORS_0
+    words = (words ^ (words >> 13)) * FACTORS_1
+    return ((words ^ (words >> 16)) >> 1).to(tl.int32)
+
+
 @Early
 @triton.jit
 def _route_kernel(
@@ -40,6 +52,7 @@ def _route_kernel(
     bias_ptr,
     ids_ptr,
     weights_ptr,
+    draw_ptr,
     stride,
     scale,
     TOP_K: tl.constexpr,
@@ -63,11 +76,13 @@ def _route_kernel(
     logits_ptr = logits_ptr + token * stride
     ids_ptr = ids_ptr + first_place
     weights_ptr = weights_ptr + first_place
+
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     place = tl.arange(0, PLACES)
     index = row[:, None] * GROUP + column[None, :]
     real = (row < NUM_GROUPS)[:, None] & (column < GROUP)[None, :]
+
     logits = tl.load(logits_ptr + index, mask=real, other=0.0)
     if SOFTMAX:
         highest = tl.max(tl.max(tl.where(real, logits, float("-inf")), 1), 0)
@@ -76,9 +91,11 @@ def _route_kernel(
         scores = powers / sum_of_powers
     else:
         scores = 1.0 / (1.0 + tl.exp(-logits))
+
     ranked = scores
     if bias_ptr is not None:
         ranked += tl.load(bias_ptr + index, mask=real, other=0.0)
+
     taken = ~real
     if NUM_GROUPS > 1:
         # The score of a group is the sum of the scores of its best GROUP_BEST experts.
@@ -89,18 +106,26 @@ def _route_kernel(
             value += best
             first = tl.min(tl.where(left == best[:, None], column[None, :], COLUMNS), 1)
             left = tl.where(column[None, :] == first[:, None], float("-inf"), left)
+
+        # Rows past the last group pad to a power of two, and count as taken.
         out = row >= NUM_GROUPS
         for _ in tl.static_range(TOP_GROUPS):
             out = out | (row == _best(value, out, row))
         taken = taken | ~out[:, None] | (row >= NUM_GROUPS)[:, None]
+
     left = _order(ranked, taken)
+    if draw_ptr is not None:
+        keys = tl.where(real, _drawn_keys(logits, token, index), LEAST)
+        left = tl.where(tl.load(draw_ptr) != 0, keys, left)
     ids = tl.zeros([PLACES], tl.int32)
     for k in tl.static_range(TOP_K):
         first = tl.min(tl.where(left == tl.max(left), index, LAST))
         left = tl.where(index == first, LEAST, left)
         ids = tl.where(place == k, first, ids)
+
     used = place < TOP_K
     tl.store(ids_ptr + place, ids.to(tl.int64), mask=used)
+
     # From the logits again: the bias affects only the choice, not the weights.
     chosen = tl.load(logits_ptr + ids, mask=used, other=0.0)
     chosen = tl.exp(chosen - highest) / sum_of_powers if SOFTMAX else 1.0 / (1.0 + tl.exp(-chosen))
@@ -108,8 +133,10 @@ def _route_kernel(
         # Sigmoids of very negative logits are 0, and 0 / 0 would be NaN.
         chosen = chosen / (tl.sum(tl.where(used, chosen, 0.0), 0) + 1e-20)
     tl.store(weights_ptr + place, chosen * scale, mask=used)
+
     if SHARED != "apart":
         tl.store(ids_ptr + TOP_K, tl.full([], NUM_GROUPS * GROUP, tl.int64))
+        # The gate's logit follows those of the experts.
         gate_ptr = logits_ptr + NUM_GROUPS * GROUP
         tl.store(
             weights_ptr + TOP_K,
@@ -128,6 +155,7 @@ def route(
     score: ScoreFunction = "sigmoid",
     normalize: bool = True,
     shared: Shared = "apart",
+    draw: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Padding tokens may hold NaN; they are routed to some experts too.
 
@@ -139,10 +167,11 @@ def route(
     group = experts // num_groups
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert bias is None or bias.dtype == torch.float32
+
     if num_groups > 1 and group != triton.next_power_of_2(group):
-        return reference.route(
-            logits, bias, top_k, scale, num_groups, top_groups, group_best, score, normalize, shared
-        )
+        settings = (scale, num_groups, top_groups, group_best, score, normalize, shared, draw)
+        return reference.route(logits, bias, top_k, *settings)
+
     of_each = top_k + (shared != "apart")
     ids = torch.empty(tokens, of_each, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, of_each, dtype=torch.float32, device=logits.device)
@@ -152,6 +181,7 @@ def route(
             bias,
             ids,
             weights,
+            draw,
             logits.stride(0),
             scale,
             TOP_K=top_k,

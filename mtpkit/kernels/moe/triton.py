@@ -60,20 +60,24 @@ def _sort_kernel(
     BLOCK: tl.constexpr,
 ):
     """Store the pairs of one expert per program in order, and the expert of each block that they
-    fill; `blocks`: see `_Blocks`. Pairs of expert EXPERTS are left out."""
+    fill; `blocks`: see `Blocks`. Pairs of expert EXPERTS are left out."""
     expert = tl.program_id(0)
     bin = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
+
     # Programs of a launch cannot wait for each other, so each one counts the pairs of all experts.
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
         ids = tl.load(ids_ptr + start + lane, mask=start + lane < pairs, other=EXPERTS).to(tl.int32)
         counts += tl.histogram(ids, BINS)
+
+    # Whole blocks per expert, and where this expert's blocks begin
     sizes = tl.where(bin < EXPERTS, (counts + BLOCK - 1) // BLOCK, 0)
     first = tl.sum(tl.where(bin < expert, sizes, 0))
     own = tl.sum(tl.where(bin == expert, sizes, 0))
     if expert == 0:
         tl.store(blocks.used, tl.sum(sizes))
+
     place = first * BLOCK
     if own > 0:
         for start in range(0, pairs, CHUNK):
@@ -81,8 +85,10 @@ def _sort_kernel(
             mine = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32) == expert
             tl.store(blocks.order + place + tl.cumsum(mine.to(tl.int32), 0) - 1, pair, mask=mine)
             place += tl.sum(mine.to(tl.int32))
+
         padding = place + tl.arange(0, BLOCK)
         tl.store(blocks.order + padding, pairs, mask=padding < (first + own) * BLOCK)
+
         for block in range(first, first + own):
             tl.store(blocks.experts + block, expert)
 
@@ -100,21 +106,27 @@ def _sort_few_kernel(
 ):
     """Do the work of `_sort_kernel` for at most PAIRS pairs in one program."""
     wait_for_previous(EARLY)
+
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
     live = ids < EXPERTS
     same = (ids[:, None] == ids[None, :]) & live[:, None] & live[None, :]
-    # among the pairs of its expert
+
+    # The place of each pair among the pairs of its expert: the same numbers along one dimension
+    # (`rank`) and along the other (`earlier`).
     rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
-    # equals rank, along the other dimension
     earlier = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)
+
+    # The first pair of each block opens it. Blocks are ordered by expert.
     opens = live & (earlier % BLOCK == 0)
     before = tl.sum((opens[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
     used = tl.sum(opens.to(tl.int32))
     tl.store(blocks.used, used)
+
     for start in range(0, used * BLOCK, PAIRS):
         tl.store(blocks.order + start + pair, pairs, mask=start + pair < used * BLOCK)
     tl.debug_barrier()  # padding is stored before any pair
+
     block = before + rank // BLOCK
     tl.store(blocks.order + block * BLOCK + rank % BLOCK, pair, mask=live)
     tl.store(blocks.experts + block, ids, mask=live & (rank % BLOCK == 0))
@@ -152,14 +164,18 @@ def _expert_kernel(
     the same row of x. The weight is the left operand of the product; the right operand may have as
     few as 16 columns, the pairs."""
     wait_for_previous(EARLY)
+
+    # The grid has the blocks of the worst case.
     block = tl.program_id(1)
     if block >= tl.load(blocks.used):
         return
     expert = tl.load(blocks.experts + block).to(tl.int64)
     pair = tl.load(blocks.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     ROWS: tl.constexpr = 2 if GATED else 1
+
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     real = (pair < pairs)[None, :]
@@ -168,6 +184,7 @@ def _expert_kernel(
     # Outputs past the end repeat the last one.
     rows = expert * outputs * ROWS + tl.minimum(n, outputs - 1)
     weight_ptrs = weight_ptr + rows[:, None] * WIDTH + k[None, :]
+
     product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, WIDTH, BLOCK_K):
@@ -178,6 +195,7 @@ def _expert_kernel(
         if GATED:
             w = load(weight_ptrs + outputs * WIDTH + start, inside[None, :], WHOLE)
             value = _dot(w, x, value, NARROW)
+
     if ACTIVATION == "relu2":
         # tl.maximum would turn a NaN into 0
         product = tl.where(product < 0, 0.0, product * product)
@@ -185,6 +203,7 @@ def _expert_kernel(
         product = product / (1.0 + tl.exp(-product)) * value
     if scale_ptr is not None:
         product *= tl.load(scale_ptr + pair, mask=pair < pairs, other=0.0)[None, :]
+
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=real & live)
 
@@ -206,6 +225,7 @@ def _combine_kernel(
     """Add up the outputs of a token's pairs. With `ids_ptr`, skip pairs of experts that are not
     here, whose outputs were never written."""
     wait_for_previous(EARLY)
+
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -217,6 +237,7 @@ def _combine_kernel(
         total += tl.load(parts_ptr + (token * TOP_K + k) * width + column, mask=here, other=0.0).to(
             tl.float32
         )
+
     if residual_ptr is not None:
         total += tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0).to(
             tl.float32
@@ -224,7 +245,7 @@ def _combine_kernel(
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Pairs sorted by expert."""
 
     order: Tensor
@@ -236,22 +257,25 @@ class _Blocks(NamedTuple):
     undefined."""
 
 
-def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
+def sort_pairs(expert_ids: Tensor, experts: int, size: int) -> Blocks:
     """Sort the pairs of expert_ids [T, k] into blocks of `size`."""
     pairs = expert_ids.numel()
-    # largest number of experts with pairs; the last block of each may be padded
+    # Largest number of experts with pairs; the last block of each may be padded.
     most = min(experts, pairs)
     blocks = most + (pairs - most) // size
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
 
-    sorted_ = _Blocks(ints(blocks, size), ints(blocks), ints(1))
+    sorted_ = Blocks(ints(blocks, size), ints(blocks), ints(1))
+
     if pairs <= _FEW_PAIRS:
         few = padded(pairs)
         sizes = dict(EXPERTS=experts, PAIRS=few, BLOCK=size, num_warps=min(8, few // 16))
         _sort_few_kernel[(1,)](expert_ids, sorted_, pairs, **sizes)
         return sorted_
+
+    # One bin more than experts, for pairs of experts elsewhere.
     _sort_kernel[(experts,)](
         expert_ids,
         sorted_,
@@ -263,6 +287,29 @@ def _sort(expert_ids: Tensor, experts: int, size: int) -> _Blocks:
         num_warps=4,
     )
     return sorted_
+
+
+def combine(
+    parts: Tensor, expert_ids: Tensor | None, residual: Tensor | None, out: Tensor, experts: int
+) -> None:
+    """Add up the outputs of each token's pairs, parts [T * k, h], into out [T, h].
+
+    Args:
+        expert_ids: [T, k]; pairs of experts from `experts` on, whose parts were never written, are
+            left out. None: there are none.
+    """
+    tokens, width = out.shape
+    _combine_kernel[(tokens, triton.cdiv(width, _COMBINE_BLOCK))](
+        parts,
+        expert_ids,
+        residual,
+        out,
+        width,
+        0 if residual is None else residual.stride(0),
+        EXPERTS=experts,
+        TOP_K=len(parts) // tokens,
+        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(width)),
+    )
 
 
 def block_size(pairs: int, experts: int) -> int:
@@ -296,19 +343,22 @@ def expert_mlp(
     """See the reference. With several tokens, each expert's output is rounded before the sum.
     `size` overrides `block_size` and rules out the kernels for one token."""
     assert activation in ("relu2", "swiglu") and fc1.is_contiguous() and fc2.is_contiguous()
-    (tokens, top_k), (experts, width, inner) = expert_ids.shape, fc2.shape
+    tokens, top_k = expert_ids.shape
+    experts, width, inner = fc2.shape
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
+
     x = with_rows(x)
-    pairs = tokens * top_k
     residual = None if residual is None else with_rows(residual)
     expert_ids = expert_ids.contiguous()
     weights = weights.contiguous()
     if tokens == 1 and size is None:
         return one_token_mlp(x, fc1, fc2, expert_ids, weights, activation, residual)
+
+    pairs = tokens * top_k
     size = size or block_size(pairs, experts)
-    blocks = _sort(expert_ids, experts, size)
+    blocks = sort_pairs(expert_ids, experts, size)
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
 
@@ -333,17 +383,8 @@ def expert_mlp(
             **tile.launch(),
         )
 
+    # The pairs of a token read the same row of x, and each its own row of `hidden`.
     multiply(x, fc1, None, hidden, top_k, activation)
     multiply(hidden, fc2, weights, parts, 1, "none")
-    _combine_kernel[(tokens, triton.cdiv(width, _COMBINE_BLOCK))](
-        parts,
-        expert_ids if some_elsewhere else None,
-        residual,
-        out,
-        width,
-        0 if residual is None else residual.stride(0),
-        EXPERTS=experts,
-        TOP_K=top_k,
-        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(width)),
-    )
+    combine(parts, expert_ids if some_elsewhere else None, residual, out, experts)
     return out

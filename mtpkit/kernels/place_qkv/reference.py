@@ -3,7 +3,7 @@ caches."""
 
 from torch import Tensor
 
-from mtpkit.kernels.kv_store.reference import store_kv
+from mtpkit.kernels.kv_store.reference import UNSCALED, KVScales, store_kv
 from mtpkit.kernels.norm.reference import rms_norm
 from mtpkit.kernels.rotary.reference import rotate
 
@@ -23,13 +23,14 @@ def place_qkv(
     zero_centered: bool = False,
     keep: Tensor | None = None,
     factor: float = 1.0,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Normalise each head's queries and keys, rotate them, and write keys and values into a paged
     cache.
 
     Args:
         q: [T, groups, heads, d], heads of each group; k, v: [T, groups, d]; all of any strides.
-        key_cache, value_cache, slots: as for `store_kv`.
+        key_cache, value_cache, slots, scales: as for `store_kv`.
         positions: [T] int64.
         frequencies: [w] fp32, as for `rotate`; None: positions are not embedded.
         q_norm, k_norm: [d], weights of RMS norms over the channels of a head; None: no norm.
@@ -44,7 +45,7 @@ def place_qkv(
         k = rms_norm(k, k_norm, eps, zero_centered)
     if frequencies is not None:
         k = rotate(k[:, None], positions[None], frequencies, factor)[:, 0]
-    store_kv(k, v, key_cache, value_cache, slots)
+    store_kv(k, v, key_cache, value_cache, slots, scales)
     if keep is not None:
         q = q[keep]
         positions = positions[keep]

@@ -6,18 +6,38 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import Early, strided, wait_for_previous, with_rows
-from mtpkit.kernels.kv_store.triton import broken, slot_stride, store_kv, whole
+from mtpkit.kernels.kv_store.reference import UNSCALED, KVScales
+from mtpkit.kernels.kv_store.triton import (
+    as_stored,
+    broken,
+    inverses,
+    slot_stride,
+    store_kv,
+    whole,
+)
 
 
 @triton.jit
 def _turn(
-    x_ptrs, norm_ptr, turns, out_ptrs, heads, eps, WIDTH, HALF, BLOCK_W, BLOCK_REST, ZERO_CENTERED
+    x_ptrs,
+    norm_ptr,
+    turns,
+    out_ptrs,
+    inverse,
+    heads,
+    eps,
+    WIDTH,
+    HALF,
+    BLOCK_W,
+    BLOCK_REST,
+    ZERO_CENTERED,
 ):
     """Normalise and rotate heads.
 
     Args:
         x_ptrs, out_ptrs: [H, 1], pointers to the first channels of the heads that are read and
             written.
+        inverse: see `as_stored`.
         heads: [H, 1], which heads exist.
         turns: cos, sin [1, BLOCK_W] of the angles, times the factor of rotated channels; then 0, or
             NaN to write heads of NaN, or None for 0.
@@ -51,9 +71,15 @@ def _turn(
         cos = cos + spoilt
         third = third + spoilt
     into = out_ptrs.dtype.element_ty
-    tl.store(out_ptrs + w, (first * cos - second * sin).to(dtype).to(into), mask=turned)
-    tl.store(out_ptrs + HALF + w, (second * cos + first * sin).to(dtype).to(into), mask=turned)
-    tl.store(out_ptrs + rest, third.to(dtype).to(into), mask=left)
+    tl.store(
+        out_ptrs + w, as_stored((first * cos - second * sin).to(dtype), into, inverse), mask=turned
+    )
+    tl.store(
+        out_ptrs + HALF + w,
+        as_stored((second * cos + first * sin).to(dtype), into, inverse),
+        mask=turned,
+    )
+    tl.store(out_ptrs + rest, as_stored(third.to(dtype), into, inverse), mask=left)
 
 
 @triton.jit
@@ -80,6 +106,7 @@ def _place_kernel(
     slots_ptr,
     positions_ptr,
     frequencies_ptr,
+    inverses,
     norms,
     keep_ptr,
     out_ptr,
@@ -132,6 +159,7 @@ def _place_kernel(
                 k_norm_ptr,
                 turns,
                 key_ptrs,
+                inverses[0],
                 one == 0,
                 eps,
                 WIDTH,
@@ -140,9 +168,8 @@ def _place_kernel(
                 BLOCK_REST,
                 ZERO_CENTERED,
             )
-            tl.store(
-                value_ptrs, whole(value, spoilt).to(value_cache_ptr.dtype.element_ty), mask=mask
-            )
+            value = as_stored(whole(value, spoilt), value_cache_ptr.dtype.element_ty, inverses[1])
+            tl.store(value_ptrs, value, mask=mask)
     if index < kept:
         token = index if keep_ptr is None else tl.load(keep_ptr + index)
         q_cos, q_sin = _angles(positions_ptr, frequencies_ptr, token, factor, HALF, BLOCK_W)
@@ -155,6 +182,7 @@ def _place_kernel(
             q_norm_ptr,
             q_turns,
             out_ptrs,
+            None,
             real,
             eps,
             WIDTH,
@@ -185,10 +213,11 @@ def place_qkv(
     zero_centered: bool = False,
     keep: Tensor | None = None,
     factor: float = 1.0,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """See the reference. One program per token and group."""
     if frequencies is None and q_norm is None and k_norm is None:
-        store_kv(k, v, key_cache, value_cache, slots)
+        store_kv(k, v, key_cache, value_cache, slots, scales)
         return q if keep is None else q[keep]
     (tokens, groups, heads, width), kept = q.shape, len(q) if keep is None else len(keep)
     out = torch.empty(kept, groups, heads, width, dtype=q.dtype, device=q.device)
@@ -203,6 +232,7 @@ def place_qkv(
         slots.contiguous(),
         positions.contiguous(),
         frequencies,
+        inverses(scales, key_cache),
         (q_norm, k_norm),
         None if keep is None else keep.contiguous(),
         out,

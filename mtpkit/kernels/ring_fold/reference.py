@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.kernels.ring import ring_capacity
+from mtpkit.kernels.rounding.reference import Noise, narrowed
 
 
 def fold_ring(
@@ -19,6 +20,7 @@ def fold_ring(
     context_lens: Tensor,
     ring_lens: Tensor,
     A_log: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> None:
     """Advance states by the committed entries of their rings, so that a prefill chunk can continue
     from them.
@@ -34,11 +36,14 @@ def fold_ring(
             -exp(A_log) dt, and the value is multiplied by dt.
         slots, context_lens, ring_lens: [R] int64, no slot twice. A row at slot -1 is padding.
         A_log: [h].
+        noise: makes the rounding of a float16 state stochastic, see `rounding.reference`; None: to
+            nearest.
     """
     live = slots >= 0
     slots = slots[live]
     context_lens = context_lens[live]
     ring_lens = ring_lens[live]
+    noise = None if noise is None else noise.at(live)
     length, heads = ring_values.shape[1:3]
     entries = torch.arange(ring_capacity(length), device=state.device)
     stored = entries < ring_lens[:, None]  # [R, E]
@@ -59,6 +64,5 @@ def fold_ring(
     decay = torch.cumsum(rates.double(), 1)
     to_end = torch.exp((decay[:, -1:] - decay).float())
     added = torch.einsum("rehp,rehn->rhpn", values * to_end[..., None], keys)
-    state[slots] = (
-        state[slots].float() * torch.exp(decay[:, -1].float())[..., None, None] + added
-    ).to(state.dtype)
+    folded = state[slots].float() * torch.exp(decay[:, -1].float())[..., None, None] + added
+    state[slots] = narrowed(folded, state.dtype, noise, context_lens - 1)

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from mtpkit.kernels.device import at_least, padded
 from mtpkit.kernels.ring import ring_capacity
+from mtpkit.kernels.rounding.reference import Noise
+from mtpkit.kernels.rounding.tile import narrowed, packed
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
@@ -22,6 +24,7 @@ def _fold_kernel(
     contexts_ptr,
     lens_ptr,
     A_log_ptr,
+    noise,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -80,7 +83,9 @@ def _fold_kernel(
                 tl.float32
             )
             state += (value * weight)[:, None] * key[None, :]
-    tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty), mask=mask)
+    kind: tl.constexpr = state_ptr.dtype.element_ty
+    stored = narrowed(state, kind, noise, row, context - 1, head, p, 0, WIDTH, STATE)
+    tl.store(state_ptrs, stored, mask=mask)
 
 
 def fold_ring(
@@ -92,6 +97,7 @@ def fold_ring(
     context_lens: Tensor,
     ring_lens: Tensor,
     A_log: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> None:
     """See the reference."""
     (_, heads, width, state_dim), (length, groups) = state.shape, ring_keys.shape[1:3]
@@ -107,6 +113,7 @@ def fold_ring(
         context_lens.contiguous(),
         ring_lens.contiguous(),
         ring_rates if A_log is None else A_log,
+        packed(noise),
         HEADS=heads,
         WIDTH=width,
         GROUPS=groups,

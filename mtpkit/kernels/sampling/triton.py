@@ -16,6 +16,7 @@ from torch import Tensor
 from mtpkit.kernels.device import multiprocessors, with_rows
 from mtpkit.kernels.sampling import cut, reference, softmax
 from mtpkit.kernels.sampling.cut import GROUP, Cut
+from mtpkit.kernels.sampling.philox import philox
 from mtpkit.kernels.sampling.weights import Logits, chunk_size
 
 Filters = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -55,15 +56,7 @@ def _uniform_kernel(
     c3 = tl.zeros([BLOCK], tl.uint32)
     if branches is not None:
         c3 = tl.load(branches + place * branch_stride, mask=inside, other=0).to(tl.uint32)
-    for _ in tl.static_range(10):
-        left = c0.to(tl.uint64) * 0xD2511F53
-        right = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (right >> 32).to(tl.uint32) ^ c1 ^ key0
-        c2 = (left >> 32).to(tl.uint32) ^ c3 ^ key1
-        c1 = right.to(tl.uint32)
-        c3 = left.to(tl.uint32)
-        key0 += 0x9E3779B9
-        key1 += 0xBB67AE85
+    c0, c1, _, _ = philox(key0, key1, c0, c1, c2, c3)
     # 48 bits, see the twin's docstring: the product with any total must stay below that total.
     bits = (c0.to(tl.int64) << 16) + (c1 >> 16).to(tl.int64)
     tl.store(out + place, bits.to(tl.float64) * 3.552713678800501e-15, mask=inside)  # 2^-48

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels.rounding.reference import Noise, narrowed_row
+
 
 def ssd_chunk_scan(
     x: Tensor,
@@ -139,6 +141,7 @@ def ssd_varlen(
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
     kept: KeptStates | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Scan R concatenated rows, each from its stored state, which the state after the row then
     replaces.
@@ -165,6 +168,8 @@ def ssd_varlen(
             lies in context_lens[r] + 1 .. context_lens[r] + length of the row, at places
             kept.first[r], kept.first[r] + 1, ... Positions count tokens: the state after position
             64 has seen 64 tokens. Needs `states`.
+        noise: makes the rounding of float16 `states` stochastic, see `rounding.reference`; None: to
+            nearest. States of `kept` are always rounded to nearest.
 
     Returns:
         y [T, h, p] in the dtype of x.
@@ -207,7 +212,7 @@ def ssd_varlen(
                 kept.states[first] = state.to(kept.states)
                 first += 1
         if states is not None:
-            states[slot] = state.to(states)
+            states[slot] = narrowed_row(state, states.dtype, noise, row, context - 1)
     return y
 
 

@@ -29,6 +29,8 @@ from mtpkit.kernels.device import (
     row_of_tile,
     strided,
 )
+from mtpkit.kernels.rounding.reference import Noise
+from mtpkit.kernels.rounding.tile import narrowed, packed
 from mtpkit.kernels.ssd.reference import KeptStates
 from mtpkit.kernels.ssm_update.replay import step_size
 
@@ -179,11 +181,27 @@ def _state_places(states_in, place, head, p, n, WIDTH, STATE):
 
 
 @triton.jit
-def _store_states(states_in, place, states, first, p, n, WIDTH, STATE, BLOCK_H):
-    """Store the states [N, P] of BLOCK_H heads at a place."""
+def _store_states(
+    states_in, place, states, first, p, n, noise, row, position, WIDTH, STATE, BLOCK_H
+):
+    """Store the states [N, P] of BLOCK_H heads at a place, rounded as `narrowed` does."""
     for k in tl.static_range(BLOCK_H):
         state_ptrs, mask = _state_places(states_in, place, first + k, p, n, WIDTH, STATE)
-        tl.store(state_ptrs, states[k].to(state_ptrs.dtype.element_ty), mask=mask)
+        kind: tl.constexpr = state_ptrs.dtype.element_ty
+        stored = narrowed(
+            states[k],
+            kind,
+            noise,
+            row,
+            position,
+            first + k,
+            p,
+            0,
+            WIDTH,
+            STATE,
+            COLUMNS_FIRST=True,
+        )
+        tl.store(state_ptrs, stored, mask=mask)
 
 
 @triton.jit(
@@ -204,6 +222,7 @@ def _scan_kernel(
     kept_first_ptr,
     kept_in,
     every,
+    noise,
     y_ptr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -295,13 +314,15 @@ def _scan_kernel(
             place = tl.load(kept_first_ptr + row)
             if (place >= 0) & (position % every == 0) & (start + CHUNK <= count):
                 place += position // every - context // every - 1
-                _store_states(kept_in, place, state, first, p, n, WIDTH, STATE, BLOCK_H)
+                _store_states(
+                    kept_in, place, state, first, p, n, None, row, 0, WIDTH, STATE, BLOCK_H
+                )
     if states_in is not None:
         # Loading the slot again keeps the compiler from holding all pointers in registers since the
         # first load.
-        _store_states(
-            states_in, tl.load(slots_ptr + row), state, first, p, n, WIDTH, STATE, BLOCK_H
-        )
+        place = tl.load(slots_ptr + row)
+        last = context + count - 1
+        _store_states(states_in, place, state, first, p, n, noise, row, last, WIDTH, STATE, BLOCK_H)
 
 
 def is_narrow(*tensors: Tensor) -> bool:
@@ -391,6 +412,7 @@ def ssd_varlen(
     slots: Tensor | None = None,
     context_lens: Tensor | None = None,
     kept: KeptStates | None = None,
+    noise: Noise | None = None,
     *,
     tiles: ScanTiles | None = None,
     wide: bool = False,
@@ -423,6 +445,7 @@ def ssd_varlen(
         None if kept is None else kept.first,
         None if kept is None else _places(kept.states),
         0 if kept is None else kept.every,
+        packed(noise),
         y,
         HEADS=heads,
         WIDTH=width,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtpkit.kernels.ancestors import seen_tokens
 from mtpkit.kernels.ring import ring_capacity
+from mtpkit.kernels.rounding.reference import Noise, narrowed
 
 
 def ssm_snapshot_update(
@@ -27,6 +28,7 @@ def ssm_snapshot_update(
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
     parents: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Step token by token from the committed snapshot and keep the state after every token.
 
@@ -39,6 +41,10 @@ def ssm_snapshot_update(
             A_log, D, dt_bias: [h].
         parents: [R, T] int64, the parent of each token, see `kernels.ancestors`; only token 0 has
             the parent -1. None: a chain.
+        noise: with `positions` [R, T]; makes the rounding of float16 states stochastic, see
+            `rounding.reference`. Each token then continues the rounded state of the one before it,
+            so that states do not depend on how many tokens a step has. None: states are rounded to
+            nearest, and tokens continue what was not rounded.
 
     Returns:
         y [R, T, h, p] in the dtype of x.
@@ -49,8 +55,9 @@ def ssm_snapshot_update(
         rows = (t[live] for t in (slots, committed, x, dt, B, C))
         slots, committed, x, dt, B, C = rows
         own = None if parents is None else parents[live]
+        chosen = None if noise is None else noise.at(live)
         y[live] = ssm_snapshot_update(
-            state, slots, committed, x, dt, A_log, B, C, D, dt_bias, dt_limit, own
+            state, slots, committed, x, dt, A_log, B, C, D, dt_bias, dt_limit, own, chosen
         )
         return y
     rep = x.shape[2] // B.shape[2]
@@ -69,10 +76,16 @@ def ssm_snapshot_update(
                 torch.arange(len(x), device=x.device), parents[:, t] + 1
             ]
         current = current * torch.exp(step * A)[..., None, None] + added
-        state[slots, t] = current.to(state.dtype)
+        outputs.append(torch.einsum("rhpn,rhn->rhp", current, C_t) + D.float()[:, None] * x_t)
+        if noise is None:
+            state[slots, t] = current.to(state.dtype)
+        else:
+            assert noise.positions is not None
+            stored = narrowed(current, state.dtype, noise, noise.positions[:, t])
+            state[slots, t] = stored
+            current = stored.float()
         if parents is not None:
             after.append(current)
-        outputs.append(torch.einsum("rhpn,rhn->rhp", current, C_t) + D.float()[:, None] * x_t)
     return torch.stack(outputs, 1).to(x.dtype)
 
 
@@ -93,6 +106,7 @@ def ssm_replay_update(
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
     ancestors: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Compute the step's outputs from a stored state and a ring of the inputs since that state, in
     chunked form.
@@ -117,6 +131,8 @@ def ssm_replay_update(
         x: [R, T, h, p]; dt: [R, T, h]; B, C: [R, T, g, n]; all may be views of larger tensors.
             A_log, D, dt_bias: [h].
         ancestors: [R, T] int64 masks of the new tokens, see `kernels.ancestors`; None: a chain.
+        noise: makes the rounding of a float16 state stochastic, see `rounding.reference`; None: to
+            nearest.
 
     Returns:
         y [R, T, h, p] in the dtype of x. Of the old entries, `ring_base(ring_lens, T, L)` are still
@@ -131,7 +147,11 @@ def ssm_replay_update(
         y = x.new_zeros(x.shape)
         own = (slots[live], context_lens[live], ring_lens[live], x[live], dt[live])
         rest = (state, ring_x, ring_B, ring_dt, *own, A_log, B[live], C[live], D, dt_bias, dt_limit)
-        y[live] = ssm_replay_update(*rest, None if ancestors is None else ancestors[live])
+        y[live] = ssm_replay_update(
+            *rest,
+            None if ancestors is None else ancestors[live],
+            None if noise is None else noise.at(live),
+        )
         return y
     tokens = x.shape[1]
     groups = B.shape[2]
@@ -162,7 +182,12 @@ def ssm_replay_update(
     if bool((full := ring_lens + tokens > capacity).any()):
         folded = _folded(current, *(t[:, :capacity] for t in (scaled_x, all_B, decay)))
         # Other rings keep their entries, which would then count twice.
-        state[slots[full]] = folded.flatten(1, 2)[full].to(state.dtype)
+        state[slots[full]] = narrowed(
+            folded.flatten(1, 2)[full],
+            state.dtype,
+            None if noise is None else noise.at(full),
+            context_lens[full] - 1,
+        )
     _write_inputs(slots, context_lens, (ring_x, x), (ring_B, B), (ring_dt, steps))
     return y.to(x.dtype)
 

@@ -31,6 +31,8 @@ from mtpkit.kernels.device import (
     wait_for_previous,
 )
 from mtpkit.kernels.ring import ring_capacity
+from mtpkit.kernels.rounding.reference import Noise
+from mtpkit.kernels.rounding.tile import narrowed, packed
 
 _FORGOTTEN = -100.0
 """Log decay at which nothing is left in fp32."""
@@ -64,14 +66,14 @@ def halves(a, NARROW):
 @triton.jit
 def dot(a, b, NARROW):
     """Compute a @ b in fp32. With NARROW, one operand is bf16 or was converted from it; the other
-    may be fp32."""
+    may be fp32 or fp16."""
     if NARROW is None:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    elif a.dtype == tl.float32:
-        high, rest = halves(a, NARROW)
+    elif a.dtype == tl.float32 or a.dtype == tl.float16:
+        high, rest = halves(a.to(tl.float32), NARROW)
         return tl.dot(rest, b.to(NARROW), tl.dot(high, b.to(NARROW)))
-    elif b.dtype == tl.float32:
-        high, rest = halves(b, NARROW)
+    elif b.dtype == tl.float32 or b.dtype == tl.float16:
+        high, rest = halves(b.to(tl.float32), NARROW)
         return tl.dot(a.to(NARROW), rest, tl.dot(a.to(NARROW), high))
     else:
         return tl.dot(a.to(NARROW), b.to(NARROW))
@@ -138,6 +140,7 @@ def _replay_kernel(
     C_in,
     parameters,
     ancestors_ptr,
+    noise,
     y_ptr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -290,7 +293,10 @@ def _replay_kernel(
             # Loading the state again from the cache is cheaper than keeping it in registers.
             head_ptrs = state_ptrs + head * (WIDTH * STATE)
             folded = load(head_ptrs, state_mask, WHOLE).to(tl.float32) * tl.exp(all_old) + added
-            tl.store(head_ptrs, folded.to(state_ptr.dtype.element_ty), mask=state_mask)
+            kind: tl.constexpr = state_ptr.dtype.element_ty
+            last = tl.load(rows[1] + row) - 1
+            stored = narrowed(folded, kind, noise, row, last, first + head, p, 0, WIDTH, STATE)
+            tl.store(head_ptrs, stored, mask=state_mask)
 
 
 def ssm_replay_update(
@@ -310,6 +316,7 @@ def ssm_replay_update(
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
     ancestors: Tensor | None = None,
+    noise: Noise | None = None,
     *,
     block_p: int = 32,
     block_h: int | None = None,
@@ -341,6 +348,7 @@ def ssm_replay_update(
         *map(strided, (x, dt, B, C)),
         (A_log, D, dt_bias, *dt_limit),
         None if ancestors is None else ancestors.contiguous(),
+        packed(noise),
         y,
         HEADS=heads,
         WIDTH=width,

@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.device import SMALLEST_DOT, busy_programs, padded, strided
+from mtpkit.kernels.rounding.reference import GROUP, Noise
+from mtpkit.kernels.rounding.tile import narrowed, packed
 from mtpkit.kernels.ssm_update.replay import ssm_replay_update, step_size
 
 __all__ = ["ssm_replay_update", "ssm_snapshot_update"]
@@ -23,6 +25,7 @@ def _snapshot_kernel(
     C_in,
     parameters,
     parents_ptr,
+    noise,
     y_ptr,
     tokens,
     HEADS: tl.constexpr,
@@ -89,9 +92,16 @@ def _snapshot_kernel(
             C_ptr + row * C_row + t * C_token + group * C_group + n, mask=in_n, other=0.0
         ).to(tl.float32)
         state = state * tl.exp(step * A) + (step * x)[:, None] * B[None, :]
-        tl.store(state_ptrs + t * entry, state.to(state_ptr.dtype.element_ty), mask=state_mask)
+        position = 0
+        if noise is not None:
+            position = tl.load(noise[3] + row * tokens + t)
+        kind: tl.constexpr = state_ptr.dtype.element_ty
+        stored = narrowed(state, kind, noise, row, position, head, p, 0, WIDTH, STATE)
+        tl.store(state_ptrs + t * entry, stored, mask=state_mask)
         y = tl.sum(state * C[None, :], 1) + D * x
         tl.store(y_ptrs + t * (HEADS * WIDTH), y.to(y_ptr.dtype.element_ty), mask=in_p)
+        if noise is not None:
+            state = stored.to(tl.float32)
 
 
 def ssm_snapshot_update(
@@ -107,6 +117,7 @@ def ssm_snapshot_update(
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
     parents: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """See the reference."""
     rows, tokens, heads, width = x.shape
@@ -121,6 +132,7 @@ def ssm_snapshot_update(
         *map(strided, (x, dt, B, C)),
         (A_log, D, dt_bias, *dt_limit),
         None if parents is None else parents.contiguous(),
+        packed(noise),
         y,
         tokens,
         HEADS=heads,
@@ -129,7 +141,7 @@ def ssm_snapshot_update(
         STATE=state_dim,
         ENTRIES=state.shape[1],
         BLOCK_P=block_p,
-        BLOCK_N=triton.next_power_of_2(state_dim),
+        BLOCK_N=max(1 if noise is None else GROUP, triton.next_power_of_2(state_dim)),
         num_warps=4,
     )
     return y

@@ -62,20 +62,23 @@ def uneven_sizes(
     for kind in kinds_in(config.letters):
         section = config.section(kind.section)
         keys = keys_of(kind.section)
+
         for key, size in kind.divided_sizes(config, whole_experts).items():
             if size % ranks:
                 yield UnevenSize(key, size, False)
+
         for name in kind.divided_or_shared:
-            if (size := getattr(section, name)) % ranks and ranks % size:
+            size = getattr(section, name)
+            # Fewer parts than ranks must be shared by equally many ranks each.
+            if size % ranks and ranks % size:
                 yield UnevenSize(keys[name], size, True)
 
 
 def caching_length(pattern: str) -> int:
     """Count the layers of a pattern up to the last one that keeps a state or cache of earlier
     tokens; 0 without any."""
-    return 1 + max(
-        (place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past), default=-1
-    )
+    places = [place for place, letter in enumerate(pattern) if KINDS[letter].keeps_past]
+    return 1 + max(places, default=-1)
 
 
 class StageModel(Protocol):
@@ -96,10 +99,14 @@ def layers_of(model: StageModel, heads: bool = True) -> Iterator[tuple[str, nn.M
         heads: include the layers of the heads.
     """
     stage = model.stage_patterns[model.pg_collection.pp.rank()]
-    # none if the model was built without base layers
+    # There is none if the model was built without base layers.
     for number, layer in enumerate(model.decoder.layers):
         yield f"decoder.layers.{number}", layer, KINDS[stage[number]]
-    for depth, head in enumerate(model.mtp.layers if heads and model.mtp_process else ()):
+
+    # Only the last stage has heads.
+    if not (heads and model.mtp_process):
+        return
+    for depth, head in enumerate(model.mtp.layers):
         for number, layer in enumerate(head.mtp_model_layer.layers):
             name = f"mtp.layers.{depth}.layers.{number}"
             yield name, layer, KINDS[model.mtpkit_config.mtp.pattern[number]]

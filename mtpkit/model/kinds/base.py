@@ -53,6 +53,15 @@ class Experts:
     """Names in `LayerKind.tensors` of the tensors that hold the experts' matrices, one expert after
     the other."""
 
+    def touched(self, tokens: float) -> float:
+        """Return the expected number of experts that a batch of `tokens` tokens is routed to if
+        each token draws experts at random."""
+        if not self.count:
+            return 0.0
+        # The probability that no token chooses a given expert.
+        missed = (1 - self.chosen / self.count) ** tokens
+        return self.count * (1 - missed)
+
 
 @dataclass(frozen=True)
 class Matrices:
@@ -75,13 +84,9 @@ class Matrices:
         return self.always + self.expert * self.experts.count
 
     def read(self, tokens: float) -> float:
-        """Return the expected elements that a batch of `tokens` tokens reads if each token draws
-        experts at random."""
-        if not self.experts.count:
-            return self.always
-        # The probability that no token chooses a given expert.
-        missed = (1 - self.experts.chosen / self.experts.count) ** tokens
-        return self.always + self.expert * self.experts.count * (1 - missed)
+        """Return the expected elements that a batch of `tokens` tokens reads, see
+        `Experts.touched`."""
+        return self.always + self.expert * self.experts.touched(tokens)
 
 
 class GatedNorm(NamedTuple):

@@ -1,10 +1,12 @@
 """Grouped-query self-attention for sequences, MTP depths and paged decoding."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mtpkit.config.sections import AttentionConfig
 from mtpkit.kernels.activation import sigmoid_gate
@@ -14,6 +16,8 @@ from mtpkit.kernels.attention import (
     prefill_attention,
     sequence_attention,
 )
+from mtpkit.kernels.kv_store import UNSCALED, through_fp8
+from mtpkit.kernels.linear import FP8
 from mtpkit.kernels.place_qkv import place_qkv
 from mtpkit.kernels.rotary import rotate
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
@@ -56,6 +60,9 @@ class SelfAttention(MegatronSelfAttention):
     built."""
     frequencies: Tensor | None
     """Radians per position of the rotated channels; None: no rotary position embedding."""
+    kv_scales = UNSCALED
+    """Scales of this layer's keys and values in a cache in fp8, set when a checkpoint that has some
+    is loaded. All tensor-parallel ranks have the same."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
@@ -157,6 +164,17 @@ class SelfAttention(MegatronSelfAttention):
             return x
         return rotate(x, positions, self.frequencies, self.rotary_factor)
 
+    def round_sequences(self) -> list[RemovableHandle]:
+        """Compute whole sequences with keys and values as a cache in fp8 gives them back, until the
+        handles are removed. Depths of heads stay as they are."""
+
+        def rounded(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            q, k, v, documents = args
+            scales = self.kv_scales
+            return q, through_fp8(k, scales.key), through_fp8(v, scales.value), documents
+
+        return [self.core_attention.register_forward_pre_hook(rounded)]
+
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
         if not later:
@@ -177,6 +195,8 @@ class SelfAttention(MegatronSelfAttention):
         """
         (cache,) = step.states[self.layer_name]
         assert isinstance(cache, PagedKV)
+        # A cache in the model's own dtype holds keys and values as they are.
+        scales = self.kv_scales if cache.key.dtype == FP8 else UNSCALED
         # Norms, rotation and the copy to the cache are one kernel: each alone is so small that its
         # launch would take most of its time.
         q_norm, k_norm = (None if normed else norm for norm in (self.q_layernorm, self.k_layernorm))
@@ -195,6 +215,7 @@ class SelfAttention(MegatronSelfAttention):
             zero_centered=self.config.layernorm_zero_centered_gamma,
             keep=step.keep,
             factor=self.rotary_factor,
+            scales=scales,
         )
         if step.keep is not None:
             kept = torch.searchsorted(step.query_start[1:], step.keep, right=True)
@@ -203,7 +224,7 @@ class SelfAttention(MegatronSelfAttention):
                 return q.flatten(1, 2)
             # Each kept token is a row of its own: its keys, also those of this step, are in the
             # cache by now.
-            return paged_attention(q[:, None], cache.key, cache.value, *newest)[:, 0]
+            return paged_attention(q[:, None], cache.key, cache.value, *newest, scales=scales)[:, 0]
 
         rows = step.num_decode_rows
         start = step.num_decode_tokens
@@ -211,12 +232,11 @@ class SelfAttention(MegatronSelfAttention):
         if rows:
             places = step.block_tables[:rows], *step.attended
             decode_q = q[:start].unflatten(0, (rows, step.decode_width))
-            outputs.append(paged_attention(decode_q, cache.key, cache.value, *places).flatten(0, 1))
+            out = paged_attention(decode_q, cache.key, cache.value, *places, scales=scales)
+            outputs.append(out.flatten(0, 1))
         if step.num_chunk_rows:
-            tables = step.block_tables[rows:]
-            lengths = step.context_lens[rows:]
-            starts = step.query_start[rows:]
+            own = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
             outputs.append(
-                prefill_attention(q[start:], cache.key, cache.value, tables, lengths, starts)
+                prefill_attention(q[start:], cache.key, cache.value, *own, scales=scales)
             )
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -18,6 +18,7 @@ from mtpkit.kernels.gated_delta_rule import (
 )
 from mtpkit.kernels.norm import norm_gate
 from mtpkit.kernels.ring_fold import fold_ring
+from mtpkit.kernels.rounding import Noise
 from mtpkit.model.inputs import DepthInput, SequenceInput, TreeInput
 from mtpkit.model.layers.base import NoExtraState, split_parameter
 from mtpkit.model.layers.norm import norm_weight
@@ -129,10 +130,7 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
         q, k, v, g, beta = self._tokens(conv_out, rates)
-        states, slots, context_lens = places or (None, None, None)
-        return delta_varlen(
-            q, k, v, g, beta, starts, states=states, slots=slots, context_lens=context_lens
-        )
+        return delta_varlen(q, k, v, g, beta, starts, *(places or ()))
 
     def update(
         self,
@@ -142,6 +140,7 @@ class GatedDeltaNet(RecurrentMixer):
         slots: Tensor,
         lens: tuple[Tensor, Tensor],
         tree: TreeInput | None = None,
+        noise: Noise | None = None,
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
         q, k, v, a, b = self._raw(conv_out, rates)
@@ -159,6 +158,7 @@ class GatedDeltaNet(RecurrentMixer):
                 A_log=self.A_log,
                 dt_bias=self.dt_bias,
                 parents=tree.parents if tree else None,
+                noise=noise,
             )
         return delta_replay_update(
             recurrent.folded,
@@ -176,9 +176,16 @@ class GatedDeltaNet(RecurrentMixer):
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             ancestors=tree.ancestors if tree else None,
+            noise=noise,
         )
 
-    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
+    def fold(
+        self,
+        recurrent: Replay,
+        slots: Tensor,
+        lens: tuple[Tensor, Tensor],
+        noise: Noise | None = None,
+    ) -> None:
         """See `RecurrentMixer.fold`."""
         context_lens, counts = lens
         fold_ring(
@@ -189,6 +196,7 @@ class GatedDeltaNet(RecurrentMixer):
             slots=slots,
             context_lens=context_lens,
             ring_lens=counts,
+            noise=noise,
         )
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:

@@ -5,14 +5,19 @@ narrow experts, launches then dominate a training step.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
+from mtpkit.model.formats.weight import QuantizedWeight
+from mtpkit.model.layers.linear import MaybeQuantized
 from mtpkit.model.layers.norm import ACTIVATIONS
 from mtpkit.model.transformer_config import TransformerConfig
 
@@ -23,6 +28,29 @@ _MOST_COPIED = 4 << 30
 apart; a larger copy would take too much memory."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types that `grouped_mm` multiplies on a CPU."""
+
+
+class ExpertColumnLinear(MaybeQuantized, ColumnParallelLinear):
+    """megatron-core's column-parallel linear, with a weight that may be quantised."""
+
+
+class ExpertRowLinear(MaybeQuantized, RowParallelLinear):
+    """megatron-core's row-parallel linear, with a weight that may be quantised."""
+
+
+class SpecProvider(LocalSpecProvider):
+    """megatron-core's choice of modules for a mixture of experts, with the linears above."""
+
+    def column_parallel_linear(self) -> type:
+        return ExpertColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return ExpertRowLinear
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> partial[SequentialMLP]:
+        """One linear per expert, whose parameters have the local experts' names."""
+        submodules = MLPSubmodules(linear_fc1=ExpertColumnLinear, linear_fc2=ExpertRowLinear)
+        return partial(SequentialMLP, submodules=submodules)
 
 
 class Experts(SequentialMLP):
@@ -56,6 +84,8 @@ class Experts(SequentialMLP):
             [P, h], each row's expert output times its weight; and None.
         """
         x = permuted_local_hidden_states
+        if self.quantized:
+            return self._weighted_after(x, tokens_per_expert, permuted_probs), None
         if self.apart or not self._run_together(x):
             return super().forward(x, tokens_per_expert, permuted_probs)
         ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
@@ -65,6 +95,30 @@ class Experts(SequentialMLP):
         inner = (inner * permuted_probs[:, None]).to(x.dtype)
         return _multiply(inner, ends, self._linears("linear_fc2")), None
 
+    @property
+    def quantized(self) -> bool:
+        """Whether some expert's weight is quantised."""
+        return any(
+            isinstance(linear.weight, QuantizedWeight)
+            for name in ("linear_fc1", "linear_fc2")
+            for linear in self._linears(name)
+        )
+
+    def _weighted_after(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """Run the experts one by one, with the arguments of `forward`, and multiply their outputs
+        by the weights.
+
+        megatron-core multiplies the input of fc2 instead. Quantised inputs would then be others
+        than in decoding, where the weights are applied to outputs.
+        """
+        activation = ACTIVATIONS[self.config.mtpkit.mlp.activation]
+        parts = x.split(counts.tolist())
+        outputs = [
+            expert.linear_fc2(activation(expert.linear_fc1(part)[0]))[0]
+            for expert, part in zip(self.local_experts, parts, strict=True)
+        ]
+        return (torch.cat(outputs) * weights[:, None]).to(x.dtype)
+
     def _linears(self, name: str) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [getattr(expert, name) for expert in self.local_experts]
 
@@ -72,12 +126,8 @@ class Experts(SequentialMLP):
         first = self.local_experts[0]
         pair = first.linear_fc1, first.linear_fc2
         plain = isinstance(pair[0], ColumnParallelLinear) and isinstance(pair[1], RowParallelLinear)
-        # Transformer Engine's linears, and weights in fp8, use other matrix products.
-        if (
-            not plain
-            or not len(x)
-            or any(getattr(one, "weight_scale", None) is not None for one in pair)
-        ):
+        # Transformer Engine's linears use other matrix products.
+        if not plain or not len(x):
             return False
         aligned = not any(
             size * x.element_size() % _ALIGNED for one in pair for size in one.weight.shape

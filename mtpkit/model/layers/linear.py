@@ -4,43 +4,71 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear as MegatronColumnParallelLinear
 from megatron.core.tensor_parallel import RowParallelLinear as MegatronRowParallelLinear
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from mtpkit.kernels.linear import fp8_linear, linear
 from mtpkit.kernels.norm import rms_norm
 from mtpkit.model.collectives import all_reduce
+from mtpkit.model.formats.weight import QuantizedWeight, multiply, product
 from mtpkit.model.layers.base import NoExtraState, linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS, GatedRMSNorm, norm_weight
 from mtpkit.model.transformer_config import TransformerConfig
 
 
-def is_plain(module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | None) -> bool:
+def is_plain(
+    module: "ColumnParallelLinear | RowParallelLinear", *inputs: Tensor | QuantizedWeight | None
+) -> bool:
     """Return whether the linear is only a matrix product, possibly with a bias and a sum over
-    ranks: no fp8, no gradient to `inputs` or the bias, no sequence parallelism."""
+    ranks: no gradient to `inputs` or the bias, no sequence parallelism."""
     tensors = (*inputs, module.bias)
     differentiated = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
-    return not differentiated and not module.sequence_parallel and module.weight_scale is None
+    return not differentiated and not module.sequence_parallel
 
 
-def _in_fp8(module: "ColumnParallelLinear | RowParallelLinear", input_: Tensor) -> Tensor:
-    """Multiply input_ [.., in] with a weight in fp8 to [.., out]."""
-    assert module.weight_scale is not None
-    output = fp8_linear(input_.flatten(0, -2), module.weight, module.weight_scale)
-    if module.bias is not None:
-        output += module.bias
-    return output.view(*input_.shape[:-1], len(module.weight))
+class MaybeQuantized:
+    """Mixin of megatron-core's linears, whose own product gets the widened matrix in the backward
+    if `weight` is a `QuantizedWeight`."""
+
+    quantizable = True
+    """Whether `weight` may be a `QuantizedWeight`."""
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: ProcessGroup | None,
+        **rest: object,
+    ) -> Tensor:
+        if isinstance(weight, Tensor):
+            return super()._forward_impl(  # type: ignore[misc]
+                input,
+                weight,
+                bias=bias,
+                allreduce_dgrad=allreduce_dgrad,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                **rest,
+            )
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        return product(input, weight, bias)
 
 
-class ColumnParallelLinear(MegatronColumnParallelLinear):
+class ColumnParallelLinear(MaybeQuantized, MegatronColumnParallelLinear):
     """Linear whose output features are split over tensor-parallel ranks."""
-
-    weight_scale: Tensor | None = None
-    """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
 
     def forward(
         self,
@@ -52,12 +80,10 @@ class ColumnParallelLinear(MegatronColumnParallelLinear):
         used = self.weight if weight is None else weight
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if is_plain(self, input_, used) and (self.tp_group.size() == 1 or not gathers):
-            output = linear(
+            output = multiply(
                 input_.flatten(0, -2), used, bias=self.bias, early=self.tp_group.size() > 1
             )
             return output.view(*input_.shape[:-1], len(used)), None
-        if self.weight_scale is not None:
-            return _in_fp8(self, input_), None
         return super().forward(input_, weight, runtime_gather_output)
 
 
@@ -102,7 +128,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return ACTIVATIONS[activation](self(input_)[0])
 
     def _fused(self, input_: Tensor, activation: Literal["relu2"] | None) -> Tensor:
-        output = linear(
+        output = multiply(
             input_.flatten(0, -2),
             self.weight,
             norm_weight=self.layer_norm_weight,
@@ -118,6 +144,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class CopiedLinear(NoExtraState, nn.Module):
     """Linear without bias that every tensor-parallel rank holds whole."""
 
+    quantizable = True
+
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__()
         device = torch.cuda.current_device()
@@ -131,20 +159,18 @@ class CopiedLinear(NoExtraState, nn.Module):
     def forward(self, input_: Tensor) -> Tensor:
         """Map input_ [..., in] to [..., out]."""
         if torch.is_grad_enabled():
-            return F.linear(input_, self.weight)
-        return linear(input_.flatten(0, -2), self.weight).view(*input_.shape[:-1], len(self.weight))
+            return product(input_, self.weight)
+        output = multiply(input_.flatten(0, -2), self.weight)
+        return output.view(*input_.shape[:-1], len(self.weight))
 
 
-class RowParallelLinear(MegatronRowParallelLinear):
+class RowParallelLinear(MaybeQuantized, MegatronRowParallelLinear):
     """Linear whose input features are split over tensor-parallel ranks; can add its output to a
     residual stream.
 
     A `residual` [s, b, out] may be overwritten by the sum: the matrix product accumulates into it
     where possible, so that the addition costs neither a kernel nor a copy.
     """
-
-    weight_scale: Tensor | None = None
-    """[out, 1] of a weight in fp8, see `mtpkit.model.fp8`."""
 
     def forward(
         self, input_: Tensor, residual: Tensor | None = None
@@ -160,29 +186,35 @@ class RowParallelLinear(MegatronRowParallelLinear):
         kernel."""
         return self._forward(input_, gate, norm, residual)
 
+    def of_swiglu(
+        self, input_: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `forward` on swiglu(input_), given input_ [s, b, 2 in / tp]; if the weight's inputs
+        are quantised, the activation runs in the launch that does so."""
+        return self._forward(input_, None, None, residual, swiglu=True)
+
     def _forward(
         self,
         input_: Tensor,
         gate: Tensor | None,
         norm: GatedRMSNorm | None,
         residual: Tensor | None,
+        swiglu: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.bias is None, "built without"
         norm_weight = None if norm is None else norm.weight
         if not is_plain(self, input_, self.weight, residual, gate, norm_weight):
             if norm is not None:
                 input_ = norm(input_, gate)
-            if self.weight_scale is None:
-                output, bias = super().forward(input_)
-            else:
-                output = _in_fp8(self, input_)
-                bias = None
+            if swiglu:
+                input_ = ACTIVATIONS["swiglu"](input_)
+            output, bias = super().forward(input_)
             # Not in place: layers before this one may keep the residual for the backward.
             return (output if residual is None else residual + output), bias
 
         if self.tp_group.rank():
             residual = None  # only the first rank adds it, so that it counts once
-        output = linear(
+        output = multiply(
             input_.flatten(0, -2),
             self.weight,
             norm_weight=norm_weight,
@@ -190,6 +222,7 @@ class RowParallelLinear(MegatronRowParallelLinear):
             group_size=None if norm is None else norm.group_size,
             gate=None if gate is None else gate.flatten(0, -2),
             residual=None if residual is None else residual.contiguous().flatten(0, -2),
+            swiglu=swiglu,
             early=self.tp_group.size() > 1,
         )
         return all_reduce(output, self.tp_group).view(*input_.shape[:-1], len(self.weight)), None

@@ -11,6 +11,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from torch import Tensor
 
 from mtpkit.kernels.ring_fold import fold_ring
+from mtpkit.kernels.rounding import Noise
 from mtpkit.kernels.ssd import ssd_scan, ssd_varlen
 from mtpkit.kernels.ssm_update import ssm_replay_update, ssm_snapshot_update
 from mtpkit.model.inputs import DepthInput, SequenceInput, TreeInput
@@ -129,7 +130,7 @@ class MambaMixer(RecurrentMixer):
     ) -> Tensor:
         """See `RecurrentMixer.scan_rows`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
-        states, slots, context_lens = places or (None, None, None)
+        states, slots, context_lens, noise = places or (None, None, None, None)
         return ssd_varlen(
             x,
             dt,
@@ -144,6 +145,7 @@ class MambaMixer(RecurrentMixer):
             states=states,
             slots=slots,
             context_lens=context_lens,
+            noise=noise,
         )
 
     def update(
@@ -154,6 +156,7 @@ class MambaMixer(RecurrentMixer):
         slots: Tensor,
         lens: tuple[Tensor, Tensor],
         tree: TreeInput | None = None,
+        noise: Noise | None = None,
     ) -> Tensor:
         """See `RecurrentMixer.update`."""
         x, dt, B, C = self._scan_inputs(conv_out, rates)
@@ -172,6 +175,7 @@ class MambaMixer(RecurrentMixer):
                 dt_bias=self.dt_bias,
                 dt_limit=self.dt_limit,
                 parents=tree.parents if tree else None,
+                noise=noise,
             )
         return ssm_replay_update(
             recurrent.folded,
@@ -190,9 +194,16 @@ class MambaMixer(RecurrentMixer):
             dt_bias=self.dt_bias,
             dt_limit=self.dt_limit,
             ancestors=tree.ancestors if tree else None,
+            noise=noise,
         )
 
-    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
+    def fold(
+        self,
+        recurrent: Replay,
+        slots: Tensor,
+        lens: tuple[Tensor, Tensor],
+        noise: Noise | None = None,
+    ) -> None:
         """See `RecurrentMixer.fold`."""
         context_lens, counts = lens
         fold_ring(
@@ -204,6 +215,7 @@ class MambaMixer(RecurrentMixer):
             context_lens=context_lens,
             ring_lens=counts,
             A_log=self.A_log,
+            noise=noise,
         )
 
     def scan_depth(self, conv_out: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:

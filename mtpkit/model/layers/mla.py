@@ -5,6 +5,8 @@ N tokens that it keeps, n heads of this rank, d and e head widths of keys withou
 values, C width of the latent, P width of the rotary key.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -13,15 +15,17 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mtpkit.kernels.attention import depth_attention
-from mtpkit.kernels.kv_store import store_kv
+from mtpkit.kernels.kv_store import store_kv, through_fp8
 from mtpkit.kernels.latent_attention import (
     chunk_attention,
     latent_attention,
     latent_context_attention,
 )
+from mtpkit.kernels.linear import FP8, linear
 from mtpkit.kernels.rotary import rotate
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.backend import Backend
@@ -76,6 +80,9 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         self.linear_kv_up_proj = up(
             sizes.kv_lora_rank, heads * (sizes.qk_head_dim + sizes.v_head_dim), **columns
         )
+        # Decoding multiplies by both halves of each head's rows, one of them transposed, and
+        # prefill must compute the same function.
+        self.linear_kv_up_proj.quantizable = False
         rows = dict(
             split,
             init_method=config.output_layer_init_method,
@@ -190,6 +197,26 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         q = torch.cat([plain_q, rotary_q], -1)
         return q, torch.cat([plain_k, rotary_k.expand(-1, -1, self.heads, -1)], -1), v.contiguous()
 
+    def round_sequences(self) -> list[RemovableHandle]:
+        """Compute whole sequences with latents and rotary keys as a cache in fp8 gives them back,
+        until the handles are removed. Depths of heads stay as they are."""
+        up = self.linear_kv_up_proj
+        width = self.sizes.qk_head_dim
+
+        def from_latents(_: nn.Module, args: tuple[Any, ...], __: object) -> tuple[Tensor, None]:
+            latent = up.normed(args[0]) if self.config.mtpkit.attention.qk_layernorm else args[0]
+            kv = linear(through_fp8(latent).flatten(0, 1), up.weight)
+            return kv.unflatten(0, latent.shape[:2]), None
+
+        def rotary(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            q, k, *rest = args
+            return q, torch.cat([k[..., :width], through_fp8(k[..., width:])], -1), *rest
+
+        return [
+            up.register_forward_hook(from_latents),
+            self.core_attention.register_forward_pre_hook(rotary),
+        ]
+
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
         if not later:
@@ -222,10 +249,7 @@ class LatentAttention(SplitOverRanks, MegatronModule):
 
     def _absorbed(self) -> tuple[Tensor, Tensor]:
         """Return each head's projections of latents to keys [n, d, C] and to values [n, e, C]."""
-        weight = self.linear_kv_up_proj.weight
-        if (scale := getattr(self.linear_kv_up_proj, "weight_scale", None)) is not None:
-            weight = (weight.float() * scale).to(self.config.params_dtype)
-        key, value = weight.unflatten(0, (self.heads, -1)).split(
+        key, value = self.linear_kv_up_proj.weight.unflatten(0, (self.heads, -1)).split(
             [self.sizes.qk_head_dim, self.sizes.v_head_dim], 1
         )
         return key, value
@@ -273,20 +297,30 @@ class LatentAttention(SplitOverRanks, MegatronModule):
             before, lse = latent_context_attention(
                 latent[start:], rotary[start:], cache, *own, starts, self.scale
             )
-            k, v = self._keys_and_values(entries[0][start:], entries[1][start:])
+            if cache.dtype == FP8:
+                # Tokens of one chunk must see each other as later chunks and steps see them:
+                # rounded. Otherwise an output would depend on where its prompt was cut.
+                # As bytes: not all devices index tensors in fp8.
+                stored = cache.view(torch.uint8).flatten(0, 1)[step.kv_slots[start:]]
+                cached = stored.view(FP8).to(latent.dtype)
+                normed, turned = cached.split([latent.shape[-1], rotary.shape[-1]], -1)
+                kv = linear(normed, self.linear_kv_up_proj.weight)
+                turned = turned[:, None]
+            else:
+                kv, _ = self.linear_kv_up_proj(entries[0][start:].contiguous())
+                kv = kv[:, 0]
+                turned = entries[1][start:]
+            k, v = self._keys_and_values(kv, turned)
             q = torch.cat([plain[start:, 0], rotary[start:]], -1)
             before = _per_head(before, value_up)
             outputs.append(chunk_attention(q, k, v, before, lse, lengths, starts, self.scale))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _keys_and_values(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute keys [T, n, d + P] and values [T, n, e] from latents [T, 1, C] before their norm
-        and from rotated keys [T, 1, P]."""
-        kv, _ = self.linear_kv_up_proj(latent.contiguous())
-        plain, v = (
-            kv[:, 0]
-            .unflatten(-1, (self.heads, -1))
-            .split([self.sizes.qk_head_dim, self.sizes.v_head_dim], -1)
+    def _keys_and_values(self, kv: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Split up projections of latents, [T, n * (d + e)], and join rotated keys [T, 1, P]: keys
+        [T, n, d + P] and values [T, n, e]."""
+        plain, v = kv.unflatten(-1, (self.heads, -1)).split(
+            [self.sizes.qk_head_dim, self.sizes.v_head_dim], -1
         )
         return torch.cat([plain, rotary.expand(-1, self.heads, -1)], -1), v
 

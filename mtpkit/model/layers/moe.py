@@ -12,10 +12,20 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from mtpkit.kernels.activation import sigmoid_gate
-from mtpkit.kernels.linear import linear
-from mtpkit.kernels.moe import expert_mlp, route, router_logits
+from mtpkit.kernels.moe import route, router_logits
 from mtpkit.kernels.moe.reference import Shared
 from mtpkit.model.collectives import all_reduce
+from mtpkit.model.formats.weight import (
+    QuantizedStack,
+    QuantizedWeight,
+    Stack,
+    Weight,
+    input_rule,
+    layout_of,
+    multiply,
+    product,
+    run_experts,
+)
 from mtpkit.model.layers.base import NoExtraState
 from mtpkit.model.layers.experts import Experts
 from mtpkit.model.layers.norm import ACTIVATIONS, RMSNorm
@@ -34,6 +44,8 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
     """A linear held whole by every tensor-parallel rank; returns (output, bias) as megatron-core's
     linears do."""
 
+    quantizable = True
+
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__(
             input_size,
@@ -46,7 +58,7 @@ class DuplicatedLinear(NoExtraState, nn.Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Map x [..., input_size] to ([..., output_size], None)."""
-        return super().forward(x), None
+        return product(x, self.weight), None
 
 
 class Router(TopKRouter):
@@ -55,6 +67,8 @@ class Router(TopKRouter):
     routing lacks. Its bias is not updated."""
 
     config: TransformerConfig
+    draw: Tensor | None = None
+    """See `draw_experts`."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Map input [..., hidden] to fp32 logits [..., experts]."""
@@ -91,7 +105,7 @@ class Router(TopKRouter):
     def _route(self, logits: Tensor, shared: Shared = "apart") -> tuple[Tensor, Tensor]:
         bias = None if self.expert_bias is None else self.expert_bias.float()
         settings = self.config.mtpkit.moe.routing
-        return route(logits, bias, *settings, shared)
+        return route(logits, bias, *settings, shared, self.draw)
 
 
 class MoELayer(MegatronMoELayer):
@@ -129,10 +143,10 @@ class MoELayer(MegatronMoELayer):
         self.fc1_latent_proj = DuplicatedLinear(config.hidden_size, latent, config)
         self.fc2_latent_proj = DuplicatedLinear(latent, config.hidden_size, config)
 
-    _stacks: list[Tensor] | None = None
+    _stacks: list[Stack] | None = None
     """fc1 of all experts and fc2 of all experts, each followed by that of a shared expert that
     joins them. If the shared expert has a gate, a third tensor has the weights of the router and of
-    the gate, then zeros. The parameters are views of these tensors."""
+    the gate, then zeros. The weights are views of these tensors."""
 
     def forward(
         self, hidden_states: Tensor, *args: object, **kwargs: object
@@ -152,12 +166,13 @@ class MoELayer(MegatronMoELayer):
             self.experts.apart = False
 
     def stack_experts(self) -> bool:
-        """Lay the weights of all routed experts side by side; the parameters become views of them.
+        """Lay the weights of all routed experts side by side; the weights become views of them.
 
         Experts stay apart under sequence parallelism, and if ranks split the experts but not the
         other matrices: only megatron-core's own pass exchanges tokens. They also stay apart if
         their weights cannot be moved: weights in another owner's buffer, such as an optimizer's,
-        and weights made in inference mode.
+        and weights made in inference mode. Quantised weights stay apart unless all have one
+        `QuantizedWeight.layout`, and both products one rule for their inputs.
 
         Returns:
             Whether the weights lie side by side now.
@@ -168,7 +183,7 @@ class MoELayer(MegatronMoELayer):
         # Stacks that the parameters are no longer views of would only take memory.
         self._stacks = None
         apart = self.config.sequence_parallel or not self._same_tokens
-        if apart or not all(_can_move(weight) for weights in together for weight in weights):
+        if apart or not _fit(together):
             return False
         multiples = 1, 1, _ALIGNED_ROWS
         self._stacks = [
@@ -193,8 +208,8 @@ class MoELayer(MegatronMoELayer):
     @property
     def _joins(self) -> Shared:
         """Way in which the shared expert joins the routed ones: `apart` unless its width, its input
-        and its dtype are the same as theirs, its gate (if any) has the router's dtype, and no other
-        rank has a part of the layer."""
+        and its dtype or format are the same as theirs, its gate (if any) has the router's dtype,
+        and no other rank has a part of the layer."""
         sizes = self.config.mtpkit.moe
         if (
             not self.use_shared_expert
@@ -203,9 +218,11 @@ class MoELayer(MegatronMoELayer):
         ):
             return "apart"
         shared = self.shared_experts
+        some = self.experts.local_experts[0]
         gate = self.shared_experts.gate_weight
-        alike = (
-            shared.linear_fc1.weight.dtype == self.experts.local_experts[0].linear_fc1.weight.dtype
+        alike = all(
+            layout_of(getattr(shared, name).weight) == layout_of(getattr(some, name).weight)
+            for name in ("linear_fc1", "linear_fc2")
         )
         if not alike or sizes.shared_expert_intermediate_size != sizes.ffn_hidden_size:
             return "apart"
@@ -215,13 +232,13 @@ class MoELayer(MegatronMoELayer):
         return "gated" if gate.dtype == self.router.weight.dtype else "apart"
 
     @property
-    def _together(self) -> list[list[Tensor]]:
+    def _together(self) -> list[list[Weight]]:
         """The weights to lay side by side, see `_stacks`."""
         experts = list(self.experts.local_experts)
         joins = self._joins
         if joins != "apart":
             experts.append(self.shared_experts)
-        pairs = [
+        pairs: list[list[Weight]] = [
             [expert.linear_fc1.weight for expert in experts],
             [expert.linear_fc2.weight for expert in experts],
         ]
@@ -242,15 +259,13 @@ class MoELayer(MegatronMoELayer):
         joins = self._joins
         first = self.attn_tp_group.rank() == 0  # only the first rank adds the residual
         total = residual.contiguous().flatten(0, -2) if residual is not None and first else None
-        some = self.experts.local_experts[0]
-        fc1 = self._stacks[0].unflatten(0, (-1, len(some.linear_fc1.weight)))
-        fc2 = self._stacks[1].unflatten(0, (-1, len(some.linear_fc2.weight)))
         if joins != "apart" and len(flat) <= _JOINED_TOKENS:
             rows = self._stacks[2] if joins == "gated" else None
+            assert not isinstance(rows, QuantizedStack)
             flat, chosen, weights = self.router.choose(flat, norm, rows, joins)
-            return expert_mlp(flat, fc1, fc2, chosen, weights, activation, total).view(x.shape)
-        fc1 = fc1[: self.num_local_experts]
-        fc2 = fc2[: self.num_local_experts]
+            both = self._first(self.num_local_experts + 1)
+            return run_experts(flat, *both, chosen, weights, activation, total).view(x.shape)
+        fc1, fc2 = self._first(self.num_local_experts)
         flat, chosen, weights = self.router.choose(flat, norm)
         spread = self.ep_group.size() > 1
         if spread:
@@ -260,23 +275,61 @@ class MoELayer(MegatronMoELayer):
             chosen = torch.where((own >= 0) & (own < count), own, count)
         if self.use_shared_expert:
             shared = self.shared_experts
+            quantized = isinstance(shared.linear_fc2.weight, QuantizedWeight)
+            # Quantised inputs of the second product take swiglu in the launch that makes them.
+            last = quantized and activation == "swiglu"
             if activation == "relu2":
-                inner = linear(flat, shared.linear_fc1.weight, activation="relu2")
+                inner = multiply(flat, shared.linear_fc1.weight, activation="relu2")
             else:
-                inner = ACTIVATIONS[activation](linear(flat, shared.linear_fc1.weight))
+                inner = multiply(flat, shared.linear_fc1.weight)
+                inner = inner if last else ACTIVATIONS[activation](inner)
+            gate = None
             if shared.gate_weight is not None:
-                gate = linear(flat, shared.gate_weight)[:, :, None]
-                # one gate per token
-                inner = sigmoid_gate(inner, gate.expand(-1, inner.shape[1], 1))
-            total = linear(inner, shared.linear_fc2.weight, residual=total)
+                gate = multiply(flat, shared.gate_weight)[:, :, None]
+            if gate is not None and quantized:
+                # After the product, as in training: it may quantise its input.
+                outer = _gated(multiply(inner, shared.linear_fc2.weight, swiglu=last), gate)
+                total = outer if total is None else total + outer
+            else:
+                inner = inner if gate is None else _gated(inner, gate)
+                weight = shared.linear_fc2.weight
+                total = multiply(inner, weight, swiglu=last, residual=total)
 
         if self.config.moe_latent_size:
-            small = linear(flat, self.fc1_latent_proj.weight)
-            mixed = expert_mlp(small, fc1, fc2, chosen, weights, activation, some_elsewhere=spread)
-            total = linear(mixed, self.fc2_latent_proj.weight, residual=total)
+            small = multiply(flat, self.fc1_latent_proj.weight)
+            mixed = run_experts(small, fc1, fc2, chosen, weights, activation, None, spread)
+            total = multiply(mixed, self.fc2_latent_proj.weight, residual=total)
         else:
-            total = expert_mlp(flat, fc1, fc2, chosen, weights, activation, total, spread)
+            total = run_experts(flat, fc1, fc2, chosen, weights, activation, total, spread)
         return all_reduce(total, self.attn_tp_group).view(x.shape)
+
+    def _first(self, count: int) -> tuple[Stack, Stack]:
+        """fc1 and fc2 of the first experts of the stacks."""
+        assert self._stacks is not None
+        some = self.experts.local_experts[0]
+        found = []
+        for stack, linear in zip(self._stacks, (some.linear_fc1, some.linear_fc2), strict=False):
+            if isinstance(stack, QuantizedStack):
+                found.append(stack.first(count))
+            else:
+                found.append(stack.unflatten(0, (-1, len(linear.weight)))[:count])
+        return found[0], found[1]
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [T, n] by the sigmoid of one gate per token [T, 1, 1]."""
+    return sigmoid_gate(x, gate.expand(-1, x.shape[1], 1))
+
+
+def _fit(together: list[list[Weight]]) -> bool:
+    """Return whether weights can be stacked, see `MoELayer.stack_experts`."""
+    for weights in together:
+        layout = layout_of(weights[0])
+        if layout is None or any(layout_of(weight) != layout for weight in weights):
+            return False
+        if not all(_can_move(weight) for weight in weights if isinstance(weight, Tensor)):
+            return False
+    return input_rule(together[0][0]) == input_rule(together[1][0])
 
 
 def _can_move(weight: Tensor) -> bool:
@@ -285,22 +338,27 @@ def _can_move(weight: Tensor) -> bool:
     return alone and not weight.is_inference()
 
 
-def _parts(stack: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+def _parts(stack: Tensor, weights: list[Weight]) -> tuple[Tensor, ...]:
     lens = [len(weight) for weight in weights]
     return stack[: sum(lens)].split(lens)
 
 
-def _are_parts_of(stack: Tensor, weights: list[Tensor]) -> bool:
+def _are_parts_of(stack: Stack, weights: list[Weight]) -> bool:
+    if isinstance(stack, QuantizedStack):
+        return stack.holds(weights)
     places = [part.data_ptr() for part in _parts(stack, weights)]
     return places == [weight.data_ptr() for weight in weights]
 
 
-def _stack(weights: list[Tensor], multiple: int) -> Tensor:
-    """Copy all weights' rows into one tensor, with zeros up to a multiple of rows; the weights
-    become its views."""
-    padding = weights[0].new_zeros(-sum(map(len, weights)) % multiple, *weights[0].shape[1:])
-    stack = torch.cat([*(weight.detach() for weight in weights), padding])
-    for weight, part in zip(weights, _parts(stack, weights), strict=True):
+def _stack(weights: list[Weight], multiple: int) -> Stack:
+    """Copy all weights' rows into one tensor, with zeros up to a multiple of rows, or quantised
+    ones into a stack; the weights become its views."""
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if not plain:
+        return QuantizedStack([each for each in weights if isinstance(each, QuantizedWeight)])
+    padding = plain[0].new_zeros(-sum(map(len, plain)) % multiple, *plain[0].shape[1:])
+    stack = torch.cat([*(weight.detach() for weight in plain), padding])
+    for weight, part in zip(plain, _parts(stack, weights), strict=True):
         weight.data = part
     return stack
 
@@ -320,3 +378,22 @@ def stack_experts(model: nn.Module) -> bool:
         if stacked[-1] and not before and torch.cuda.is_available():
             torch.cuda.empty_cache()  # other allocations cannot reuse the single experts' blocks
     return all(stacked)
+
+
+def draw_experts(model: nn.Module) -> Tensor | None:
+    """Give all routers of `model` one switch, [1] int32, with which they draw each token's experts
+    at random while it is not 0: uniformly, distinct, anew in each layer and step.
+
+    It is read on the device, also by CUDA graphs that are captured afterwards, so that a graph
+    serves both ways. At first it is 0.
+
+    Returns:
+        The switch; None if the model has no routers.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        return None
+    switch = torch.zeros(1, dtype=torch.int32, device=routers[0].weight.device)
+    for router in routers:
+        router.draw = switch
+    return switch

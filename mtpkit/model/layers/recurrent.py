@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_varlen
 from mtpkit.kernels.dispatch import no_grad, on_kernels
+from mtpkit.kernels.rounding import Noise
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput, TreeInput
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import Committed, ConvWindow, Replay, Ring, Snapshot, States
@@ -33,10 +34,17 @@ class Places(NamedTuple):
     """[R] slots of the rows."""
     context_lens: Tensor
     """[R] lengths of the rows' contexts."""
+    noise: Noise | None = None
+    """Noise for the states after the rows; None: they are rounded to nearest, or not at all."""
 
 
 def fold_rings(
-    model: nn.Module, states: States, slots: Tensor, context_lens: Tensor, committed: Committed
+    model: nn.Module,
+    states: States,
+    slots: Tensor,
+    context_lens: Tensor,
+    committed: Committed,
+    noise_keys: Tensor | None = None,
 ) -> None:
     """Fold the committed entries of all rings of base and heads into the states, as a chunk would
     have left them.
@@ -48,6 +56,7 @@ def fold_rings(
         slots: [R] int64, each slot once; -1: a null row.
         context_lens: [R] int64, number of committed positions.
         committed: the committed part of these R rows.
+        noise_keys: [R] int64, see `StepInput.noise_keys`.
 
     Raises:
         NotImplementedError: a layer that keeps a ring cannot fold it.
@@ -68,7 +77,7 @@ def fold_rings(
             ring = recurrent.ring
             if ring not in lens:
                 lens[ring] = (context_lens - ring.behind).clamp_min(0), committed.counts[ring]
-            fold(recurrent, slots, lens[ring])
+            fold(recurrent, slots, lens[ring], recurrent.noise(noise_keys))
 
 
 class RecurrentMixer(SplitOverRanks, MegatronModule):
@@ -170,6 +179,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         slots: Tensor,
         lens: tuple[Tensor, Tensor],
         tree: TreeInput | None = None,
+        noise: Noise | None = None,
     ) -> Tensor:
         """Run decode rows: conv_out [R, T, c], rates [R, T, ...] to y [R, T, h, p].
 
@@ -177,12 +187,19 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
             slots: [R], slots of the rows' states.
             lens: [R] context lengths, and [R] counts of the state's counter.
             tree: the rows' trees, with `parents`; None: the rows are chains.
+            noise: noise for the states, for snapshots with positions; None: as in `Places`.
         """
 
     @abstractmethod
-    def fold(self, recurrent: Replay, slots: Tensor, lens: tuple[Tensor, Tensor]) -> None:
-        """Fold the committed entries of rings into the states at `slots` [R]; `lens` as for
-        `update`."""
+    def fold(
+        self,
+        recurrent: Replay,
+        slots: Tensor,
+        lens: tuple[Tensor, Tensor],
+        noise: Noise | None = None,
+    ) -> None:
+        """Fold the committed entries of rings into the states at `slots` [R]; `lens` and `noise` as
+        for `update`."""
 
     def forward(
         self,
@@ -269,7 +286,7 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
             window: windows of all slots, which the rows continue and update; given together with
                 `places`. None: windows and states begin at zero.
         """
-        _, slots, context_lens = places or (None, None, None)
+        _, slots, context_lens, _ = places or (None, None, None, None)
         conv_out = causal_conv1d_varlen(
             conv_in, self.conv1d_weight, self.conv1d_bias, starts, window, slots, context_lens
         )
@@ -310,7 +327,11 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         conv_out = causal_conv1d_update(conv_in, window.columns, *taps, slots, newest, parents)
         counter = recurrent.newest if isinstance(recurrent, Snapshot) else recurrent.ring
         lens = step.context_lens[:rows], counts[counter][:rows]
-        return self.update(conv_out, rates, recurrent, slots, lens, tree).flatten(0, 1)
+        noise = None
+        if step.noise_keys is not None:
+            positions = step.positions[: step.num_decode_tokens].view(rows, -1)
+            noise = recurrent.noise(step.noise_keys[:rows], positions)
+        return self.update(conv_out, rates, recurrent, slots, lens, tree, noise).flatten(0, 1)
 
     def _prefill(
         self,
@@ -326,7 +347,13 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         leaves them.
         """
         first = step.num_decode_rows
-        places = Places(recurrent.folded, step.state_slots[first:], step.context_lens[first:])
+        keys = None if step.noise_keys is None else step.noise_keys[first:]
+        places = Places(
+            recurrent.folded,
+            step.state_slots[first:],
+            step.context_lens[first:],
+            recurrent.noise(keys),
+        )
         return self._rows(conv_in, rates, step.query_start[first:], window.folded, places)
 
     def _depth(self, conv_in: Tensor, rates: Tensor, inputs: DepthInput) -> Tensor:

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.mlp import MLP as MegatronMLP
 from torch import Tensor
 
+from mtpkit.model.formats.weight import QuantizedWeight
 from mtpkit.model.inputs import LayerInput, StepInput
 from mtpkit.model.layers.base import linear_of
 from mtpkit.model.layers.norm import ACTIVATIONS
@@ -86,8 +87,12 @@ class MLPLayer(_StepTransformerLayer, MegatronMLPLayer):
     config: TransformerConfig
 
     def _step(self, x: Tensor, step: StepInput) -> Tensor:
-        inner = self.mlp.linear_fc1.activated(x, self.config.mtpkit.mlp.activation)
-        return self.mlp.linear_fc2(inner, residual=x)[0]
+        fc1 = self.mlp.linear_fc1
+        fc2 = self.mlp.linear_fc2
+        activation = self.config.mtpkit.mlp.activation
+        if activation == "swiglu" and isinstance(fc2.weight, QuantizedWeight):
+            return fc2.of_swiglu(fc1(x)[0], residual=x)[0]
+        return fc2(fc1.activated(x, activation), residual=x)[0]
 
 
 class MixtureLayer(_StepTransformerLayer):

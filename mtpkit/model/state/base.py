@@ -13,10 +13,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+from mtpkit.kernels.rounding import Noise
 
 Rollback = Literal["replay", "snapshot"]
 Unit = Literal["block", "slot"]
@@ -36,9 +38,15 @@ class StateSizes:
     """Type of the model's activations."""
     state_dtype: torch.dtype = torch.float32
     """Type of recurrent state."""
+    kv_dtype: torch.dtype | None = None
+    """Type of keys and values; None: `dtype`."""
     behind: int = 0
     """Positions that a step feeds again before its new positions: the states lag the committed
     tokens by this many. Distinct heads do this at their deeper depths, see `DistinctDrafter`."""
+    rank: int = 0
+    """Tensor-parallel rank, which has the heads from `rank` times its own number of heads on."""
+    layer: int = 1
+    """Number of the layer in the keys of noise, see `StateLayout.sizes_of`."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +243,33 @@ class State:
     def _at(self, step: StepPlaces, place: Tensor) -> Tensor:
         """Return the entries, counted over all slots, at the places [R, P] of the rows' slots."""
         return step.state_slots[:, None] * self.of_tokens[0].shape[1] + place
+
+
+class NoiseKey(NamedTuple):
+    """The part of the key of rounding noise that the states of one layer have in common, see
+    `Noise`."""
+
+    layer: int = 1
+    first_head: int = 0
+
+
+@dataclass(frozen=True)
+class RecurrentState(State):
+    """A recurrent state, [..., heads, ...] in the tensor `state`. In float16 it is rounded
+    stochastically."""
+
+    key: NoiseKey = field(default=NoiseKey(), kw_only=True, compare=False)
+
+    def noise(self, requests: Tensor | None, positions: Tensor | None = None) -> Noise | None:
+        """Return the noise for ops that write the state; None: they round it to nearest, or not at
+        all.
+
+        Args:
+            requests, positions: see `Noise`; no requests where no state of the step is in float16.
+        """
+        if requests is None or self.tensors["state"].dtype != torch.float16:
+            return None
+        return Noise(requests, *self.key, positions)
 
 
 @dataclass(frozen=True)

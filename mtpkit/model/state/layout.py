@@ -2,7 +2,7 @@
 it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
@@ -12,6 +12,7 @@ from mtpkit.kernels.move_entries import move_entries
 from mtpkit.model.state.base import (
     Committed,
     Counter,
+    RecurrentState,
     State,
     StateSizes,
     StateSpec,
@@ -54,6 +55,12 @@ class States:
     def all(self) -> list[State]:
         """The states of all layers."""
         return [state for states in self.layers.values() for state in states]
+
+    @cached_property
+    def noisy(self) -> bool:
+        """Whether a state is in float16, which is rounded with noise."""
+        recurrent = [one for one in self.all() if isinstance(one, RecurrentState)]
+        return any(one.tensors["state"].dtype == torch.float16 for one in recurrent)
 
     def fork_heads(self, slots: Tensor) -> "States":
         """Return these states with those of MTP heads forked, see `State.fork`."""
@@ -109,7 +116,8 @@ class States:
         groups: dict[tuple, list[State]] = {}
         for name, states in self.layers.items():
             for state in (one for one in states if one.of_tokens):
-                rest = [value for value in vars(state).values() if value is not state.tensors]
+                compared = [one.name for one in fields(state) if one.compare]
+                rest = [getattr(state, name) for name in compared if name != "tensors"]
                 key = name.startswith(_HEADS), type(state), state.of_tokens[0].shape[1:2], *rest
                 groups.setdefault(key, []).append(state)
         return [_Alike(key[0], alike) for key, alike in groups.items()]
@@ -124,12 +132,19 @@ class StateLayout:
     behind: int = 0
     """Number of positions by which the states of MTP heads are behind the base's, see
     `StateSizes.behind`."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """`StateSizes.layer` of each layer; by default 1."""
 
     def sizes_of(self, layer: str) -> StateSizes:
         """Return the sizes of the states of one layer."""
         # A step feeds a state that is behind that many tokens more, which its ring or window holds.
         behind = self.behind if layer.startswith(_HEADS) else 0
-        return replace(self.sizes, decode_width=self.sizes.decode_width + behind, behind=behind)
+        return replace(
+            self.sizes,
+            decode_width=self.sizes.decode_width + behind,
+            behind=behind,
+            layer=self.numbers.get(layer, 1),
+        )
 
     @cached_property
     def block_bytes(self) -> int:

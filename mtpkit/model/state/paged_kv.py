@@ -33,5 +33,5 @@ class PagedKVSpec(StateSpec):
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
-        page = Part((sizes.block_size, self.num_kv_heads, self.head_dim))
+        page = Part((sizes.block_size, self.num_kv_heads, self.head_dim), sizes.kv_dtype)
         return {"key": page, "value": page}

@@ -38,7 +38,9 @@ class PagedLatentSpec(StateSpec):
 
     def parts(self, sizes: StateSizes) -> dict[str, Part]:
         """See `StateSpec.parts`."""
-        return {"rows": Part((sizes.block_size, self.latent_width + self.rotary_width))}
+        return {
+            "rows": Part((sizes.block_size, self.latent_width + self.rotary_width), sizes.kv_dtype)
+        }
 
     def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> PagedLatent:
         """See `StateSpec.make`."""

@@ -4,6 +4,7 @@ A step reads the state once, and writes it only when the step's tokens no longer
 Rejected tokens are rolled back by forgetting their inputs.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,9 @@ from mtpkit.kernels.step_rows import ring_lens_after
 from mtpkit.model.state.base import (
     Committed,
     Counter,
+    NoiseKey,
     Part,
-    State,
+    RecurrentState,
     StateSizes,
     StateSpec,
     StepPlaces,
@@ -36,7 +38,7 @@ class Ring(Counter):
 
 
 @dataclass(frozen=True)
-class Replay(State):
+class Replay(RecurrentState):
     """The recurrent state of one layer and, for each replayed input, the ring of its values after
     that state."""
 
@@ -93,6 +95,11 @@ class ReplaySpec(StateSpec):
         }
         return {"state": Part(self.shape, sizes.state_dtype), **rings}
 
-    def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
+    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Replay:
+        """See `StateSpec.make`."""
+        key = NoiseKey(sizes.layer, sizes.rank * math.prod(self.shape[:1]))
+        return self.kind(tensors, *self.counters(sizes), key=key)
+
+    def counters(self, sizes: StateSizes) -> tuple[Ring]:
         """See `StateSpec.counters`."""
         return (self.ring(sizes),)

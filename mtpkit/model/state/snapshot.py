@@ -1,16 +1,17 @@
 """Recurrent state stored after each token of a step and committed by index: the simple reference
 for `replay`."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mtpkit.model.state.base import (
     Committed,
-    Counter,
     Newest,
+    NoiseKey,
     Part,
-    State,
+    RecurrentState,
     StateSizes,
     StateSpec,
     StepPlaces,
@@ -18,7 +19,7 @@ from mtpkit.model.state.base import (
 
 
 @dataclass(frozen=True)
-class Snapshot(State):
+class Snapshot(RecurrentState):
     """The recurrent state of one layer after each token of a step."""
 
     newest: Newest
@@ -63,6 +64,11 @@ class SnapshotSpec(StateSpec):
         entries = max(sizes.decode_width, newest.start + 1)
         return {"state": Part((entries, *self.shape), sizes.state_dtype)}
 
-    def counters(self, sizes: StateSizes) -> tuple[Counter, ...]:
+    def make(self, tensors: dict[str, Tensor], sizes: StateSizes) -> Snapshot:
+        """See `StateSpec.make`."""
+        key = NoiseKey(sizes.layer, sizes.rank * math.prod(self.shape[:1]))
+        return self.kind(tensors, *self.counters(sizes), key=key)
+
+    def counters(self, sizes: StateSizes) -> tuple[Newest]:
         """See `StateSpec.counters`."""
         return (Newest.of(sizes.decode_width, sizes),)

@@ -263,9 +263,10 @@ class TrainConfig:
     """Implementation of the layers: `local`, mtpkit's kernels and torch; `te`, Transformer Engine.
     `auto`: `te` if it is installed and there is a GPU. Checkpoints do not depend on it."""
     base_fp8: bool = False
-    """Run the matrix products of the frozen base in fp8. Backend `local` keeps the base's matrices
-    only in fp8, in half the memory; `te` keeps bf16 copies too. Checkpoints hold the original
-    weights."""
+    """Quantise the linears and experts of a base in bf16 to fp8 while it is loaded, as
+    `quantization="fp8"` of the engine does. Backend `local` keeps these matrices only in fp8, in
+    half the memory; `te` has fp8 products of its own and keeps bf16 copies too. Checkpoints hold
+    the original weights. A base that is stored quantised stays so in any case."""
     cache: str = ""
     """Directory that caches the base's hidden states of all sequences, as the heads read them.
     Missing states are written first; then the heads are trained without the base in memory

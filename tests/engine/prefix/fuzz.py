@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
@@ -112,7 +113,13 @@ class History:
         self.known = [[rng.randrange(MODEL.vocab_size) for _ in range(n)] for n in (3, 17)]
         """Prompts and what followed them."""
         self.live: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.outputs: dict[str, dict[int, list[int]]] = {}
+        """The tokens so far of all outputs of live prompts."""
         self.count = self.hits = 0
+
+    def num_outputs(self) -> int:
+        """Outputs of the next prompt."""
+        return 1
 
     def arrive(self) -> None:
         rng = self.rng
@@ -123,6 +130,7 @@ class History:
             : self.most
         ] or [1]
         params = SamplingParams(
+            n=self.num_outputs(),
             max_tokens=rng.randint(1, _MOST_OUTPUT),
             temperature=rng.choice([0.0, self.temperature]),
             seed=rng.randrange(5),
@@ -140,10 +148,15 @@ class History:
         if not self.engine.has_unfinished:
             return
         for output in self.engine.step():
+            tokens = self.outputs.setdefault(output.request_id, {})
+            tokens |= {one.index: one.token_ids for one in output.outputs}
             if output.finished:
                 prompt, params = self.live.pop(output.request_id)
-                got = output.outputs[0].token_ids
-                MODEL.check(prompt, got, params, () if params.ignore_eos else (EOS,))
+                assert sorted(self.outputs.pop(output.request_id)) == list(range(params.n))
+                for index, got in tokens.items():
+                    own = replace(params, seed=params.seed + index)
+                    MODEL.check(prompt, got, own, () if params.ignore_eos else (EOS,))
+                got = tokens[0]
                 assert 0 <= output.num_cached_tokens <= len(prompt)
                 self.hits += output.num_cached_tokens
                 self.known = [*self.known[-12:], prompt + got]
@@ -153,6 +166,7 @@ class History:
             name = self.rng.choice([*self.live])
             self.engine.abort(name)
             del self.live[name]
+            self.outputs.pop(name, None)
 
     def operate(self) -> None:
         """One operation, and the checks after it."""
@@ -205,7 +219,7 @@ class History:
         assert scheduler.prefix.slots.num_free == scheduler.prefix.slots.size
 
 
-def run(operations: int, seed: int | str) -> Counter[str]:
+def run(operations: int, seed: int | str, history_class: type[History] = History) -> Counter[str]:
     """Run so many operations, on new engines now and then; what happened is counted.
 
     Raises:
@@ -214,7 +228,7 @@ def run(operations: int, seed: int | str) -> Counter[str]:
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     while counts["operations"] < operations:
-        history = History(rng)
+        history = history_class(rng)
         for _ in range(min(_OPERATIONS_PER_ENGINE, operations - counts["operations"])):
             history.operate()
             counts["operations"] += 1

@@ -167,15 +167,17 @@ def test_a_checkpoint_that_changes_hands_within_a_step_is_the_last_ones():
         assert not differing(after(executor, (save, saves))[-checkpoints:], want)
 
 
-@pytest.mark.parametrize("rollback", ["replay", "snapshot"])
+@pytest.mark.parametrize(("rollback", "kept"), [("replay", "float16"), ("snapshot", "auto")])
 @pytest.mark.parametrize(("heads", "pattern", "mtp_pattern"), KINDS)
 def test_graphs_save_and_restore_what_is_copied_without_them(
-    heads, pattern, mtp_pattern, rollback, monkeypatch
+    heads, pattern, mtp_pattern, rollback, kept, monkeypatch
 ):
     """Null rows change nothing; more rows than a graph has are replayed in turns."""
     replay_on_cpu(monkeypatch)
     monkeypatch.setattr(capture, "_MOST_ROWS", 4)
-    executor = executor_of(pattern, heads, mtp_pattern, state_rollback=rollback)
+    executor = executor_of(
+        pattern, heads, mtp_pattern, state_rollback=rollback, prefix_cache_dtype=kept
+    )
     store = executor.checkpoints
     graphs = executor.checkpoints.graphs
     assert graphs.sizes == [1, 2, 4]

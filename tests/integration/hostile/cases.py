@@ -169,7 +169,7 @@ def _problems(case: Case, outcome: Outcome) -> Iterator[str]:
         return
     if outcome.changed:
         yield f"left behind {', '.join(outcome.changed[:5])}"
-    lines = outcome.stderr.splitlines()
+    lines = _lines(outcome.stderr)
     errors = [line for line in lines if line.startswith("mtpkit: error: ")]
     if len(errors) != 1:
         yield f"{len(errors)} lines of error"
@@ -182,12 +182,17 @@ def _problems(case: Case, outcome: Outcome) -> Iterator[str]:
         yield "names neither the file nor the key"
 
 
+def _lines(stderr: str) -> list[str]:
+    """Lines of a run, without the warning that its texts are not conversations: most models here
+    have a chat template."""
+    warning = "raw text, but the tokenizer has a chat template"
+    return [line for line in stderr.splitlines() if warning not in line]
+
+
 def _refused_one_by_one(stderr: str) -> bool:
     """Whether `generate` named every prompt that it could not serve, on a line each, and then their
     number."""
-    *named, last = [
-        line for line in stderr.strip().splitlines() if not line.startswith("finish reason")
-    ]
+    *named, last = [line for line in _lines(stderr.strip()) if not line.startswith("finish reason")]
     found = re.fullmatch(
         r"mtpkit: error: (\d+) of \d+ prompts ended with an error, named above", last
     )

@@ -30,6 +30,7 @@ READERS: dict[str, tuple[str, ...]] = {
         ".metadata of a run",
         "distcp of a run",
     ),
+    "checkpoint/hub.py": (),  # opens its lock
     "cli/data.py": ("chat template",),
     "cli/errors.py": (),  # a place for output that nobody reads
     "cli/generate.py": ("stdin",),
@@ -51,8 +52,13 @@ READERS: dict[str, tuple[str, ...]] = {
         "data of no known kind",
     ),
     "data/tokenizer.py": ("tokenizer.json", "tokenizer_config.json"),
+    "engine/ranks/follow.py": (),  # what rank 0 sent
     "engine/ranks/join.py": (),  # both ends of a model's files, for a hash
+    "engine/requests/structured.py": (),  # JSON that is a parameter's value
     "files.py": (),  # for the others
+    "server/answers/formats.py": (),  # what models wrote
+    "server/page.py": (),  # the page of the package
+    "server/run.py": ("chat template",),
     "training/cache.py": ("manifest of hidden states", "hidden states"),
     "training/cache_write.py": (),  # opens its lock
     "training/config/reading.py": ("settings", "overrides", "settings of a run"),

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.case import BLOCK_SIZE, Args, Case, Shapes, size
 from benchmarks.kernels.cases.training import Heads, depth_attention, sequence_attention
 from mtpkit.config.sections import AttentionConfig
 from mtpkit.kernels import activation, attention, kv_store, rotary
 from mtpkit.kernels import move_entries as moves
 from mtpkit.kernels import place_qkv as placing
-from tests.kernels.inputs import projected_qkv, starts_of
-
-_BLOCK = 16
+from tests.kernels.inputs import block_tables, projected_qkv, random_slots, starts_of
 
 
 def decode(shapes: Shapes) -> Iterator[Case]:
@@ -58,10 +56,10 @@ def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor, Tens
     """Keys, values, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in
     random places."""
     sizes = shapes.config.attention
-    blocks = -(-tokens // _BLOCK)
-    page = (_BLOCK, sizes.num_query_groups, sizes.kv_channels)
+    blocks = -(-tokens // BLOCK_SIZE)
+    page = (BLOCK_SIZE, sizes.num_query_groups, sizes.kv_channels)
     key, value = (shapes.normal(rows * blocks, *page) for _ in range(2))
-    return key, value, shapes.permutation(rows * blocks).view(rows, blocks)
+    return key, value, block_tables(shapes.permutation(rows * blocks), [blocks] * rows)
 
 
 def _cached_bytes(shapes: Shapes, tokens: float) -> float:
@@ -127,7 +125,7 @@ def store_kv(shapes: Shapes) -> Case:
         # earlier entries are not touched
         key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)
         fused = shapes.normal(count, sizes.num_query_groups, 2 * sizes.kv_channels)
-        slots = shapes.permutation(len(key) * _BLOCK)[:count]
+        slots = random_slots(shapes.permutation, key, count)
         return fused[..., : sizes.kv_channels], fused[..., sizes.kv_channels :], key, value, slots
 
     return Case(kv_store.store_kv, shapes.step, make, lambda args: 2 * _cached_bytes(shapes, count))
@@ -147,7 +145,7 @@ def place_qkv(shapes: Shapes) -> Case:
         qkv = projected_qkv(shapes.normal, count, groups, heads, width)
         key, value, _ = _cache(shapes, shapes.rows, shapes.tokens)
         places = (
-            shapes.permutation(len(key) * _BLOCK)[:count],
+            random_slots(shapes.permutation, key, count),
             shapes.full(shapes.context_len, count),
         )
         rotates = sizes.position_embedding_type != "none"
@@ -168,7 +166,7 @@ def move_entries(shapes: Shapes) -> Case:
 
     def make() -> Args:
         key, value, _ = _cache(shapes, rows, tokens)
-        places = shapes.permutation(len(key) * _BLOCK)[: shapes.count].view(rows, tokens)
+        places = random_slots(shapes.permutation, key, shapes.count).view(rows, tokens)
         return places.roll(1, 1), places, key.flatten(0, 1), value.flatten(0, 1)
 
     note = f"[{sizes.num_query_groups}, {sizes.kv_channels}] each"

@@ -21,14 +21,14 @@ from benchmarks.kernels.cases.recurrent import (
 from benchmarks.kernels.cases.training import differentiated
 from mtpkit.config import ModelConfig
 from mtpkit.kernels import copy_units as units
-from mtpkit.kernels import norm, ring, ssd, ssm_update
+from mtpkit.kernels import norm, ring, rounding, ssd, ssm_update
 from tests.kernels.inputs import MambaSizes, last_columns, mamba_tokens, starts_of
 
 
 def decode(shapes: Shapes) -> Iterator[Case]:
     """The ops of a step."""
     yield from (replay(shapes), snapshot(shapes), conv_update(shapes, _convolution(shapes)))
-    yield from (gated_norm(shapes), fold(shapes), leave_state(shapes))
+    yield from (gated_norm(shapes), fold(shapes), leave_state(shapes), narrow_state(shapes))
 
 
 def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:
@@ -107,6 +107,25 @@ def leave_state(shapes: Shapes) -> Case:
         lambda args: size(*args[2:]),
         name="copy_units",
         reference=over_pairs(inspect.unwrap(units.copy_units)),
+    )
+
+
+def narrow_state(shapes: Shapes) -> Case:
+    """Rounding the rows' states of a Mamba2 layer to float16 in the prefix cache."""
+
+    def make() -> Args:
+        rows = shapes.rows
+        kept = _state(shapes, rows).half()
+        positions = shapes.ints(shapes.context_len, rows)
+        noise = rounding.Noise(shapes.permutation(rows), 0, 0, positions)
+        places = shapes.permutation(rows)
+        return places, shapes.permutation(rows), _state(shapes, rows).float(), kept, noise
+
+    return Case(
+        rounding.narrow_units,
+        f"R = {shapes.rows}, {list(_state_shape(shapes.config))} each",
+        make,
+        lambda args: size(args[2], args[3]),
     )
 
 

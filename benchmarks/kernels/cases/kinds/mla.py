@@ -8,13 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.case import BLOCK_SIZE, Args, Case, Shapes, size
 from benchmarks.kernels.cases.training import Heads, depth_attention, sequence_attention
 from mtpkit.config.sections import MlaConfig
 from mtpkit.kernels import kv_store, latent_attention
-from tests.kernels.inputs import starts_of
-
-_BLOCK = 16
+from tests.kernels.inputs import block_tables, random_slots, starts_of
 
 
 def decode(shapes: Shapes) -> Iterator[Case]:
@@ -48,9 +46,9 @@ def _heads(shapes: Shapes) -> Heads:
 def _cache(shapes: Shapes, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
     """The cache, and the block tables [R, B] of rows with `tokens` tokens each, with blocks in
     random places."""
-    blocks = -(-tokens // _BLOCK)
-    cache = shapes.normal(rows * blocks, _BLOCK, shapes.config.mla.row)
-    return cache, shapes.permutation(rows * blocks).view(rows, blocks)
+    blocks = -(-tokens // BLOCK_SIZE)
+    cache = shapes.normal(rows * blocks, BLOCK_SIZE, shapes.config.mla.row)
+    return cache, block_tables(shapes.permutation(rows * blocks), [blocks] * rows)
 
 
 def _queries(shapes: Shapes, *lead: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +161,7 @@ def store(shapes: Shapes) -> Case:
     def make() -> Args:
         cache, _ = _cache(shapes, shapes.rows, shapes.tokens)  # earlier entries are not touched
         new = shapes.normal(count, 1, sizes.row).split(widths, -1)
-        slots = shapes.permutation(len(cache) * _BLOCK)[:count]
+        slots = random_slots(shapes.permutation, cache, count)
         return *new, *cache[:, :, None].split(widths, -1), slots
 
     return Case(kv_store.store_kv, shapes.step, make, lambda args: 2 * _row_bytes(shapes, count))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from benchmarks.kernels.case import Args, Case, Shapes, size
+from benchmarks.kernels.cases import quantized
 from mtpkit.kernels import moe
 from tests.kernels.inputs import expert_weights, matrix
 
@@ -20,6 +21,7 @@ def decode(shapes: Shapes) -> Iterator[Case]:
         route(shapes, shapes.count),
         expert_mlp(shapes, shapes.count),
     )
+    yield from quantized.experts(shapes)
 
 
 def prefill(shapes: Shapes, lens: tuple[int, ...]) -> Iterator[Case]:

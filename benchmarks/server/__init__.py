@@ -1,0 +1,1 @@
+"""What a server costs beside its engine: `python -m benchmarks.server`."""

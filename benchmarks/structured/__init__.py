@@ -1,0 +1,1 @@
+"""Speedup of drafts with and without structured outputs."""

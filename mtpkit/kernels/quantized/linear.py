@@ -1,0 +1,362 @@
+"""Linear layers with quantised weights in Triton.
+
+One kernel takes any number of rows: a few in tiles of 16 to 64, which read the weights once at the
+rate of the memory, more in tiles of 128. If one program per tile would leave the GPU idle, several
+programs share the columns; the last to finish adds up the parts, always in the same order. One row
+may take a kernel without tensor cores, see `ALONE`. More rows than `_FEW` with both sides in fp8
+and scales per row are a product of torch.
+
+A norm or swiglu runs before the product: in the launch that quantises the inputs, or in its own.
+"""
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpkit.kernels import activation as activations
+from mtpkit.kernels import norm as norms
+from mtpkit.kernels.device import (
+    NARROW,
+    Tile,
+    early_launch,
+    multiprocessors,
+    overlaps,
+    padded,
+    prefetch,
+    wait_for_previous,
+    with_rows,
+)
+from mtpkit.kernels.linear.triton import room, store_part, sum_parts
+from mtpkit.kernels.quantized import one_row, reference
+from mtpkit.kernels.quantized.inputs import Norm, fuses, quantize
+from mtpkit.kernels.quantized.product import constants, factor_of, multiply, scale_rows, step_of
+from mtpkit.kernels.quantized.reference import NOT_QUANTIZED, Inputs, Matrix
+
+_FEW = 128
+"""Most rows for which a product of fp8 with fp8 never goes to torch."""
+ALONE = ("e4m3",)
+"""Codes of which one row takes the kernel without tensor cores. Those of 4 bits take more
+instructions per code there (6 to 7, as compiled for sm_90) than on tensor cores (2.5 to 4), and
+would keep the memory waiting."""
+_MOST_ROWS = 128
+"""Most rows of a tile."""
+_AHEAD = 4
+"""Steps of its weights that a program prefetches while the previous kernel is still running."""
+_MOST_SPLITS = 8
+_LEAST_STEPS = 4
+"""Fewest steps that a program of a split keeps; with fewer, there is little to overlap."""
+
+TILES = {
+    "e4m3": {16: Tile(64, 128, 6, 4), 64: Tile(64, 128, 4, 4), 128: Tile(64, 128, 4, 4)},
+    "int4": {16: Tile(128, 128, 4, 4), 64: Tile(128, 128, 4, 8), 128: Tile(128, 128, 3, 8)},
+    "e2m1": {16: Tile(128, 128, 4, 4), 64: Tile(128, 128, 4, 8), 128: Tile(128, 128, 3, 8)},
+}
+"""Tiles by codes and most rows, before `splits` is chosen. 64 outputs are the fewest that Hopper's
+tensor cores take as their left operand."""
+WIDE = Tile(64, 64, 2, 4)
+"""Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay
+in registers."""
+_RESIDENT = {16: 3, 64: 2, 128: 1}
+"""Most rows -> programs per multiprocessor at which splits aim."""
+
+
+def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile | None:
+    """Choose a tile for a matrix and a number of rows; None: the kernel does not take the matrix.
+
+    `wide`: operands are fp32.
+    """
+    outputs, width = matrix.shape
+    size = next((size for size in _RESIDENT if rows <= size), _MOST_ROWS)
+    tile = WIDE if wide else TILES[matrix.codes][size]
+    step = step_of(matrix, inputs, tile.block_k)
+    if step is None:
+        return None
+    steps = triton.cdiv(width, step)
+    tiles = triton.cdiv(outputs, tile.block_n) * triton.cdiv(rows, _MOST_ROWS)
+    most = _RESIDENT[size] * multiprocessors() // tiles
+    splits = max(1, min(_MOST_SPLITS, most, steps // _LEAST_STEPS))
+    # As many splits as have work when each takes as many whole steps as the first.
+    splits = triton.cdiv(steps, triton.cdiv(steps, splits))
+    return tile._replace(block_k=step, splits=splits)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x_ptr,
+    x_scale_ptr,
+    matrix,
+    row_scales_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    parts_ptr,
+    counters_ptr,
+    rows,
+    outputs,
+    steps,
+    x_stride,
+    residual_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    CODES: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    X_COLUMNS: tl.constexpr,
+    RELU2: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OPERAND: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of ROWS rows per program, summed over `steps` steps of columns.
+    Longer than most because its parts share nearly all pointers."""
+    X_GROUPS: tl.constexpr = (WIDTH + X_COLUMNS - 1) // X_COLUMNS
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    # Programs that share weights are neighbours, so that all but the first find them in the cache.
+    tiles_m = (rows + ROWS - 1) // ROWS
+    n = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile % tiles_m * ROWS + tl.arange(0, ROWS)
+    live = m < rows
+    first = split * steps
+    # Outputs past the end repeat the last one, so that loads need no mask.
+    weight_rows = tl.minimum(n, outputs - 1).to(tl.int64)
+    # No earlier kernel of a step writes weights, so they need no wait.
+    if EARLY:
+        PACK: tl.constexpr = 1 if CODES == "e4m3" else 4
+        if (first + AHEAD) * BLOCK_K <= WIDTH:
+            start = first * BLOCK_K // PACK
+            prefetch(matrix[0] + weight_rows * (WIDTH // PACK) + start, AHEAD * BLOCK_K // PACK)
+    wait_for_previous(EARLY)
+    scale_row = scale_rows(0, weight_rows, outputs, GROUP_ROWS)
+    safe = tl.where(live, m, 0).to(tl.int64)
+    product = multiply(
+        matrix,
+        weight_rows,
+        scale_row,
+        x_ptr + safe * x_stride,
+        x_ptr if x_scale_ptr is None else x_scale_ptr + safe * X_GROUPS,
+        live,
+        first,
+        tl.minimum(first + steps, (WIDTH + BLOCK_K - 1) // BLOCK_K),
+        WIDTH,
+        CODES,
+        APART,
+        COLUMNS,
+        X_COLUMNS,
+        ROWS,
+        BLOCK_N,
+        BLOCK_K,
+        OPERAND,
+    )
+    live = live[None, :]
+    if SPLITS > 1:
+        # A part holds products [ROWS, BLOCK_N] and ROWS numbers that stay unused.
+        PART: tl.constexpr = ROWS * (BLOCK_N + 1)
+        inner = tl.arange(0, ROWS)
+        base = parts_ptr + tile * (SPLITS * PART)
+        places = base + inner[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        unused = base + ROWS * BLOCK_N + inner
+        square = tl.zeros([ROWS], tl.float32)
+        store_part(places + split * PART, unused, product, square, live, False)
+        # The release publishes this program's part, the acquire shows the last program all others.
+        if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(counters_ptr + tile, 0)
+        product, square = sum_parts(places, unused, live, PART, SPLITS, False)
+
+    factor = factor_of(matrix[1], row_scales_ptr, weight_rows, scale_row, WIDTH, CODES, COLUMNS)
+    product *= factor[:, None]
+    if x_scale_ptr is not None and X_COLUMNS == WIDTH:
+        product *= tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)[None, :]
+    if bias_ptr is not None:
+        product += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+    if RELU2:
+        # tl.maximum would turn a NaN into 0
+        product = tl.where(product < 0, 0.0, product * product)
+    mask = (n < outputs)[:, None] & live
+    places_m = m[None, :].to(tl.int64)
+    if residual_ptr is not None:
+        residual = tl.load(
+            residual_ptr + places_m * residual_stride + n[:, None], mask=mask, other=0.0
+        )
+        product += residual.to(tl.float32)
+    tl.store(
+        out_ptr + places_m * out_stride + n[:, None],
+        product.to(out_ptr.dtype.element_ty),
+        mask=mask,
+    )
+
+
+def pointers(matrix: Matrix) -> tuple[Tensor | None, ...]:
+    """Values, scales and zero points as kernels take them; four codes of 4 bits are one value."""
+    parts = (matrix.values, matrix.scales, matrix.zeros)
+    assert all(part is None or part.is_contiguous() for part in parts)
+    values = matrix.values if matrix.codes == "e4m3" else matrix.values.view(torch.uint16)
+    return values, matrix.scales, matrix.zeros
+
+
+def operand(dtype: torch.dtype) -> tl.dtype:
+    """Type in which numbers are multiplied unless both sides are fp8."""
+    return NARROW if dtype == torch.bfloat16 else tl.float32
+
+
+def _is_torch_product(matrix: Matrix, inputs: Inputs, rows: int, device: torch.device) -> bool:
+    """Whether torch multiplies: both sides in fp8 and scales of whole rows."""
+    outputs, width = matrix.shape
+    whole = matrix.group[1] >= width and (matrix.group[0] == 1 or matrix.group[0] >= outputs)
+    fits = outputs % 16 == 0 and width % 16 == 0 and matrix.row_scales is None
+    fp8 = matrix.codes == "e4m3" and inputs.rule in ("token", "static")
+    return rows > _FEW and whole and fits and fp8 and overlaps(device)
+
+
+def _torch_product(x: Tensor, x_scales: Tensor, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Multiply fp8 by fp8 with torch, which scales rows before it rounds."""
+    scales = matrix.scales.float().reshape(-1, 1).expand(len(matrix.values), 1).contiguous()
+    return torch._scaled_mm(
+        x, matrix.values.t(), x_scales, scales.t(), out_dtype=dtype, use_fast_accum=True
+    )
+
+
+def quantized_linear(
+    x: Tensor,
+    matrix: Matrix,
+    *,
+    inputs: Inputs = NOT_QUANTIZED,
+    input_scale: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    group_size: int | None = None,
+    gate: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: Literal["relu2"] | None = None,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    early: bool = False,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """See the reference. A product of torch (see `_FEW`) rounds before activation and residual.
+    `tile` overrides `choose_tile` and rules out the kernel for one row and torch's product."""
+    assert activation in (None, "relu2") and (bias is None or residual is None)
+    assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
+    rows = len(x)
+    outputs = matrix.shape[0]
+    dtype = x.dtype if out is None else out.dtype
+    norm = None
+    assert x_scales is None or (out is not None and norm_weight is None)
+    if norm_weight is not None:
+        norm = Norm(norm_weight, eps, zero_centered, gate, group_size)
+    chosen = tile or choose_tile(matrix, inputs, max(1, rows), dtype != torch.bfloat16)
+    if chosen is None:
+        return reference.quantized_linear(
+            _normed(x, norm),
+            matrix,
+            inputs=inputs,
+            input_scale=input_scale,
+            x_scales=x_scales,
+            swiglu=swiglu,
+            bias=bias,
+            activation=activation,
+            residual=residual,
+            out=out,
+        )
+
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device) if out is None else out
+    if not rows:
+        return out
+    alone = rows == 1 and tile is None and matrix.codes in ALONE
+    if swiglu and inputs.rule == "none":
+        x = activations.swiglu(x)
+    elif inputs.rule != "none" and x_scales is None:
+        if norm is not None and not fuses(x.shape[1], inputs, norm):
+            x = _normed(x, norm)
+            norm = None
+        x, x_scales = quantize(x, inputs, input_scale, norm, swiglu=swiglu)
+        norm = None
+    elif norm is not None and not (alone and gate is None):
+        x = _normed(x, norm)
+        norm = None
+
+    residual = None if residual is None else with_rows(residual)
+    if tile is None and x_scales is not None and _is_torch_product(matrix, inputs, rows, x.device):
+        product = _torch_product(x, x_scales, matrix, dtype)
+        if bias is not None:
+            product += bias
+        if activation is not None:
+            product = activations.relu2(product)
+        if residual is not None:
+            product += residual
+        return out.copy_(product)
+
+    x = with_rows(x)
+    if alone:
+        return one_row.one_row_linear(
+            x,
+            x_scales,
+            matrix,
+            pointers(matrix),
+            inputs,
+            None if norm is None else norm.weight,
+            eps,
+            zero_centered,
+            bias,
+            activation is not None,
+            residual,
+            out,
+        )
+    block_m = min(_MOST_ROWS, padded(rows))
+    tiles = triton.cdiv(outputs, chosen.block_n) * triton.cdiv(rows, block_m)
+    steps = triton.cdiv(triton.cdiv(matrix.shape[1], chosen.block_k), chosen.splits)
+    _linear_kernel[(tiles, chosen.splits)](
+        x,
+        x_scales,
+        pointers(matrix),
+        matrix.row_scales,
+        bias,
+        residual,
+        out,
+        *room(x.device, tiles, chosen, block_m),
+        rows,
+        outputs,
+        steps,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        RELU2=activation is not None,
+        SPLITS=chosen.splits,
+        ROWS=block_m,
+        OPERAND=operand(dtype),
+        AHEAD=_AHEAD,
+        **constants(matrix, inputs),
+        **early_launch(x.device, early),
+        **chosen.launch(),
+    )
+    return out
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    """x after a norm in a kernel of its own."""
+    if norm is None:
+        return x
+    if norm.gate is None:
+        return norms.rms_norm(x, norm.weight, norm.eps, norm.zero_centered)
+    assert norm.group_size is not None
+    return norms.gated_rms_norm(x, norm.gate, norm.weight, norm.group_size, norm.eps)
+
+
+def quantize_inputs(
+    x: Tensor, inputs: Inputs, static: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    assert inputs.rule != "none"
+    return quantize(x, inputs, static)

@@ -1,0 +1,1 @@
+"""Answers of chat models, taken apart: reasoning, content and calls of tools."""

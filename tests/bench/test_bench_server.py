@@ -1,0 +1,33 @@
+"""`benchmarks.server`: what its client counts, with the engine that computes nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mtpkit
+
+ROOT = Path(mtpkit.__file__).parent.parent
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_server_with_a_stub_is_measured(tokens):
+    words = "stub --tokenizer examples/tiny_base/model --streams 4 --completions 12 --pace 0.01"
+    lengths = f"--prompt-length 16 --max-tokens 8 --tokens-per-step {tokens}"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.server", *words.split(), *lengths.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])["rows"]["server"]
+    # A stream has one chunk per step, and the last one may have fewer tokens.
+    assert 1 <= row["tokens/s"] / row["chunks/s"] <= tokens
+    # No stream is faster than the stub.
+    assert 0 < row["chunks/s"] <= 4 / 0.01
+    assert row["between chunks, ms"] > 5
+    assert all(row[f"{name}, us per chunk"] > 0 for name in ("server", "engine", "client"))
