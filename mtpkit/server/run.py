@@ -125,8 +125,9 @@ def _run(service: Service, server: ServerOptions, listener: socket.socket) -> No
         # Streams have ended by themselves then.
         timeout_graceful_shutdown=int(server.shutdown_timeout + 5),
     )
-    # uvicorn raises the signals that ended it once more.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    # uvicorn raises the signals that ended it once more, and others may come while Python ends,
+    # when a function would no longer be called.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     serving = _Server(config, service, server.shutdown_timeout).serve([listener])
     asyncio.run(serving, loop_factory=config.get_loop_factory())
 

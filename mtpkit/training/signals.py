@@ -23,15 +23,17 @@ class StopSignal:
     """A context in which SIGTERM and the first SIGINT (Ctrl-C) are noted with a message and do not
     end the process.
 
-    Further SIGTERMs are ignored, since a scheduler may signal a launcher and its workers, and the
-    launcher then signals the workers again. A second SIGINT has its usual effect. torchrun kills
-    its workers 30 s after a signal; if a save takes longer, signal only the workers.
+    Further SIGTERMs are ignored until the process ends, after the context too: a scheduler may
+    signal a launcher and its workers, the launcher then signals the workers again, and a run that
+    is saved by then must not end as a killed one. A second SIGINT has its usual effect. torchrun
+    kills its workers 30 s after a signal; if a save takes longer, signal only the workers.
     """
 
     def __init__(self) -> None:
         self.interrupted = False
         """Whether a SIGINT was noted."""
         self._noted = False
+        self._terminated = False
         self._previous: dict[int, signal.Handlers | object] = {}
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
@@ -45,8 +47,12 @@ class StopSignal:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._restore(number)
+        self._restore(signal.SIGINT)
+        if self._terminated:
+            # not a function, which is no longer called while Python ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            self._restore(signal.SIGTERM)
         # A reduction left open would meet the next collective of other ranks; after an error they
         # may never join it.
         if error is None and self._asked is not None:
@@ -56,6 +62,7 @@ class StopSignal:
         if number == signal.SIGINT or not self._noted:
             _say(number)
         self._noted = True
+        self._terminated |= number == signal.SIGTERM
         if number == signal.SIGINT:
             self.interrupted = True
             self._restore(number)

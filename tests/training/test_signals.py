@@ -59,6 +59,18 @@ def test_each_signal_is_answered_once(handlers, capfd):
     assert second == f"{first}; a second Ctrl-C ends it at once"
 
 
+def test_a_sigterm_after_a_saved_run_does_not_kill_it(handlers):
+    """A scheduler and a launcher say it in their own time. Without a first one, the next has its
+    usual effect."""
+    term = signal.getsignal(signal.SIGTERM)
+    with StopSignal():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is term
+    with StopSignal():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
 def test_a_signal_is_noted_where_stderr_is_gone(handlers):
     """Standard error is a closed terminal, or a pipe whose reader has ended."""
     stderr, (reader, writer) = os.dup(2), os.pipe()
