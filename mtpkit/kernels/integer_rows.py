@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mtpkit.kernels.division import quotient
+
 IntegerBits = Literal[8, 4]
 _MOST_COLUMNS = 128
 """Most columns in a group of 4-bit numbers."""
@@ -74,7 +76,7 @@ def _rounded(table: Tensor, bits: IntegerBits, groups: int) -> tuple[Tensor, Ten
     """`IntegerRows.values` and `.scales` of some rows."""
     grouped = table.detach().float().unflatten(1, (groups, -1))
     largest = 2 ** (bits - 1) - 1
-    scales = grouped.abs().amax(-1) / largest
+    scales = quotient(grouped.abs().amax(-1), largest)
     # A group of zeros has the scale 0. What is not finite has a scale that is not finite, which
     # makes the group NaN; NaN as an integer would be undefined.
     numbers = (grouped / scales.where(scales != 0, 1)[..., None]).nan_to_num(0).round()

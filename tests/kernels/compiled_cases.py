@@ -26,7 +26,7 @@ from mtpkit.kernels.ring import ring_length
 from mtpkit.kernels.ring_fold.triton import fold_ring
 from mtpkit.kernels.rounding.reference import Noise
 from mtpkit.kernels.rounding.triton import narrow_units
-from mtpkit.kernels.ssd.triton import ssd_varlen
+from mtpkit.kernels.ssd.triton import ScanTiles, ssd_varlen
 from mtpkit.kernels.ssm_update.triton import ssm_replay_update, ssm_snapshot_update
 from tests.kernels import inputs
 from tests.kernels.inputs import DeltaSizes, MambaSizes
@@ -183,7 +183,10 @@ def mamba_states(sizes: MambaSizes) -> Iterator[Case]:
     yield "mamba2 replay", partial(ssm_replay_update, kept, *rings, *PLACES, **step, noise=NOISE)
     snapshot = partial(ssm_snapshot_update, entries, *PLACES[:2], **step)
     yield "mamba2 snapshot", partial(snapshot, noise=NOISE._replace(positions=STEPS))
-    yield "mamba2 scan", partial(ssd_varlen, **prompt, states=kept, **CONTINUED)
+    scan = partial(ssd_varlen, **prompt, states=kept, **CONTINUED)
+    yield "mamba2 scan", scan
+    pairs = ScanTiles(width=16, heads=2, chunk=16, num_warps=4, num_stages=2)
+    yield "mamba2 scan, two heads per program", partial(scan, tiles=pairs)
     fold = partial(fold_ring, kept, *rings, *PLACES, A_log=numbers(heads))
     yield "mamba2 fold", partial(fold, noise=NOISE)
     copy = partial(narrow_units, *PLACES[:2], numbers(16, heads, width, state), kept)

@@ -12,7 +12,7 @@ from mtpkit.kernels.moe import reference as plain
 from mtpkit.kernels.quantized import Inputs, reference
 from mtpkit.kernels.quantized.reference import widen
 from tests.kernels.conftest import Twin
-from tests.kernels.quantized import FORMATS, RULES, draw_matrix
+from tests.kernels.quantized import FORMATS, RULES, draw_matrix, of_sums
 from tests.kernels.recurrence import relative
 
 SERVED = [
@@ -26,7 +26,8 @@ SERVED = [
 CUT = 2**-7
 """Triton's interpreter cuts bf16 off instead of rounding."""
 FLIPPED = 2**-5
-"""Some hidden channels round to another bf16 number, and then to other codes."""
+"""Some hidden channels round to another bf16 number, or differ by what short sums of fp8 products
+lose, and then have other codes."""
 
 
 def draw(
@@ -90,7 +91,8 @@ def check(twin: Twin, arguments: dict[str, Any], **rest: Any) -> None:
     have = twin("quantized").quantized_experts(**arguments, **rest)
     want = exact(arguments).double()
     quantised = arguments["inputs"].rule != "none"
-    limit = 1e-3 if quantised else 1e-5
+    short = of_sums(twin.device, arguments["fc1"].codes, arguments["inputs"])
+    limit = (FLIPPED if short else 1e-3) if quantised else 1e-5
     if have.dtype == torch.bfloat16:
         limit = 1.5 * low(arguments)
         limit += FLIPPED if quantised else 0
@@ -162,7 +164,8 @@ def test_experts_of_other_ranks_add_nothing(
             here["input_scales"] = tuple(each[first : first + 3].contiguous() for each in scales)
         arguments = whole | here | dict(expert_ids=own, some_elsewhere=True)
         parts.append(twin("quantized").quantized_experts(**arguments))
-    assert relative(sum(parts), exact(whole).double()) < 1e-5
+    limit = FLIPPED if of_sums(twin.device, whole["fc1"].codes, whole["inputs"]) else 1e-5
+    assert relative(sum(parts), exact(whole).double()) < limit
     assert not parts[1][0].any()
 
 

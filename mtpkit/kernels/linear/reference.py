@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.kernels.activation import reference as activations
+from mtpkit.kernels.division import quotient
 from mtpkit.kernels.norm import reference as norms
 
 FP8 = torch.float8_e4m3fn
@@ -94,6 +95,13 @@ def compose(
     return y if residual is None else y + residual
 
 
+def scale_of(largest: Tensor) -> Tensor:
+    """Scales of numbers with these largest magnitudes, fp32, which become 448 in fp8; 1 for
+    zeros."""
+    scales = quotient(largest, FP8_MAX)
+    return torch.where(scales > 0, scales, torch.ones_like(scales))
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise x [..., n] to fp8, each row scaled so that its largest magnitude becomes 448.
 
@@ -104,6 +112,5 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         values [..., n] e4m3, and the scales that restore them, [..., 1] fp32; 1 for a row of zeros.
     """
     wide = x.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True) / FP8_MAX
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale_of(wide.abs().amax(dim=-1, keepdim=True))
     return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale

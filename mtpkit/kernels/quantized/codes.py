@@ -84,7 +84,8 @@ _INT4 = tl.constexpr(INT4_PTX)
 
 @triton.jit
 def e4m3(values, OPERAND):
-    """Turn e4m3 values into numbers of the type OPERAND; the code of NaN becomes 480 in bf16."""
+    """Turn e4m3 values into numbers of the type OPERAND; the code of NaN, which no
+    weight has, becomes 480 in bf16."""
     if tl.bfloat16 == OPERAND:
         return tl.inline_asm_elementwise(
             _E4M3,
@@ -141,12 +142,3 @@ def int4(quads, zero, OPERAND):
             (128 + ((wide >> 8) & 15)).to(OPERAND) - zero,
             (128 + ((wide >> 12) & 15)).to(OPERAND) - zero,
         )
-
-
-@triton.jit
-def number_of(value, OPERAND):
-    """A block of numbers of any type in the type OPERAND."""
-    if tl.float8e4nv == value.dtype:
-        return e4m3(value, OPERAND)
-    else:
-        return value.to(OPERAND)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from mtpkit.kernels.device import load
-from mtpkit.kernels.quantized.codes import E2M1_FACTOR, E2M1_UNIT, e2m1, int4, number_of
+from mtpkit.kernels.quantized.codes import E2M1_FACTOR, E2M1_UNIT, e2m1, e4m3, int4
 from mtpkit.kernels.quantized.reference import INT4_ZERO, Inputs, Matrix
 
 _ZERO = tl.constexpr(128.0 + INT4_ZERO)
@@ -146,7 +146,7 @@ def multiply(
                 # The tensor cores' own sums are short; each step's are added in fp32.
                 part = tl.dot(w, x, part, max_num_imprecise_acc=BLOCK_K)
             else:
-                part = _dot(number_of(w, OPERAND), x.to(OPERAND), part, OPERAND)
+                part = _dot(e4m3(w, OPERAND), x.to(OPERAND), part, OPERAND)
         else:
             codes = _numbers(
                 w,
@@ -164,10 +164,10 @@ def multiply(
                 BLOCK_K,
                 OPERAND,
             )
-            part = _dot(codes[0], number_of(x, OPERAND), part, OPERAND)
+            part = _dot(codes[0], x.to(OPERAND), part, OPERAND)
             for place in tl.static_range(1, 4):
                 x = tl.load(x_ptrs + start + place * APART, mask=mask, other=0.0)
-                part = _dot(codes[place], number_of(x, OPERAND), part, OPERAND)
+                part = _dot(codes[place], x.to(OPERAND), part, OPERAND)
         if STEPS and X_STEPS:
             product += part * (now[:, None] * x_now[None, :])
         elif STEPS:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.kernels.activation import reference as activations
-from mtpkit.kernels.linear.reference import FP8, FP8_MAX
+from mtpkit.kernels.linear.reference import FP8, FP8_MAX, scale_of
 from mtpkit.kernels.norm import reference as norms
 
 Codes = Literal["e4m3", "int4", "e2m1"]
@@ -162,8 +162,7 @@ def quantize_inputs(
     columns = inputs.columns if inputs.rule == "group" else x.shape[1]
     padding = -x.shape[1] % columns
     groups = torch.nn.functional.pad(wide, (0, padding)).unflatten(1, (-1, columns))
-    scales = groups.abs().amax(-1) / FP8_MAX
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    scales = scale_of(groups.abs().amax(-1))
     values = (groups / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).flatten(1)
     return values[:, : x.shape[1]].to(FP8), scales
 

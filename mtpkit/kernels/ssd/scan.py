@@ -187,10 +187,9 @@ def _store_states(
     """Store the states [N, P] of BLOCK_H heads at a place, rounded as `narrowed` does."""
     for k in tl.static_range(BLOCK_H):
         state_ptrs, mask = _state_places(states_in, place, first + k, p, n, WIDTH, STATE)
-        kind: tl.constexpr = state_ptrs.dtype.element_ty
         stored = narrowed(
             states[k],
-            kind,
+            state_ptrs.dtype.element_ty,
             noise,
             row,
             position,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.kernels.linear import FP8, FP8_MAX
+from mtpkit.kernels.linear.reference import scale_of
 from mtpkit.kernels.quantized import NOT_QUANTIZED, Inputs, Matrix
 from mtpkit.model.formats.base import INPUT_SCALE, Format, Part
 
@@ -64,8 +65,7 @@ class Fp8(Format):
         columns = self.columns or width
         padded = F.pad(weight.float(), (0, -width % columns, 0, -outputs % rows))
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        scales = blocks.abs().amax((1, 3)) / FP8_MAX
-        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+        scales = scale_of(blocks.abs().amax((1, 3)))
         codes = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
         codes = codes.flatten(2).flatten(0, 1)[:outputs, :width]
         return {"weight": codes.to(FP8).contiguous(), self.scale: scales}

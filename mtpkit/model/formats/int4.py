@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mtpkit.kernels.division import quotient
 from mtpkit.kernels.quantized import Matrix
 from mtpkit.kernels.quantized.reference import INT4_ZERO
 from mtpkit.model.formats.base import Format, Part
@@ -55,7 +56,7 @@ class Int4(Format):
         groups = weight.float().unflatten(1, (-1, self.columns))
         low = groups.amin(-1)
         high = groups.amax(-1)
-        scales = torch.maximum(high / 7, low / -8).to(torch.bfloat16).float()
+        scales = torch.maximum(quotient(high, 7), quotient(low, -8)).to(torch.bfloat16).float()
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
         codes = (groups / scales[..., None]).round().clamp(-8, 7).flatten(1)
         nibbles = (codes + INT4_ZERO).to(torch.uint8)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mtpkit.kernels.division import quotient
 from mtpkit.kernels.linear import FP8, FP8_MAX
 from mtpkit.kernels.quantized import Matrix
 from mtpkit.kernels.quantized.reference import E2M1
@@ -58,7 +59,7 @@ class Nvfp4(Format):
         wide = weight.float()
         groups = wide.unflatten(1, (-1, GROUP))
         largest = groups.abs().amax(-1)
-        whole = largest.amax() / (E2M1[-1] * FP8_MAX)
+        whole = quotient(largest.amax(), E2M1[-1] * FP8_MAX)
         whole = torch.where(whole > 0, whole, torch.ones_like(whole))
         scales = (largest / (E2M1[-1] * whole)).clamp(max=FP8_MAX).to(FP8)
         # A group of tiny values would have scale 0 in e4m3.
