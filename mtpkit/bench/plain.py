@@ -19,6 +19,7 @@ from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_sta
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import kinds_in, layers_of
 from mtpkit.model.kinds.base import LayerKind
+from mtpkit.model.quantized import quantizes_inputs
 
 _NEAR_TIE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 """Largest gap between the best logit and a near tie, in standard deviations of the logits at that
@@ -27,7 +28,7 @@ below, most of them four deviations."""
 _STRAYS = {torch.bfloat16: 0.05, torch.float32: 0.0}
 """Share of tokens that may lie further below. A wrong cache or rewind affects a larger share."""
 _NOISE_TOKENS = 256
-"""Tokens from which the effect of rounding on a mixture of experts is measured."""
+"""Tokens from which the effect of rounding is measured."""
 _EXPERTS_APART = {torch.bfloat16: 0.03, torch.float32: 1e-3}
 """Largest relative difference of a mixture's output from megatron-core's, which rounds after each
 matrix product."""
@@ -45,7 +46,8 @@ def check_greedy(
 ) -> None:
     """Refuse tokens that the base would not choose.
 
-    In bf16, a rounding may send a token to other experts, in every layer of a mixture of experts.
+    In bf16, a rounding may send a token to other experts, in every layer of a mixture of experts,
+    and move a number to the next one of fp8, 16 times as far away, where inputs are quantised.
     For such models the mean distance of tokens below the best one is checked instead: rounding must
     explain it. The effect of rounding is measured by a second pass, in which each embedding is
     moved by one rounding. The plain pass runs the same experts as decoding, so each mixture's
@@ -67,9 +69,8 @@ def check_greedy(
     if not places:
         return
     known = torch.tensor([[*prompt, *tokens]], device=next(model.parameters()).device)
-    rounded = precision == torch.bfloat16 and any(
-        kind.experts(model.mtpkit_config).count for kind in _kinds(model)
-    )
+    experts = any(kind.experts(model.mtpkit_config).count for kind in _kinds(model))
+    rounded = precision == torch.bfloat16 and (experts or quantizes_inputs(model))
     # Both passes are collective over pipeline stages, so that a stage without logits takes part in
     # them before it leaves.
     with _compared_experts(model, precision):
@@ -85,7 +86,7 @@ def check_greedy(
         logits = _penalised(logits, known[0], len(prompt), index, params)
     gaps = _gaps(logits, known[0, before + 1])
     if rounded:
-        _check_experts(model, hidden, moved, gaps)
+        _check_mean(model, hidden, moved, gaps)
         return
     wrong = int((gaps > min(near_tie, _NEAR_TIE[precision])).sum())
     if wrong > _STRAYS[precision] * len(index):
@@ -237,7 +238,7 @@ def _compared_experts(model: HybridModel, precision: torch.dtype) -> Iterator[No
             hook.remove()
 
 
-def _check_experts(model: HybridModel, hidden: Tensor, moved: Tensor, gaps: Tensor) -> None:
+def _check_mean(model: HybridModel, hidden: Tensor, moved: Tensor, gaps: Tensor) -> None:
     """Refuse gaps that rounding does not explain.
 
     Args:

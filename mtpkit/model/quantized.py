@@ -88,6 +88,12 @@ def quantized_as(model: nn.Module) -> set[str]:
     return {_NAMES[code] for weight in weights for code in weight.codes}
 
 
+def quantizes_inputs(model: nn.Module) -> bool:
+    """Whether any product of a model quantises its inputs."""
+    weights = (module for module in model.modules() if isinstance(module, QuantizedWeight))
+    return any(weight.fp8_elements for weight in weights)
+
+
 @contextmanager
 def waiting_linears() -> Iterator[None]:
     """Make linears built inside have their weights on device meta, without memory."""

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mtpkit.bench.plain import check_greedy, kv_as_cached
-from mtpkit.bench.sizes import NEMOTRON_3_TINY
+from mtpkit.bench.sizes import NEMOTRON_3_TINY, NEMOTRON_H_TINY
 from mtpkit.errors import MtpkitError
 from mtpkit.kernels.linear import FP8
-from mtpkit.model import build_model
+from mtpkit.model import build_model, quantize_base
 from tests.engine.test_kv_fp8 import fp8_model, truth
 from tests.engine.tiny import VOCAB_SIZE, decode, tiny_model
 from tests.ranks import run_ranks
@@ -91,6 +91,24 @@ def test_rounding_sends_tokens_to_other_experts():
             match=rf"{len(places)} of {len(places)} tokens .* of which rounding explains",
         ):
             check_greedy(model, prompt, wrong, places, torch.bfloat16)
+    some = [tokens[i] if i % 4 else wrong[i] for i in range(40)]
+    with pytest.raises(MtpkitError, match="of which rounding explains"):
+        check_greedy(model, prompt, some, range(40), torch.bfloat16)
+
+
+def test_rounding_moves_inputs_to_other_numbers_of_fp8():
+    """A base whose inputs are quantised is held to what rounding does to it. Decoding in other
+    chunks, as here in fp32, is not held to bf16's near ties."""
+    exact = build_model(NEMOTRON_H_TINY, torch.float32, "cpu", seed=1)
+    model = build_model(NEMOTRON_H_TINY, torch.bfloat16, "cpu", seed=1)
+    for each in (exact, model):
+        quantize_base(each)
+    prompt = torch.randint(512, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    tokens = decode(exact, prompt, 40)
+    check_greedy(model, prompt, tokens, range(40), torch.bfloat16)
+    wrong = [(token + 1) % 512 for token in tokens]
+    with pytest.raises(MtpkitError, match="of which rounding explains"):
+        check_greedy(model, prompt, wrong, range(40), torch.bfloat16)
     some = [tokens[i] if i % 4 else wrong[i] for i in range(40)]
     with pytest.raises(MtpkitError, match="of which rounding explains"):
         check_greedy(model, prompt, some, range(40), torch.bfloat16)

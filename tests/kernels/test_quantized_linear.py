@@ -375,7 +375,10 @@ SERVED = [
 @pytest.mark.parametrize("size", [(4096, 4096), (1856, 2688), (2688, 1856)], ids=str)
 def test_sizes_of_real_models(name: str, rule: str, rows: int, size: tuple) -> None:
     x, matrix = draw(name, rows, *size, "cuda")
-    check(Twin("cuda", "cuda"), x, matrix, **rule_of(rule, "cuda"))
+    # Many rows in fp8 are multiplied by torch, whose sums are as short over the whole width.
+    torchs = rows > 128 and name in ("row", "matrix") and rule != "none"
+    tolerance = 2**-9 if torchs else 1e-5
+    check(Twin("cuda", "cuda"), x, matrix, tolerance=tolerance, **rule_of(rule, "cuda"))
 
 
 @pytest.mark.gpu
