@@ -21,6 +21,9 @@ KNOWN = {
     ("states", "_walk_kernel"): 212,
 }
 """More than that, in kernels whose accumulators alone take half of the registers."""
+MEASURED = {("nvfp4, inputs none, 64 rows", "_linear_kernel"): 1256}
+"""More than that in one case, whose tile was the fastest on an H200 all the same: 59 us for the
+first linear of Nemotron-H-8B, where the fastest without was 71 us."""
 
 
 def compile_group(group: str) -> list[dict]:
@@ -38,6 +41,7 @@ def test_kernels_compile_and_fit(group: str) -> None:
     assert len(kernels) >= 10
     for kernel in kernels:
         assert kernel["shared"] <= SHARED, kernel
-        assert kernel["spilled"] <= KNOWN.get((group, kernel["name"]), SPILLED), kernel
+        known = KNOWN.get((group, kernel["name"]), SPILLED)
+        assert kernel["spilled"] <= MEASURED.get((kernel["case"], kernel["name"]), known), kernel
         # A program with more registers than a multiprocessor has does not start.
         assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel

@@ -270,7 +270,8 @@ def test_scales_that_are_subnormal(twin: Twin, name: str, rows: int) -> None:
 def test_a_row_has_nearly_the_same_product_alone_and_beside_others(
     twin: Twin, name: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without tensor cores, whatever codes take that kernel by default."""
+    """Also without tensor cores, whatever codes take that kernel by default (inputs that are
+    quantised never do)."""
     if twin.name != "reference":
         module = importlib.import_module("mtpkit.kernels.quantized.linear")
         monkeypatch.setattr(module, "ALONE", ("e4m3", "int4", "e2m1"))

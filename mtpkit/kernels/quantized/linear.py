@@ -9,7 +9,7 @@ and scales per row are a product of torch.
 A norm or swiglu runs before the product: in the launch that quantises the inputs, or in its own.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -38,9 +38,9 @@ from mtpkit.kernels.quantized.reference import NOT_QUANTIZED, Inputs, Matrix
 _FEW = 128
 """Most rows for which a product of fp8 with fp8 never goes to torch."""
 ALONE = ("e4m3",)
-"""Codes of which one row takes the kernel without tensor cores. Those of 4 bits take more
-instructions per code there (6 to 7, as compiled for sm_90) than on tensor cores (2.5 to 4), and
-would keep the memory waiting."""
+"""Codes of which one row takes the kernel without tensor cores, if its inputs are not quantised.
+With both sides in fp8 tensor cores are faster by a fifth to a half. Codes of 4 bits take more
+instructions per code there (6 to 7, as compiled for sm_90) than on tensor cores (2.5 to 4)."""
 _MOST_ROWS = 128
 """Most rows of a tile."""
 _AHEAD = 4
@@ -49,18 +49,49 @@ _MOST_SPLITS = 8
 _LEAST_STEPS = 4
 """Fewest steps that a program of a split keeps; with fewer, there is little to overlap."""
 
+
+class Choice(NamedTuple):
+    """How matrices of one kind are multiplied with up to some number of rows."""
+
+    tile: Tile
+    """Before `splits` is chosen."""
+    resident: int
+    """Programs per multiprocessor at which splits aim."""
+    few: Tile | None = None
+    """Instead of `tile` where one program per tile would leave multiprocessors idle."""
+
+
 TILES = {
-    "e4m3": {16: Tile(64, 128, 6, 4), 64: Tile(64, 128, 4, 4), 128: Tile(64, 128, 4, 4)},
-    "int4": {16: Tile(128, 128, 4, 4), 64: Tile(128, 128, 4, 8), 128: Tile(128, 128, 3, 8)},
-    "e2m1": {16: Tile(128, 128, 4, 4), 64: Tile(128, 128, 4, 8), 128: Tile(128, 128, 3, 8)},
+    "e4m3": {
+        16: Choice(Tile(64, 256, 3, 4), 2),
+        64: Choice(Tile(64, 128, 4, 4), 1, few=Tile(64, 256, 4, 4)),
+        128: Choice(Tile(64, 128, 4, 4), 1),
+    },
+    "e4m3 in groups": {
+        16: Choice(Tile(64, 128, 6, 4), 3),
+        64: Choice(Tile(64, 128, 4, 4), 2),
+        128: Choice(Tile(64, 128, 4, 4), 1),
+    },
+    "int4": {
+        16: Choice(Tile(128, 128, 4, 4), 3),
+        64: Choice(Tile(128, 128, 3, 8), 3),
+        128: Choice(Tile(128, 64, 3, 8), 1),
+    },
+    "e2m1": {
+        16: Choice(Tile(128, 256, 3, 4), 3),
+        64: Choice(Tile(128, 64, 4, 4), 3),
+        128: Choice(Tile(128, 64, 4, 8), 1),
+    },
 }
-"""Tiles by codes and most rows, before `splits` is chosen. 64 outputs are the fewest that Hopper's
-tensor cores take as their left operand."""
+"""Kinds of matrices -> most rows -> choice, each among the best of 10 to 30 on an H200 for the
+linears of Nemotron-H-8B and Nemotron 3 Nano with 4, 64 and 256 rows. 64 outputs are the fewest that
+Hopper's tensor cores take as their left operand."""
 WIDE = Tile(64, 64, 2, 4)
 """Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay
 in registers."""
-_RESIDENT = {16: 3, 64: 2, 128: 1}
-"""Most rows -> programs per multiprocessor at which splits aim."""
+_MOST_EXCHANGED = 0.5
+"""Most bytes of sums that programs of a split exchange, as a share of the matrix's, unless splits
+only fill multiprocessors that would be idle."""
 
 
 def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile | None:
@@ -69,14 +100,27 @@ def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile |
     `wide`: operands are fp32.
     """
     outputs, width = matrix.shape
-    size = next((size for size in _RESIDENT if rows <= size), _MOST_ROWS)
-    tile = WIDE if wide else TILES[matrix.codes][size]
+    grouped = matrix.group[1] < width or inputs.rule == "group"
+    kind = "e4m3 in groups" if matrix.codes == "e4m3" and grouped else matrix.codes
+    size = next((size for size in TILES[kind] if rows <= size), _MOST_ROWS)
+    tile, resident, few = TILES[kind][size]
+
+    def tiles_of(tile: Tile) -> int:
+        return triton.cdiv(outputs, tile.block_n) * triton.cdiv(rows, _MOST_ROWS)
+
+    if wide:
+        tile = WIDE
+    elif few is not None and tiles_of(tile) < multiprocessors():
+        tile = few
     step = step_of(matrix, inputs, tile.block_k)
     if step is None:
         return None
     steps = triton.cdiv(width, step)
-    tiles = triton.cdiv(outputs, tile.block_n) * triton.cdiv(rows, _MOST_ROWS)
-    most = _RESIDENT[size] * multiprocessors() // tiles
+    tiles = tiles_of(tile)
+    # Each part is written once and read once, in fp32.
+    exchanged = 8 * rows * outputs / matrix.values.nbytes
+    most = max(int(_MOST_EXCHANGED / exchanged), multiprocessors() // tiles)
+    most = min(most, resident * multiprocessors() // tiles)
     splits = max(1, min(_MOST_SPLITS, most, steps // _LEAST_STEPS))
     # As many splits as have work when each takes as many whole steps as the first.
     splits = triton.cdiv(steps, triton.cdiv(steps, splits))
@@ -274,7 +318,7 @@ def quantized_linear(
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device) if out is None else out
     if not rows:
         return out
-    alone = rows == 1 and tile is None and matrix.codes in ALONE
+    alone = rows == 1 and tile is None and matrix.codes in ALONE and inputs.rule == "none"
     if swiglu and inputs.rule == "none":
         x = activations.swiglu(x)
     elif inputs.rule != "none" and x_scales is None:
@@ -302,10 +346,8 @@ def quantized_linear(
     if alone:
         return one_row.one_row_linear(
             x,
-            x_scales,
             matrix,
             pointers(matrix),
-            inputs,
             None if norm is None else norm.weight,
             eps,
             zero_centered,

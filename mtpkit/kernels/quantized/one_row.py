@@ -17,7 +17,7 @@ from mtpkit.kernels.device import NARROW, Early, load, wait_for_previous
 from mtpkit.kernels.linear.one_row import store_outputs
 from mtpkit.kernels.quantized.codes import E2M1_UNIT, e2m1, int4
 from mtpkit.kernels.quantized.product import constants, factor_of, scale_rows
-from mtpkit.kernels.quantized.reference import INT4_ZERO, Inputs, Matrix
+from mtpkit.kernels.quantized.reference import INT4_ZERO, NOT_QUANTIZED, Inputs, Matrix
 
 OUTPUTS = 4
 """Outputs per program."""
@@ -156,7 +156,6 @@ def blocks_of(matrix: Matrix, inputs: Inputs) -> dict[str, Any]:
 @triton.jit
 def _one_row_kernel(
     x_ptr,
-    x_scale_ptr,
     matrix,
     row_scales_ptr,
     norm_ptr,
@@ -189,7 +188,7 @@ def _one_row_kernel(
         tl.minimum(n, outputs - 1).to(tl.int64),
         outputs,
         x_ptr,
-        x_scale_ptr,
+        None,
         0,
         norm_ptr,
         WIDTH,
@@ -212,10 +211,8 @@ def _one_row_kernel(
 
 def one_row_linear(
     x: Tensor,
-    x_scales: Tensor | None,
     matrix: Matrix,
     pointers: tuple[Tensor | None, ...],
-    inputs: Inputs,
     norm_weight: Tensor | None,
     eps: float,
     zero_centered: bool,
@@ -224,12 +221,11 @@ def one_row_linear(
     residual: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Compute `quantized_linear` of x [1, K], which is quantised if there are `x_scales`, without a
-    gated norm; all rows must be contiguous."""
+    """Compute `quantized_linear` of x [1, K], which is not quantised, without a gated norm; all
+    rows must be contiguous."""
     outputs = out.shape[1]
     _one_row_kernel[(triton.cdiv(outputs, OUTPUTS),)](
         x,
-        x_scales,
         pointers,
         matrix.row_scales,
         norm_weight,
@@ -243,6 +239,6 @@ def one_row_linear(
         OUTPUTS=OUTPUTS,
         OPERAND=tl.float32 if out.dtype != torch.bfloat16 else NARROW,
         num_warps=1,
-        **blocks_of(matrix, inputs),
+        **blocks_of(matrix, NOT_QUANTIZED),
     )
     return out
