@@ -7,7 +7,9 @@ The same completions, of random prompts, are decoded by `LLM.generate`, by `Asyn
 `mtpkit serve`, one after the other, each in a process of its own. The client of the server has
 another process. `AsyncLLM` and the server get the next completion whenever one has ended, so that
 `--streams` of them are under way. Outputs have different lengths, so that prompts come all the
-time.
+time. With `--request-rate` completions are due at random times, the same for both, which is what
+times of first tokens are compared with: without it each waits for an output that has just ended,
+and a moment decides whether its prompt joins the next step.
 
 The stub tells each request some tokens every `--pace` seconds. With it, the processor time per
 chunk is what counts: it does not depend on what else the machine does, as long as that leaves some.
@@ -51,7 +53,7 @@ def main() -> None:
     }
     engine = {name: value for name, value in engine.items() if value is not None}
     completions = _completions(options)
-    warm_up = [{**one, "max_tokens": 16} for one in completions[: options.streams]]
+    warm_up = [{**one, "max_tokens": 16, "due": 0.0} for one in completions[: options.streams]]
     rows = {}
     if options.model != _STUB:
         for kind in ("generate", "async"):
@@ -71,6 +73,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "model": options.model,
         "streams": options.streams,
+        "request_rate": options.request_rate,
         "engine": engine,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -96,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--completions", type=int, default=512)
     parser.add_argument("--prompt-length", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=256, help="mean tokens of an output")
+    parser.add_argument("--request-rate", type=float, help="completions that are due per second")
     parser.add_argument("--num-speculative-tokens", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--pace", type=float, default=0.02, help="seconds of a stub's step")
@@ -107,13 +111,20 @@ def _completions(options: argparse.Namespace) -> list[Completion]:
     rng = random.Random(0)
     last = len(load_tokenizer(options.tokenizer)) - 1
     mean = options.max_tokens
-    return [
+    completions = [
         Completion(
             prompt=[rng.randint(_BYTES, last) for _ in range(options.prompt_length)],
             max_tokens=rng.randint(max(1, mean // 2), mean + mean // 2),
+            due=0.0,
         )
         for _ in range(options.completions)
     ]
+    if options.request_rate is not None:
+        due = 0.0
+        for one in completions:
+            due += rng.expovariate(options.request_rate)
+            one["due"] = due
+    return completions
 
 
 def _child(module: str, job: object) -> Any:

@@ -1,5 +1,5 @@
 """A client with some streams at once, each of which asks for the next completion when its last one
-has ended.
+has ended and the next one is due.
 
 It does little more than read from its connections, so that it is not what limits a benchmark. As a
 program, `python -m benchmarks.server.client`, it reads a `Job` from stdin and prints a `Report`,
@@ -21,6 +21,8 @@ class Completion(TypedDict):
 
     prompt: list[int]
     max_tokens: int
+    due: float
+    """Seconds after the start before which it is not asked for."""
 
 
 class Job(TypedDict):
@@ -37,7 +39,7 @@ class Report(TypedDict):
     seconds: float
     """From the first request to the last token."""
     first: list[float]
-    """From a request to its first token."""
+    """From a request, or from when it was due if that is later, to its first token."""
     gaps: list[float]
     """Between chunks of a stream."""
     chunks: int
@@ -49,9 +51,10 @@ class Report(TypedDict):
 class _Stream(asyncio.Protocol):
     """A connection, which asks for one completion after the other."""
 
-    def __init__(self, completions: Iterator[Completion], report: Report) -> None:
+    def __init__(self, completions: Iterator[Completion], began: float, report: Report) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._completions = completions
+        self._began = began
         self._report = report
         self._received: list[bytes] = []
         self._times: list[float] = []
@@ -69,8 +72,18 @@ class _Stream(asyncio.Protocol):
             self._transport.close()
             self.ended.set_result(None)
             return
+        due = self._began + completion["due"]
+        # At once, unless it must wait: a timer would cost some of the first token's time.
+        if due <= time.perf_counter():
+            self._send(completion)
+        else:
+            wait = due - time.perf_counter()
+            asyncio.get_running_loop().call_later(wait, self._send, completion)
+
+    def _send(self, completion: Completion) -> None:
         fixed = {"stream": True, "stream_options": {"include_usage": True}}
-        body = {**completion, **fixed, "temperature": 0, "ignore_eos": True}
+        asked = {name: completion[name] for name in ("prompt", "max_tokens")}
+        body = {**asked, **fixed, "temperature": 0, "ignore_eos": True}
         content = json.dumps(body).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: benchmark\r\n"
@@ -122,7 +135,7 @@ async def load(job: Job) -> Report:
     began = time.perf_counter()
     connections = [
         await loop.create_connection(
-            lambda: _Stream(completions, report), place.hostname, place.port
+            lambda: _Stream(completions, began, report), place.hostname, place.port
         )
         for _ in range(job["streams"])
     ]

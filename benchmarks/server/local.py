@@ -69,15 +69,19 @@ async def _load(llm: AsyncLLM, streams: int, completions: list[Completion]) -> R
     report = _new_report()
     waiting = iter(completions)
     began = time.perf_counter()
-    await asyncio.gather(*(_one_after_the_other(llm, waiting, report) for _ in range(streams)))
+    streamed = (_one_after_the_other(llm, waiting, began, report) for _ in range(streams))
+    await asyncio.gather(*streamed)
     report["seconds"] = time.perf_counter() - began
     return report
 
 
 async def _one_after_the_other(
-    llm: AsyncLLM, completions: Iterator[Completion], report: Report
+    llm: AsyncLLM, completions: Iterator[Completion], began: float, report: Report
 ) -> None:
     for completion in completions:
+        wait = began + completion["due"] - time.perf_counter()
+        if wait > 0:
+            await asyncio.sleep(wait)
         times = [time.perf_counter()]
         async for output in llm.generate(completion["prompt"], _params(completion)):
             times.append(time.perf_counter())

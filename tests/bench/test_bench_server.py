@@ -12,22 +12,32 @@ import mtpkit
 ROOT = Path(mtpkit.__file__).parent.parent
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_server_with_a_stub_is_measured(tokens):
+def measured(more: str) -> dict[str, float]:
+    """The figures of a small server with a stub."""
     words = "stub --tokenizer examples/tiny_base/model --streams 4 --completions 12 --pace 0.01"
-    lengths = f"--prompt-length 16 --max-tokens 8 --tokens-per-step {tokens}"
+    words += f" --prompt-length 16 --max-tokens 8 {more}"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.server", *words.split(), *lengths.split()],
+        [sys.executable, "-m", "benchmarks.server", *words.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert not done.returncode, done.stderr
-    row = json.loads(done.stdout.splitlines()[-1])["rows"]["server"]
+    return json.loads(done.stdout.splitlines()[-1])["rows"]["server"]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_server_with_a_stub_is_measured(tokens):
+    row = measured(f"--tokens-per-step {tokens}")
     # A stream has one chunk per step, and the last one may have fewer tokens.
     assert 1 <= row["tokens/s"] / row["chunks/s"] <= tokens
     # No stream is faster than the stub.
     assert 0 < row["chunks/s"] <= 4 / 0.01
     assert row["between chunks, ms"] > 5
     assert all(row[f"{name}, us per chunk"] > 0 for name in ("server", "engine", "client"))
+
+
+def test_completions_are_due_at_a_rate():
+    """12 completions of 8 tokens in the mean at 10 per second: streams could give 400 tokens/s."""
+    assert 40 < measured("--request-rate 10")["tokens/s"] < 160
