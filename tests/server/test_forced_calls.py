@@ -18,7 +18,7 @@ from mtpkit.engine import StructuredOutputsParams
 from mtpkit.engine.requests.grammar import grammar_of
 from mtpkit.errors import UserError
 from mtpkit.server.answers.calls import CallReader
-from mtpkit.server.answers.forced import forced_calls, read_tool
+from mtpkit.server.answers.forced import Layout, forced_calls, read_tool
 from mtpkit.server.answers.formats import FORMATS
 from mtpkit.server.answers.pieces import Call
 from tests.engine.tokenizers import byte_level
@@ -168,6 +168,17 @@ def test_marks_inside_arguments_end_nothing():
     # Where calls may be anything, what is between two markers is one or text.
     text = written("hermes", {"note": "</tool_call>"})
     assert not any(isinstance(one, Call) for one in whole(CallReader(FORMATS["hermes"], []), text))
+
+
+def test_signs_of_regular_expressions_in_a_mark_are_signs():
+    """A format of the future, whose marks are written like those of many vocabularies."""
+    end = "<|end.of/it|>"
+    layout = Layout("", "", "", lambda tool, notation: f'"{tool.name} " text', end, (end,))
+    rules = forced_calls("", "", layout, [read_tool(TOOLS[1])], False, {})
+    text = grammar_of(StructuredOutputsParams(grammar=rules))
+    for words, follows in ((f"now a < end | b{end}", True), (f"now {end}{end}", False)):
+        tokens = TOKENIZER.encode(words, add_special_tokens=False)
+        assert (matcher(text).try_consume_tokens(tokens) == len(tokens)) == follows
 
 
 @pytest.mark.parametrize(

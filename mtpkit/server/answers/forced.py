@@ -204,7 +204,7 @@ def _quoted(text: str) -> str:
 
 def _without(marks: Sequence[str]) -> str:
     """A regular expression of texts that have none of the marks."""
-    listed = "|".join(mark.replace("/", r"\/") for mark in marks)
+    listed = "|".join(re.escape(mark).replace("/", r"\/") for mark in marks)
     return rf"/(?s:.*)/ & ~/(?s:.*)({listed})(?s:.*)/"
 
 
