@@ -94,14 +94,19 @@ _MOST_EXCHANGED = 0.5
 only fill multiprocessors that would be idle."""
 
 
+def kind_of(matrix: Matrix, inputs: Inputs) -> str:
+    """The kind of a matrix in `TILES`."""
+    grouped = matrix.group[1] < matrix.shape[-1] or inputs.rule == "group"
+    return "e4m3 in groups" if matrix.codes == "e4m3" and grouped else matrix.codes
+
+
 def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile | None:
     """Choose a tile for a matrix and a number of rows; None: the kernel does not take the matrix.
 
     `wide`: operands are fp32.
     """
     outputs, width = matrix.shape
-    grouped = matrix.group[1] < width or inputs.rule == "group"
-    kind = "e4m3 in groups" if matrix.codes == "e4m3" and grouped else matrix.codes
+    kind = kind_of(matrix, inputs)
     size = next((size for size in TILES[kind] if rows <= size), _MOST_ROWS)
     tile, resident, few = TILES[kind][size]
 
