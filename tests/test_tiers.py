@@ -8,7 +8,7 @@ import pytest
 
 from tests import ranks
 from tests.shared import each
-from tests.tiers import HANDFUL, fast, function_name, thinned
+from tests.tiers import HANDFUL, SLOW, fast, function_name, thinned
 
 
 class Inside:
@@ -54,6 +54,8 @@ def test_the_first_and_the_last_case_of_each_function():
     names = [f"a.py::test_one[{case}]" for case in range(5)] + ["a.py::test_two", "b.py::test_one"]
     assert chosen(*map(item, names)) == [names[0], names[4], *names[5:]]
     assert chosen(*map(item, names[:2])) == names[:2]
+    slow = [f"{SLOW[0]}[{case}]" for case in range(3)]
+    assert chosen(*map(item, slow)) == slow[:1]
 
 
 def test_cases_for_a_gpu_do_not_count():
@@ -132,8 +134,8 @@ def test_rows_of_a_table_have_fixtures_and_a_directory_each(tmp_path, request, n
     (tmp_path / "file").touch()
 
 
-def test_the_handful_exists():
-    for name in HANDFUL:
+def test_the_handful_and_the_slow_exist():
+    for name in (*HANDFUL, *SLOW):
         file, _, function = name.partition("::")
         module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         assert callable(getattr(module, function))

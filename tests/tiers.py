@@ -27,13 +27,34 @@ HANDFUL = (
 that the package has of being several processes."""
 
 
+SLOW = (
+    "tests/bench/test_bench_decode.py::test_trees_are_timed",
+    "tests/engine/prefix/test_equality.py::test_eviction_and_preemption_under_load",
+    "tests/engine/prefix/test_equality.py::test_outputs_that_end_by_a_stop_string_or_too_many_tokens",
+    "tests/engine/prefix/test_fuzz.py::test_random_histories",
+    "tests/engine/test_constrained_law.py::test_drafts_that_the_host_chose_are_not_taken_for_drawn_ones",
+    "tests/engine/test_constrained_law.py::test_drawn_drafts_leave_the_law_of_constrained_outputs_alone",
+    "tests/engine/test_distribution.py::test_broken_rejection_is_found",
+    "tests/engine/test_distribution.py::test_drawn_drafts_leave_the_law_alone",
+    "tests/engine/test_distribution.py::test_drawn_trees_leave_the_law_alone",
+    "tests/engine/test_distribution.py::test_four_outputs_of_each_prompt_follow_the_law",
+    "tests/engine/test_distribution.py::test_plain_sampling_follows_the_law",
+    "tests/engine/test_structured.py::test_drafts_change_no_output",
+    "tests/integration/test_family_acceptance.py::test_the_engine_counts_what_teacher_forcing_predicts",
+    "tests/integration/test_sampled_acceptance.py::test_sampled_counts_are_as_expected",
+    "tests/training/test_kill.py::test_a_killed_run_goes_on_bit_for_bit",
+)
+"""Functions of which each case takes two seconds or more. The fast tier runs their first case."""
+
+
 def function_name(item: pytest.Item) -> str:
     """The id of a case without its parameters."""
     return item.nodeid.partition("[")[0]
 
 
 def fast(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The first and the last case of each function, without functions that start processes.
+    """The first and the last case of each function, of slow ones the first alone, without functions
+    that start processes.
 
     Between these two every parameter of a full product has two values. Cases that need a GPU do not
     count, since they are skipped, nor do those of a reference twin beside cases of its kernel: the
@@ -48,7 +69,9 @@ def fast(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     for name, cases in functions.items():
         cases = [case for case in cases if not _of_twin(case)] or cases
         if name in HANDFUL or not starts_processes(cases[0]):
-            chosen += cases if len(cases) <= 2 else [cases[0], cases[-1]]
+            chosen.append(cases[0])
+            if len(cases) > 1 and name not in SLOW:
+                chosen.append(cases[-1])
     return chosen
 
 
