@@ -35,7 +35,9 @@ def test_a_server_with_a_stub_is_measured(tokens):
     # No stream is faster than the stub.
     assert 0 < row["chunks/s"] <= 4 / 0.01
     assert row["between chunks, ms"] > 5
-    assert all(row[f"{name}, us per chunk"] > 0 for name in ("server", "engine", "client"))
+    # The system counts the processor time of other processes in steps of 10 ms.
+    assert row["client, us per chunk"] > 0
+    assert all(row[f"{name}, us per chunk"] >= 0 for name in ("server", "engine"))
 
 
 def test_completions_are_due_at_a_rate():
