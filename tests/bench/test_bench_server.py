@@ -12,10 +12,10 @@ import mtpkit
 ROOT = Path(mtpkit.__file__).parent.parent
 
 
-def measured(more: str) -> dict[str, float]:
+def measured(completions: int, more: str) -> dict[str, float]:
     """The figures of a small server with a stub."""
-    words = "stub --tokenizer examples/tiny_base/model --streams 4 --completions 12 --pace 0.01"
-    words += f" --prompt-length 16 --max-tokens 8 {more}"
+    words = "stub --tokenizer examples/tiny_base/model --streams 4 --pace 0.01 --prompt-length 16"
+    words += f" --max-tokens 8 --completions {completions} {more}"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.server", *words.split()],
         cwd=ROOT,
@@ -29,17 +29,16 @@ def measured(more: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_server_with_a_stub_is_measured(tokens):
-    row = measured(f"--tokens-per-step {tokens}")
+    # So many that each process takes several of the 10 ms that processor time is counted in.
+    row = measured(80, f"--tokens-per-step {tokens}")
     # A stream has one chunk per step, and the last one may have fewer tokens.
     assert 1 <= row["tokens/s"] / row["chunks/s"] <= tokens
     # No stream is faster than the stub.
     assert 0 < row["chunks/s"] <= 4 / 0.01
     assert row["between chunks, ms"] > 5
-    # The system counts the processor time of other processes in steps of 10 ms.
-    assert row["client, us per chunk"] > 0
-    assert all(row[f"{name}, us per chunk"] >= 0 for name in ("server", "engine"))
+    assert all(row[f"{name}, us per chunk"] > 0 for name in ("server", "engine", "client"))
 
 
 def test_completions_are_due_at_a_rate():
     """12 completions of 8 tokens in the mean at 10 per second: streams could give 400 tokens/s."""
-    assert 40 < measured("--request-rate 10")["tokens/s"] < 160
+    assert 40 < measured(12, "--request-rate 10")["tokens/s"] < 160

@@ -23,10 +23,12 @@ TOKENS = 34
 """Output tokens, in which rings are folded several times."""
 KINDS = ["M-*M-", "G-*G-"]
 ROLLBACKS = ["replay", "snapshot"]
-NEARLY = 0.9
-"""Share of equal numbers where sums of other lengths or on other ranks move a few numbers across
-a boundary, which takes 6% of a state at the most on any processor so far; with other noise the
-share is below 0.8."""
+NEARLY = 0.95
+"""Share of equal numbers where sums of other lengths move a few numbers across a boundary; with
+other noise it is below 0.8."""
+SPLIT_NEARLY = 0.9
+"""That share where ranks add up parts of each sum. On a Xeon it was 0.945, on an EPYC above 0.95;
+with a head's number lost it is 0.53."""
 
 
 def left_by(llm: LLM, prompt: list[int]) -> dict[int, torch.Tensor]:
@@ -274,4 +276,4 @@ def test_ranks_and_stages_round_as_one_rank_does(tmp_path):
                 have = dict(zip(want, [*first.values(), *second.values()], strict=True))
                 assert first and second
             least = min(shares(want, have))
-            assert least > NEARLY, (name, rollback, least)
+            assert least > SPLIT_NEARLY, (name, rollback, least)
