@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, wait_for_previous
+from mtpkit.kernels.device import Early, load, wait_for_previous
 
 _OUTPUTS = 4
 """Outputs per program."""
 _BLOCKS = (512, 256)
 """Choices of input channels per block, of which the largest that divides the number of channels is
-taken."""
+taken; if none does, the last block of 512 is cut off."""
 
 
 @triton.jit
@@ -55,6 +55,7 @@ def _one_row_kernel(
 ):
     """Compute OUTPUTS outputs per program."""
     NORMED: tl.constexpr = norm_ptr is not None
+    WHOLE: tl.constexpr = WIDTH % BLOCK == 0
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, BLOCK)
     # Outputs past the end repeat the last one, so that loads need no mask.
@@ -62,27 +63,24 @@ def _one_row_kernel(
         weight_ptr + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * weight_stride + k[None, :]
     )
     # No earlier kernel of a step writes weights, so they need no wait.
-    weight = tl.load(weight_ptrs)
+    weight = load(weight_ptrs, (k < WIDTH)[None, :], WHOLE)
     wait_for_previous(EARLY)
     product = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
-        x = tl.load(x_ptr + start + k).to(tl.float32)
+        inside = start + k < WIDTH
+        x = load(x_ptr + start + k, inside, WHOLE).to(tl.float32)
         if NORMED:
             squares += x * x
-            factor = tl.load(norm_ptr + start + k).to(tl.float32)
+            factor = load(norm_ptr + start + k, inside, WHOLE).to(tl.float32)
             x *= factor + 1.0 if ZERO_CENTERED else factor
         product += weight.to(tl.float32) * x[None, :]
-        weight = tl.load(weight_ptrs + start + BLOCK, mask=start + BLOCK < WIDTH, other=0.0)
+        left = start + BLOCK < WIDTH if WHOLE else (start + BLOCK + k < WIDTH)[None, :]
+        weight = tl.load(weight_ptrs + start + BLOCK, mask=left, other=0.0)
     result = tl.sum(product, 1)
     if NORMED:
         result *= tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
     store_outputs(result, n, outputs, bias_ptr, residual_ptr, out_ptr, RELU2)
-
-
-def fits(width: int) -> bool:
-    """Whether `width` input channels divide into whole blocks."""
-    return width % _BLOCKS[-1] == 0
 
 
 def one_row_linear(
@@ -95,8 +93,7 @@ def one_row_linear(
     relu2: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """Compute `linear` of x [1, K] without a gated norm; all rows must be contiguous, and `fits(K)`
-    must hold."""
+    """Compute `linear` of x [1, K] without a gated norm; all rows must be contiguous."""
     outputs, width = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
@@ -113,7 +110,7 @@ def one_row_linear(
         ZERO_CENTERED=zero_centered,
         RELU2=relu2,
         OUTPUTS=_OUTPUTS,
-        BLOCK=next(block for block in _BLOCKS if width % block == 0),
+        BLOCK=next((block for block in _BLOCKS if width % block == 0), _BLOCKS[0]),
         num_warps=1,
     )
     return out

@@ -242,11 +242,11 @@ def linear(
     )
     (rows, width), outputs = x.shape, len(weight)
     fits = x.dtype == torch.bfloat16 and 0 < rows <= MAX_ROWS
+    alone = fits and rows == 1 and tile is None and overlaps(x.device)
     chosen = tile or (choose_tile(outputs, width, rows) if fits else None)
-    if not fits or chosen is None:
+    if not alone and (not fits or chosen is None):
         around = norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual
         return compose(norms, activations, x, weight, *around)
-    assert chosen.fits(width), f"{chosen} does not divide {width} channels"
     assert weight.stride(1) == 1
     if gate is not None:
         assert norm_weight is not None and group_size is not None and not zero_centered
@@ -257,11 +257,12 @@ def linear(
         norm_weight = None
     x = with_rows(x)
     residual = None if residual is None else with_rows(residual)
-    if rows == 1 and tile is None and one_row.fits(width) and overlaps(x.device):
+    if alone:
         relu2 = activation is not None
         return one_row.one_row_linear(
             x, weight, norm_weight, eps, zero_centered, bias, relu2, residual
         )
+    assert chosen is not None and chosen.fits(width), f"{chosen} does not divide {width} channels"
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     block_m = padded(rows)
     tiles = triton.cdiv(outputs, chosen.block_n)

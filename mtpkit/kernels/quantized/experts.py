@@ -1,25 +1,42 @@
 """Experts with quantised weights in Triton: pairs sorted into blocks by expert, as in
-`mtpkit.kernels.moe.triton`, and kernels of their own for a single token.
+`mtpkit.kernels.moe.triton`, or each in a block of its own where they are few. Then programs share
+the columns as in `mtpkit.kernels.quantized.linear`, and the last one also adds up a token's
+experts.
 
 A program of the first product with a gate takes as many rows of the gate as of the value, in one
 tile, so that it reads x once and needs one sum.
 """
 
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, Tile, wait_for_previous, with_rows
+from mtpkit.kernels.device import (
+    SMALLEST_DOT,
+    Early,
+    Tile,
+    multiprocessors,
+    wait_for_previous,
+    with_rows,
+)
+from mtpkit.kernels.linear.triton import room
 from mtpkit.kernels.moe.reference import Activation
-from mtpkit.kernels.moe.triton import Blocks, block_size, combine, sort_pairs
+from mtpkit.kernels.moe.triton import block_size, combine, sort_pairs
 from mtpkit.kernels.quantized.inputs import quantize
 from mtpkit.kernels.quantized.linear import WIDE, operand, pointers
-from mtpkit.kernels.quantized.one_row import OUTPUTS, blocks_of, multiply_row
-from mtpkit.kernels.quantized.product import constants, factor_of, multiply, scale_rows, step_of
+from mtpkit.kernels.quantized.product import (
+    add_part,
+    constants,
+    divided,
+    factor_of,
+    multiply,
+    scale_rows,
+    step_of,
+    sum_of_parts,
+)
 from mtpkit.kernels.quantized.reference import NOT_QUANTIZED, Inputs, Matrix
 
 TILES = {
@@ -43,6 +60,26 @@ TILES = {
     },
 }
 """Tiles by codes and pairs per block."""
+_EXPERTS_PER_PAIR = 4
+"""With so many, pairs are not sorted: few would share an expert, and the GPU's cache serves those
+that do."""
+_RESIDENT = 3
+"""Programs per multiprocessor at which splits aim."""
+_MOST_PARTS = 32
+"""Most parts of a sum."""
+
+
+class _Blocks(NamedTuple):
+    """Blocks of pairs that have an expert in common."""
+
+    order: Tensor | None
+    """[blocks, size] int32, see `mtpkit.kernels.moe.triton.Blocks`; None: each pair is alone in the
+    block of its number."""
+    experts: Tensor
+    """[blocks], the expert of each block. Only of pairs that are alone, it may be elsewhere."""
+    used: Tensor | None
+    """[1] int32, the number of blocks in use; None: all."""
+    size: int
 
 
 @triton.jit
@@ -76,12 +113,19 @@ def _expert_kernel(
     matrix,
     row_scales_ptr,
     mixing_ptr,
+    residual_ptr,
     out_ptr,
+    parts_ptr,
+    counters_ptr,
     blocks,
     pairs,
     outputs,
+    steps,
     x_stride,
+    residual_stride,
     SHARED_BY: tl.constexpr,
+    SUM_OF: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr,
     CODES: tl.constexpr,
@@ -89,23 +133,34 @@ def _expert_kernel(
     GROUP_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     X_COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OPERAND: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of one block of pairs per program, or half as many with a gate;
-    SHARED_BY neighbouring pairs read the same row of x."""
-    wait_for_previous(EARLY)
-    block = tl.program_id(1)
-    if block >= tl.load(blocks.used):
-        return
+    """Compute BLOCK_N outputs of one block of pairs per program, or half as many with a gate, over
+    `steps` steps of columns. SHARED_BY neighbouring pairs read the same row of x. SUM_OF
+    neighbouring blocks, which have one pair each, are added up. Longer than most because its parts
+    share nearly all pointers."""
     X_GROUPS: tl.constexpr = (WIDTH + X_COLUMNS - 1) // X_COLUMNS
     GATED: tl.constexpr = ACTIVATION == "swiglu"
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    block = tl.program_id(1)
+    split = tl.program_id(2)
+    place = tl.arange(0, BLOCK_M)
+    wait_for_previous(EARLY)
+    if blocks.order is None:
+        pair = tl.where(place == 0, block, pairs)
+    else:
+        if block >= tl.load(blocks.used):
+            return
+        pair = tl.load(blocks.order + block * BLOCK_M + place)
     expert = tl.load(blocks.experts + block).to(tl.int64)
-    pair = tl.load(blocks.order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    # Only blocks that were not sorted may be of experts elsewhere, whose products are 0.
+    here = expert < EXPERTS
+    expert = tl.minimum(expert, EXPERTS - 1)
     live = pair < pairs
     source = tl.where(live, pair // SHARED_BY, 0).to(tl.int64)
     first = tl.program_id(0) * OUTPUTS
@@ -113,6 +168,8 @@ def _expert_kernel(
     all_rows = outputs * 2 if GATED else outputs
     rows = expert * all_rows + row
     scale_row = scale_rows(expert, row, all_rows, GROUP_ROWS)
+    start = split * steps
+    end = tl.minimum(start + steps, (WIDTH + BLOCK_K - 1) // BLOCK_K)
     product = multiply(
         matrix,
         rows,
@@ -120,8 +177,8 @@ def _expert_kernel(
         x_ptr + source * x_stride,
         x_ptr if x_scale_ptr is None else x_scale_ptr + source * X_GROUPS,
         live,
-        0,
-        (WIDTH + BLOCK_K - 1) // BLOCK_K,
+        start,
+        tl.where(here, end, start),
         WIDTH,
         CODES,
         APART,
@@ -136,141 +193,30 @@ def _expert_kernel(
     product *= factor[:, None]
     if x_scale_ptr is not None and X_COLUMNS == WIDTH:
         product *= tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
-    product = _activated(product, ACTIVATION == "relu2", GATED)
     if mixing_ptr is not None:
         product *= tl.load(mixing_ptr + pair, mask=live, other=0.0)[None, :]
+    # Not by a factor of 0: nothing vouches for the scales that were read.
+    product = tl.where(here, product, 0.0)
+
+    PARTS: tl.constexpr = SUM_OF * SPLITS
+    if PARTS > 1:
+        tile = block // SUM_OF * tl.num_programs(0) + tl.program_id(0)
+        part = block % SUM_OF * SPLITS + split
+        alive = live[None, :]
+        if not add_part(
+            parts_ptr, counters_ptr, tile, part, product, alive, PARTS, BLOCK_N, BLOCK_M
+        ):
+            return
+        product = sum_of_parts(parts_ptr, tile, alive, PARTS, BLOCK_N, BLOCK_M)
+
+    product = _activated(product, ACTIVATION == "relu2", GATED)
     n = first + tl.arange(0, OUTPUTS)
-    out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * outputs + n[:, None]
     mask = live[None, :] & (n < outputs)[:, None]
-    tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@partial(Early, most=None)
-@triton.jit
-def _inner_kernel(
-    x_ptr,
-    x_scale_ptr,
-    matrix,
-    row_scales_ptr,
-    ids_ptr,
-    out_ptr,
-    inner,
-    SHARED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CODES: tl.constexpr,
-    APART: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    X_COLUMNS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARING: tl.constexpr,
-    OPERAND: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Compute inner channels of one of the token's experts from OUTPUTS rows of the matrix per
-    program. SHARED: all experts read the same row of x."""
-    wait_for_previous(EARLY)
-    GATED: tl.constexpr = ACTIVATION == "swiglu"
-    CHANNELS: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
-    place = tl.program_id(1)
-    expert = tl.load(ids_ptr + place).to(tl.int64)
-    # The expert's hidden channels stay unwritten; no product reads them.
-    if expert >= EXPERTS:
-        return
-    first = tl.program_id(0) * CHANNELS
-    product, _ = multiply_row(
-        matrix,
-        row_scales_ptr,
-        expert,
-        _rows_of(tl.arange(0, OUTPUTS), inner, first, OUTPUTS, GATED),
-        inner * 2 if GATED else inner,
-        x_ptr,
-        x_scale_ptr,
-        0 if SHARED else place,
-        None,
-        WIDTH,
-        CODES,
-        APART,
-        GROUP_ROWS,
-        COLUMNS,
-        X_COLUMNS,
-        False,
-        OUTPUTS,
-        BLOCK,
-        SHARING,
-        OPERAND,
-        False,
-    )
-    channels = tl.reshape(_activated(product, ACTIVATION == "relu2", GATED), [CHANNELS])
-    n = first + tl.arange(0, CHANNELS)
-    tl.store(out_ptr + place * inner + n, channels.to(out_ptr.dtype.element_ty), mask=n < inner)
-
-
-@partial(Early, most=None)
-@triton.jit
-def _outer_kernel(
-    hidden_ptr,
-    x_scale_ptr,
-    matrix,
-    row_scales_ptr,
-    ids_ptr,
-    mixing_ptr,
-    residual_ptr,
-    out_ptr,
-    outputs,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CODES: tl.constexpr,
-    APART: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    X_COLUMNS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARING: tl.constexpr,
-    OPERAND: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Compute OUTPUTS outputs per program: the sum over the token's experts, plus the residual."""
-    wait_for_previous(EARLY)
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    real = n < outputs
-    row = tl.minimum(n, outputs - 1)
-    total = tl.zeros([OUTPUTS], tl.float32)
-    for place in range(TOP_K):
-        expert = tl.load(ids_ptr + place).to(tl.int64)
-        if expert < EXPERTS:
-            product, _ = multiply_row(
-                matrix,
-                row_scales_ptr,
-                expert,
-                row,
-                outputs,
-                hidden_ptr,
-                x_scale_ptr,
-                place,
-                None,
-                WIDTH,
-                CODES,
-                APART,
-                GROUP_ROWS,
-                COLUMNS,
-                X_COLUMNS,
-                False,
-                OUTPUTS,
-                BLOCK,
-                SHARING,
-                OPERAND,
-                False,
-            )
-            total += product * tl.load(mixing_ptr + place)
+    m = (pair // SUM_OF).to(tl.int64)[None, :]
     if residual_ptr is not None:
-        total += tl.load(residual_ptr + n, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=real)
+        residual = tl.load(residual_ptr + m * residual_stride + n[:, None], mask=mask, other=0.0)
+        product += residual.to(tl.float32)
+    tl.store(out_ptr + m * outputs + n[:, None], product.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def quantized_experts(
@@ -286,8 +232,8 @@ def quantized_experts(
     input_scales: tuple[Tensor, Tensor] | None = None,
     size: int | None = None,
 ) -> Tensor:
-    """See the reference. With several tokens, each expert's output is rounded before the sum.
-    `size` overrides `block_size` and rules out the kernels for one token."""
+    """See the reference. With more than a few pairs, each expert's output is rounded before the
+    sum. `size` overrides `block_size` and has the pairs sorted."""
     assert activation in ("relu2", "swiglu")
     tokens, top_k = expert_ids.shape
     experts, width, inner = fc2.shape
@@ -304,49 +250,29 @@ def quantized_experts(
     x, x_scales = _quantized(x, inputs, first, ids)
     # With a scale per expert, each pair has its own row.
     shared_by = top_k if len(x) == tokens else 1
+    few = size is None and (tokens == 1 or pairs * _EXPERTS_PER_PAIR <= experts)
+    if few:
+        blocks = _Blocks(None, ids.view(-1), None, SMALLEST_DOT)
+    else:
+        size = size or block_size(pairs, experts)
+        blocks = _Blocks(*sort_pairs(ids, experts, size), size)
     hidden = torch.empty(pairs, inner, dtype=dtype, device=x.device)
-    if tokens == 1 and size is None:
-        rest: dict[str, Any] = dict(
-            EXPERTS=experts, OUTPUTS=OUTPUTS, OPERAND=operand(dtype), num_warps=1
-        )
-        channels = OUTPUTS // 2 if activation == "swiglu" else OUTPUTS
-        _inner_kernel[(triton.cdiv(inner, channels), top_k)](
-            x,
-            x_scales,
-            pointers(fc1),
-            fc1.row_scales,
-            ids,
-            hidden,
-            inner,
-            SHARED=len(x) == 1,
-            ACTIVATION=activation,
-            **blocks_of(fc1, inputs),
-            **rest,
-        )
-        hidden, hidden_scales = _quantized(hidden, inputs, second, ids.view(-1, 1))
-        _outer_kernel[(triton.cdiv(width, OUTPUTS),)](
-            hidden,
-            hidden_scales,
-            pointers(fc2),
-            fc2.row_scales,
-            ids,
-            weights,
-            residual,
-            out,
-            width,
-            TOP_K=top_k,
-            **blocks_of(fc2, inputs),
-            **rest,
-        )
-        return out
-
-    size = size or block_size(pairs, experts)
-    blocks = sort_pairs(ids, experts, size)
-    _multiply(x, x_scales, fc1, None, hidden, blocks, shared_by, activation, inputs)
+    _multiply(x, x_scales, fc1, hidden, blocks, inputs, shared_by=shared_by, activation=activation)
     hidden, hidden_scales = _quantized(hidden, inputs, second, ids.view(-1, 1))
-    parts = torch.empty(pairs, width, dtype=dtype, device=x.device)
-    _multiply(hidden, hidden_scales, fc2, weights, parts, blocks, 1, "none", inputs)
-    combine(parts, ids if some_elsewhere else None, residual, out, experts)
+    into = out if few else torch.empty(pairs, width, dtype=dtype, device=x.device)
+    _multiply(
+        hidden,
+        hidden_scales,
+        fc2,
+        into,
+        blocks,
+        inputs,
+        mixing=weights,
+        residual=residual if few else None,
+        sum_of=top_k if few else 1,
+    )
+    if not few:
+        combine(into, ids if some_elsewhere else None, residual, out, experts)
     return out
 
 
@@ -363,35 +289,48 @@ def _multiply(
     x: Tensor,
     x_scales: Tensor | None,
     matrix: Matrix,
-    mixing: Tensor | None,
     into: Tensor,
-    blocks: Blocks,
-    shared_by: int,
-    activation: str,
+    blocks: _Blocks,
     inputs: Inputs,
+    *,
+    mixing: Tensor | None = None,
+    residual: Tensor | None = None,
+    shared_by: int = 1,
+    sum_of: int = 1,
+    activation: str = "none",
 ) -> None:
-    """Multiply the pairs in their blocks by their experts, into [pairs, outputs]."""
-    size = blocks.order.shape[1]
-    tile = WIDE if into.dtype != torch.bfloat16 else TILES[matrix.codes][size]
+    """Multiply pairs in their blocks by their experts, into [pairs / sum_of, outputs]."""
+    tile = WIDE if into.dtype != torch.bfloat16 else TILES[matrix.codes][blocks.size]
     step = step_of(matrix, inputs, tile.block_k)
     assert step is not None, f"groups of {matrix.group[1]} columns fit no kernel"
-    tile = tile._replace(block_k=step)
-    outputs = into.shape[1]
-    each = tile.block_n // 2 if activation == "swiglu" else tile.block_n
-    _expert_kernel[(triton.cdiv(outputs, each), len(blocks.experts))](
+    steps = triton.cdiv(matrix.shape[-1], step)
+    pairs, outputs = len(into) * sum_of, into.shape[1]
+    count = pairs if blocks.order is None else len(blocks.order)
+    tiles = triton.cdiv(outputs, tile.block_n // 2 if activation == "swiglu" else tile.block_n)
+    most = min(_RESIDENT * multiprocessors() // (tiles * count), _MOST_PARTS // sum_of)
+    tile = tile._replace(block_k=step, splits=divided(steps, most))
+    sums = tiles * count // sum_of
+    _expert_kernel[(tiles, count, tile.splits)](
         x,
         x_scales,
         pointers(matrix),
         matrix.row_scales,
         mixing,
+        residual,
         into,
+        *room(x.device, sums, tile._replace(splits=tile.splits * sum_of), blocks.size),
         blocks,
-        len(into),
+        pairs,
         outputs,
+        triton.cdiv(steps, tile.splits),
         x.stride(0),
+        0 if residual is None else residual.stride(0),
         SHARED_BY=shared_by,
+        SUM_OF=sum_of,
+        EXPERTS=len(matrix.values),
         ACTIVATION=activation,
-        BLOCK_M=size,
+        SPLITS=tile.splits,
+        BLOCK_M=blocks.size,
         OPERAND=operand(into.dtype),
         **constants(matrix, inputs),
         **tile.launch(),

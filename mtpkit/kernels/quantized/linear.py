@@ -3,7 +3,7 @@
 One kernel takes any number of rows: a few in tiles of 16 to 64, which read the weights once at the
 rate of the memory, more in tiles of 128. If one program per tile would leave the GPU idle, several
 programs share the columns; the last to finish adds up the parts, always in the same order. One row
-may take a kernel without tensor cores, see `ALONE`. More rows than `_FEW` with both sides in fp8
+may take a kernel without tensor cores. More rows than `_FEW` with both sides in fp8
 and scales per row are a product of torch.
 
 A norm or swiglu runs before the product: in the launch that quantises the inputs, or in its own.
@@ -29,25 +29,27 @@ from mtpkit.kernels.device import (
     wait_for_previous,
     with_rows,
 )
-from mtpkit.kernels.linear.triton import room, store_part, sum_parts
+from mtpkit.kernels.linear.triton import room
 from mtpkit.kernels.quantized import one_row, reference
 from mtpkit.kernels.quantized.inputs import Norm, fuses, quantize
-from mtpkit.kernels.quantized.product import constants, factor_of, multiply, scale_rows, step_of
+from mtpkit.kernels.quantized.product import (
+    add_part,
+    constants,
+    divided,
+    factor_of,
+    multiply,
+    scale_rows,
+    step_of,
+    sum_of_parts,
+)
 from mtpkit.kernels.quantized.reference import NOT_QUANTIZED, Inputs, Matrix
 
 _FEW = 128
 """Most rows for which a product of fp8 with fp8 never goes to torch."""
-ALONE = ("e4m3",)
-"""Codes of which one row takes the kernel without tensor cores, if its inputs are not quantised.
-With both sides in fp8 tensor cores are faster by a fifth to a half. Codes of 4 bits take more
-instructions per code there (6 to 7, as compiled for sm_90) than on tensor cores (2.5 to 4)."""
 _MOST_ROWS = 128
 """Most rows of a tile."""
 _AHEAD = 4
 """Steps of its weights that a program prefetches while the previous kernel is still running."""
-_MOST_SPLITS = 8
-_LEAST_STEPS = 4
-"""Fewest steps that a program of a split keeps; with fewer, there is little to overlap."""
 
 
 class Choice(NamedTuple):
@@ -126,10 +128,7 @@ def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile |
     exchanged = 8 * rows * outputs / matrix.values.nbytes
     most = max(int(_MOST_EXCHANGED / exchanged), multiprocessors() // tiles)
     most = min(most, resident * multiprocessors() // tiles)
-    splits = max(1, min(_MOST_SPLITS, most, steps // _LEAST_STEPS))
-    # As many splits as have work when each takes as many whole steps as the first.
-    splits = triton.cdiv(steps, triton.cdiv(steps, splits))
-    return tile._replace(block_k=step, splits=splits)
+    return tile._replace(block_k=step, splits=divided(steps, most))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -207,19 +206,9 @@ def _linear_kernel(
     )
     live = live[None, :]
     if SPLITS > 1:
-        # A part holds products [ROWS, BLOCK_N] and ROWS numbers that stay unused.
-        PART: tl.constexpr = ROWS * (BLOCK_N + 1)
-        inner = tl.arange(0, ROWS)
-        base = parts_ptr + tile * (SPLITS * PART)
-        places = base + inner[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        unused = base + ROWS * BLOCK_N + inner
-        square = tl.zeros([ROWS], tl.float32)
-        store_part(places + split * PART, unused, product, square, live, False)
-        # The release publishes this program's part, the acquire shows the last program all others.
-        if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
+        if not add_part(parts_ptr, counters_ptr, tile, split, product, live, SPLITS, BLOCK_N, ROWS):
             return
-        tl.store(counters_ptr + tile, 0)
-        product, square = sum_parts(places, unused, live, PART, SPLITS, False)
+        product = sum_of_parts(parts_ptr, tile, live, SPLITS, BLOCK_N, ROWS)
 
     factor = factor_of(matrix[1], row_scales_ptr, weight_rows, scale_row, WIDTH, CODES, COLUMNS)
     product *= factor[:, None]
@@ -295,7 +284,11 @@ def quantized_linear(
     tile: Tile | None = None,
 ) -> Tensor:
     """See the reference. A product of torch (see `_FEW`) rounds before activation and residual.
-    `tile` overrides `choose_tile` and rules out the kernel for one row and torch's product."""
+    `tile` overrides `choose_tile` and rules out the kernel for one row and torch's product.
+
+    That kernel takes e4m3 with inputs that are not quantised. With both sides in fp8 tensor cores
+    are faster by a fifth to a half, and codes of 4 bits take fewer instructions there.
+    """
     assert activation in (None, "relu2") and (bias is None or residual is None)
     assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
     rows = len(x)
@@ -323,7 +316,7 @@ def quantized_linear(
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device) if out is None else out
     if not rows:
         return out
-    alone = rows == 1 and tile is None and matrix.codes in ALONE and inputs.rule == "none"
+    alone = rows == 1 and tile is None and matrix.codes == "e4m3" and inputs.rule == "none"
     if swiglu and inputs.rule == "none":
         x = activations.swiglu(x)
     elif inputs.rule != "none" and x_scales is None:
@@ -352,7 +345,6 @@ def quantized_linear(
         return one_row.one_row_linear(
             x,
             matrix,
-            pointers(matrix),
             None if norm is None else norm.weight,
             eps,
             zero_centered,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mtpkit.kernels.device import load
+from mtpkit.kernels.linear.triton import store_part, sum_parts
 from mtpkit.kernels.quantized.codes import E2M1_FACTOR, E2M1_UNIT, e2m1, e4m3, int4
 from mtpkit.kernels.quantized.reference import INT4_ZERO, Inputs, Matrix
 
@@ -24,6 +25,9 @@ _LEAST = {"e4m3": 32, "int4": 64, "e2m1": 64}
 quads become."""
 _WITHIN = (16, 32)
 """Columns of groups whose scales are multiplied with codes of 4 bits."""
+_MOST_SPLITS = 8
+_LEAST_STEPS = 4
+"""Fewest steps that a program of a split keeps; with fewer, there is little to overlap."""
 
 
 def step_of(matrix: Matrix, inputs: Inputs, most: int) -> int | None:
@@ -42,6 +46,13 @@ def step_of(matrix: Matrix, inputs: Inputs, most: int) -> int | None:
     while any(size < width and size % step for size in sizes):
         step //= 2
     return step if step >= _LEAST[matrix.codes] else None
+
+
+def divided(steps: int, most: int) -> int:
+    """Number of programs, at most `most`, that share the steps of a tile: as many as have work when
+    each takes as many whole steps as the first."""
+    splits = max(1, min(_MOST_SPLITS, most, steps // _LEAST_STEPS))
+    return triton.cdiv(steps, triton.cdiv(steps, splits))
 
 
 def constants(matrix: Matrix, inputs: Inputs) -> dict[str, Any]:
@@ -257,3 +268,49 @@ def factor_of(
     if row_scales_ptr is not None:
         factor *= tl.load(row_scales_ptr + rows)
     return factor
+
+
+@triton.jit
+def add_part(
+    parts_ptr,
+    counters_ptr,
+    tile,
+    part,
+    product,
+    live,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store part number `part` of the PARTS whose sum a tile is. The result tells whether all are
+    stored now; then this program adds them up with `sum_of_parts`.
+
+    Args:
+        parts_ptr, counters_ptr: as `mtpkit.kernels.linear.triton.room` makes them.
+        product: [BLOCK_N, ROWS] fp32.
+        live: [1, ROWS] mask of the columns to store.
+    """
+    places = _places(parts_ptr, tile * PARTS + part, BLOCK_N, ROWS)
+    store_part(places, places, product, product, live, False)
+    # The release publishes this program's part, the acquire shows the last program all others.
+    complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == PARTS - 1
+    if complete:
+        tl.store(counters_ptr + tile, 0)
+    return complete
+
+
+@triton.jit
+def sum_of_parts(
+    parts_ptr, tile, live, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr
+):
+    """The sum [BLOCK_N, ROWS] of all parts of a tile, always in the same order."""
+    places = _places(parts_ptr, tile * PARTS, BLOCK_N, ROWS)
+    product, _ = sum_parts(places, places, live, ROWS * (BLOCK_N + 1), PARTS, False)
+    return product
+
+
+@triton.jit
+def _places(parts_ptr, part, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """Pointers [BLOCK_N, ROWS] to a part, which ends with ROWS numbers that stay unused."""
+    inner = tl.arange(0, ROWS)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    return parts_ptr + part * (ROWS * (BLOCK_N + 1)) + inner
