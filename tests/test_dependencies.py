@@ -1,6 +1,7 @@
 """The package imports exactly the dependencies that pyproject.toml declares."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -59,6 +60,7 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
                 yield DISTRIBUTIONS.get(root, root), id(node) not in inside
 
 
+@functools.cache
 def imported() -> dict[str, set[str]]:
     """Distributions with the modules that import them."""
     found: dict[str, set[str]] = {}

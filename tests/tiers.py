@@ -39,10 +39,15 @@ SLOW = (
     "tests/engine/test_distribution.py::test_drawn_trees_leave_the_law_alone",
     "tests/engine/test_distribution.py::test_four_outputs_of_each_prompt_follow_the_law",
     "tests/engine/test_distribution.py::test_plain_sampling_follows_the_law",
+    "tests/engine/test_draft_lm_head.py::test_drawn_drafts_keep_the_law",
     "tests/engine/test_structured.py::test_drafts_change_no_output",
     "tests/integration/test_family_acceptance.py::test_the_engine_counts_what_teacher_forcing_predicts",
     "tests/integration/test_sampled_acceptance.py::test_sampled_counts_are_as_expected",
+    "tests/training/test_depths.py::test_recurrent_heads_train_through_the_kernels_as_through_plain_pytorch",
     "tests/training/test_kill.py::test_a_killed_run_goes_on_bit_for_bit",
+    "tests/training/test_quantized_base.py::test_a_run_goes_on_as_if_it_had_not_stopped",
+    "tests/training/test_quantized_base.py::test_acceptance_is_that_of_the_exported_file",
+    "tests/training/test_run.py::test_heads_learn_what_the_base_says",
 )
 """Functions of which each case takes two seconds or more. The fast tier runs their first case."""
 

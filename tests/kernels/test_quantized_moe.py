@@ -27,7 +27,7 @@ CUT = 2**-7
 """Triton's interpreter cuts bf16 off instead of rounding."""
 FLIPPED = 2**-5
 """Some hidden channels round to another bf16 number, or differ by what short sums of fp8 products
-lose, and then have other codes."""
+lose, and then have other codes. A single token averages over few channels: twice as much."""
 
 
 def draw(
@@ -95,7 +95,8 @@ def check(twin: Twin, arguments: dict[str, Any], **rest: Any) -> None:
     limit = (FLIPPED if short else 1e-3) if quantised else 1e-5
     if have.dtype == torch.bfloat16:
         limit = 1.5 * low(arguments)
-        limit += FLIPPED if quantised else 0
+        if quantised:
+            limit += 2 * FLIPPED if len(have) == 1 else FLIPPED
         limit += CUT if twin.name == "interpreter" else 0
     assert have.dtype == arguments["x"].dtype
     assert relative(have, want) <= limit

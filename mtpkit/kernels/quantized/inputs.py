@@ -43,6 +43,8 @@ def _quantize_kernel(
     groups,
     x_stride,
     gate_stride,
+    scale_stride,
+    group_stride,
     SHARED_BY: tl.constexpr,
     EXPERTS: tl.constexpr,
     SWIGLU: tl.constexpr,
@@ -105,7 +107,8 @@ def _quantize_kernel(
     if WHOLE_ROW:
         tl.store(scales_ptr + row + part, scale, mask=part == 0)
     else:
-        tl.store(scales_ptr + row * groups + part, scale, mask=part < groups)
+        places = scales_ptr + row * scale_stride + part.to(tl.int64) * group_stride
+        tl.store(places, scale, mask=part < groups)
 
 
 def _parts(width: int, inputs: Inputs, norm: Norm | None) -> tuple[int, int] | None:
@@ -136,6 +139,7 @@ def quantize(
     norm: Norm | None = None,
     ids: Tensor | None = None,
     swiglu: bool = False,
+    by_group: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantise x [M, K] by a rule other than `none`, after a norm that `fuses`, or after swiglu of
     x [M, 2K].
@@ -144,6 +148,7 @@ def quantize(
         static: [] or [E] fp32, scales of the rule `static`.
         ids: [M, k] int64, the expert of each pair, whose scale is taken; an id past the last expert
             is of another rank. The result then has a row for each pair.
+        by_group: lay the scales of a group side by side, not those of a row.
 
     Returns:
         As `quantize_inputs`, of M or M * k rows.
@@ -154,7 +159,10 @@ def quantize(
     rows = len(x) if ids is None else ids.numel()
     groups = triton.cdiv(width, inputs.columns) if inputs.rule == "group" else 1
     values = torch.empty(rows, width, dtype=FP8, device=x.device)
-    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    sizes = (groups, rows) if by_group else (rows, groups)
+    scales = torch.empty(sizes, dtype=torch.float32, device=x.device)
+    if by_group:
+        scales = scales.t()
     if not rows:
         return values, scales
     found = _parts(width, inputs, norm)
@@ -178,6 +186,7 @@ def quantize(
         groups,
         x.stride(0),
         0 if gate is None else gate.stride(0),
+        *scales.stride(),
         SHARED_BY=1 if ids is None else ids.shape[1],
         EXPERTS=1 if static is None else static.numel(),
         SWIGLU=swiglu,

@@ -3,8 +3,8 @@
 One kernel takes any number of rows: a few in tiles of 16 to 64, which read the weights once at the
 rate of the memory, more in tiles of 128. If one program per tile would leave the GPU idle, several
 programs share the columns; the last to finish adds up the parts, always in the same order. One row
-may take a kernel without tensor cores. More rows than `_FEW` with both sides in fp8
-and scales per row are a product of torch.
+may take a kernel without tensor cores. More rows than `_FEW` with both sides in fp8 are a product
+of torch, if it takes their scales.
 
 A norm or swiglu runs before the product: in the launch that quantises the inputs, or in its own.
 """
@@ -12,6 +12,7 @@ A norm or swiglu runs before the product: in the launch that quantises the input
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,8 +21,8 @@ from mtpkit.kernels import activation as activations
 from mtpkit.kernels import norm as norms
 from mtpkit.kernels.device import (
     NARROW,
+    Early,
     Tile,
-    early_launch,
     multiprocessors,
     overlaps,
     padded,
@@ -46,6 +47,8 @@ from mtpkit.kernels.quantized.reference import NOT_QUANTIZED, Inputs, Matrix
 
 _FEW = 128
 """Most rows for which a product of fp8 with fp8 never goes to torch."""
+_BLOCK = 128
+"""Rows and columns of the blocks whose scales torch takes."""
 _MOST_ROWS = 128
 """Most rows of a tile."""
 _AHEAD = 4
@@ -131,6 +134,7 @@ def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile |
     return tile._replace(block_k=step, splits=divided(steps, most))
 
 
+@Early
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x_ptr,
@@ -247,17 +251,34 @@ def operand(dtype: torch.dtype) -> tl.dtype:
 
 
 def _is_torch_product(matrix: Matrix, inputs: Inputs, rows: int, device: torch.device) -> bool:
-    """Whether torch multiplies: both sides in fp8 and scales of whole rows."""
+    """Whether torch multiplies: both sides in fp8, and scales of whole rows, or of blocks and of
+    groups as wide."""
     outputs, width = matrix.shape
-    whole = matrix.group[1] >= width and (matrix.group[0] == 1 or matrix.group[0] >= outputs)
+    by_row = matrix.group[1] >= width and (matrix.group[0] == 1 or matrix.group[0] >= outputs)
+    if inputs.rule == "group":
+        # With other widths torch 2.11 reads scales of other blocks.
+        scaled = matrix.group == (_BLOCK, _BLOCK) and inputs.columns == _BLOCK
+        scaled = scaled and width % (4 * _BLOCK) == 0
+    else:
+        scaled = by_row and inputs.rule in ("token", "static")
     fits = outputs % 16 == 0 and width % 16 == 0 and matrix.row_scales is None
-    fp8 = matrix.codes == "e4m3" and inputs.rule in ("token", "static")
-    return rows > _FEW and whole and fits and fp8 and overlaps(device)
+    return rows > _FEW and fits and scaled and matrix.codes == "e4m3" and overlaps(device)
 
 
 def _torch_product(x: Tensor, x_scales: Tensor, matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """Multiply fp8 by fp8 with torch, which scales rows before it rounds."""
-    scales = matrix.scales.float().reshape(-1, 1).expand(len(matrix.values), 1).contiguous()
+    """Multiply fp8 by fp8 with torch, which scales before it rounds."""
+    scales = matrix.scales.float()
+    if matrix.group[1] < matrix.shape[1]:
+        rows = len(x)
+        padding = (0, 0, 0, -rows % 4)
+        if padding[-1]:
+            x = F.pad(x.view(torch.uint8), padding).view(x.dtype)
+            x_scales = F.pad(x_scales, padding)
+        x_scales = x_scales.t().contiguous().t()
+        return torch._scaled_mm(
+            x, matrix.values.t(), x_scales, scales.contiguous().t(), out_dtype=dtype
+        )[:rows]
+    scales = scales.reshape(-1, 1).expand(len(matrix.values), 1).contiguous()
     return torch._scaled_mm(
         x, matrix.values.t(), x_scales, scales.t(), out_dtype=dtype, use_fast_accum=True
     )
@@ -279,7 +300,6 @@ def quantized_linear(
     activation: Literal["relu2"] | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
-    early: bool = False,
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -316,6 +336,7 @@ def quantized_linear(
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device) if out is None else out
     if not rows:
         return out
+    by_torch = tile is None and _is_torch_product(matrix, inputs, rows, x.device)
     alone = rows == 1 and tile is None and matrix.codes == "e4m3" and inputs.rule == "none"
     if swiglu and inputs.rule == "none":
         x = activations.swiglu(x)
@@ -323,14 +344,16 @@ def quantized_linear(
         if norm is not None and not fuses(x.shape[1], inputs, norm):
             x = _normed(x, norm)
             norm = None
-        x, x_scales = quantize(x, inputs, input_scale, norm, swiglu=swiglu)
+        by_group = by_torch and inputs.rule == "group"
+        x, x_scales = quantize(x, inputs, input_scale, norm, swiglu=swiglu, by_group=by_group)
         norm = None
     elif norm is not None and not (alone and gate is None):
         x = _normed(x, norm)
         norm = None
 
     residual = None if residual is None else with_rows(residual)
-    if tile is None and x_scales is not None and _is_torch_product(matrix, inputs, rows, x.device):
+    if by_torch:
+        assert x_scales is not None
         product = _torch_product(x, x_scales, matrix, dtype)
         if bias is not None:
             product += bias
@@ -377,7 +400,6 @@ def quantized_linear(
         OPERAND=operand(dtype),
         AHEAD=_AHEAD,
         **constants(matrix, inputs),
-        **early_launch(x.device, early),
         **chosen.launch(),
     )
     return out

@@ -197,7 +197,6 @@ def quantized_linear(
     activation: Literal["relu2"] | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
-    early: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute activation(quantised(norm(x)) @ matrix.T + bias) + residual, or the same with
@@ -207,8 +206,8 @@ def quantized_linear(
     result alone and beside drafts.
 
     Args:
-        x, norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual, early: as
-            for `mtpkit.kernels.linear.linear`.
+        x, norm_weight, eps, zero_centered, group_size, gate, bias, activation, residual: as for
+            `mtpkit.kernels.linear.linear`.
         inputs, input_scale: how the inputs are quantised, after the norm; see `quantize_inputs`.
         swiglu: x is [M, 2K], the gate and the values of `mtpkit.kernels.activation.swiglu`; there
             is no norm.

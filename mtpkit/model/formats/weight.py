@@ -166,6 +166,8 @@ class _Rows(nn.Module):
     def multiply(
         self, x: Tensor, out: Tensor | None, around: Around, x_scales: Tensor | None = None
     ) -> Tensor:
+        rest = around.copy()
+        rest.pop("early", None)  # its kernels always start early
         return quantized_linear(
             x,
             self.matrix,
@@ -173,7 +175,7 @@ class _Rows(nn.Module):
             input_scale=self.input_scale,
             x_scales=x_scales,
             out=out,
-            **around,
+            **rest,  # type: ignore[misc]
         )
 
 

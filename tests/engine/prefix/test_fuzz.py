@@ -18,9 +18,9 @@ from tests.engine.prefix import fuzz
 OPERATIONS = 2000
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(18))
 def test_random_histories(seed):
-    counts = fuzz.run(3 * OPERATIONS, seed)
+    counts = fuzz.run(OPERATIONS, seed)
     assert len(counts) == 7 and all(counts.values()), counts
 
 
