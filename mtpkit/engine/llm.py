@@ -41,6 +41,7 @@ from mtpkit.engine.requests.tree import Tree, width_of
 from mtpkit.engine.steps.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
 from mtpkit.model import draft_embedding_bytes, layer_numbers, stack_experts, state_specs
+from mtpkit.model.quantized import widened_bytes
 from mtpkit.model.stages import Decoding
 from mtpkit.model.state import StateLayout, StateSizes
 
@@ -160,6 +161,7 @@ class LLM:
             self.ranks,
             draft_embedding_bytes(self.model),
             drafter.head_bytes,
+            widened_bytes(self.model),
         )
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)

@@ -42,7 +42,8 @@ class MemoryPlan:
     activations: int
     """Activations of the largest step, at `max_num_batched_tokens`, outside CUDA graphs. They
     include the copies of recurrent states that depths change, the distributions that drafts are
-    drawn from, and the hidden states that pipeline stages exchange."""
+    drawn from, the hidden states that pipeline stages exchange, and the largest quantised matrix in
+    the activations' dtype, if products widen it."""
     graphs: int
     """Private memory of the CUDA graphs: the activations of the largest captured step."""
     slot_bytes: int
@@ -139,6 +140,7 @@ def plan_memory(
     ranks: Ranks | None = None,
     draft_embedding: int = 0,
     draft_head: int = 0,
+    widened: int = 0,
 ) -> MemoryPlan:
     """Divide the memory that the loaded weights leave free. Each rank plans its own memory; the
     numbers of blocks and checkpoints are those of the rank with the fewest.
@@ -151,6 +153,7 @@ def plan_memory(
             `_CHECKPOINTS` for each request, within the limit of `_CHECKPOINTS_SHARE`.
         draft_embedding: see `draft_embedding_bytes`.
         draft_head: see `Drafter.head_bytes`.
+        widened: see `widened_bytes`.
 
     Raises:
         UserError: `num_blocks`, or one request of full length, does not fit; the message has the
@@ -171,6 +174,7 @@ def plan_memory(
         model, layout.sizes.dtype, tokens + again, logits, ranks.tensor_size
     )
     activations += rows * _draft_bytes(vocabulary.width, layout, config, span)
+    activations += widened
     transfers = ranks.stage.copies * tokens * model.hidden_size * layout.sizes.dtype.itemsize
     graphs = activations if config.graphs else 0  # a graph is warmed up outside its private memory
     total, in_use = _device_bytes(device)

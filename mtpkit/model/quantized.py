@@ -94,6 +94,13 @@ def quantizes_inputs(model: nn.Module) -> bool:
     return any(weight.fp8_elements for weight in weights)
 
 
+def widened_bytes(model: nn.Module) -> int:
+    """Bytes that products of many rows take for a matrix in the dtype of activations, one at a
+    time."""
+    weights = (module for module in model.modules() if isinstance(module, QuantizedWeight))
+    return max((each.widened_elements * each.dtype.itemsize for each in weights), default=0)
+
+
 @contextmanager
 def waiting_linears() -> Iterator[None]:
     """Make linears built inside have their weights on device meta, without memory."""

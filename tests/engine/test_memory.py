@@ -9,8 +9,19 @@ from mtpkit.engine import memory
 from mtpkit.engine.memory import plan_memory
 from mtpkit.engine.steps.plan import HeadSpan
 from mtpkit.errors import UserError
+from mtpkit.model import build_model
+from mtpkit.model.formats import ONLINE, WEIGHTS_ALONE
+from mtpkit.model.quantized import quantizable_base, quantize_linear
 from mtpkit.model.state import Replay
-from tests.engine.tiny import VOCAB_SIZE, generate, greedy, held_bytes, make_llm, tiny_model
+from tests.engine.tiny import (
+    VOCAB_SIZE,
+    generate,
+    greedy,
+    held_bytes,
+    make_llm,
+    tiny_config,
+    tiny_model,
+)
 
 
 @pytest.mark.parametrize(("heads", "mtp_pattern"), [("repeated", "*-"), ("distinct", "M*")])
@@ -127,6 +138,19 @@ def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
         for count in (100, 50)
     ]
     assert tokens[0] == 2 * tokens[1] > 100 * 4 * 48  # at least the widest activation of each token
+
+
+def test_a_matrix_that_products_widen_is_planned_for():
+    """The largest one alone, and none whose inputs are quantised."""
+    model = tiny_model()
+    plain, *quantised = [make_llm(model, 3).memory_plan.activations]
+    largest = 4 * max(module.weight.numel() for module in quantizable_base(model))
+    for kind in (WEIGHTS_ALONE, ONLINE):
+        model = build_model(tiny_config(), device="cpu", seed=1)
+        for module in [*quantizable_base(model)]:
+            quantize_linear(module, kind)
+        quantised.append(make_llm(model, 3).memory_plan.activations)
+    assert quantised == [plain + largest, plain]
 
 
 @pytest.mark.parametrize(("graphs", "rows"), [(False, 8), (True, 8 + 9)])

@@ -143,9 +143,10 @@ def test_random_histories(seed):
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("heads", [("repeated", "*-"), ("distinct", "M-")])
-def test_outputs_of_a_model_are_those_of_single_requests(heads, k, cached):
-    """Also where the heads have recurrent states, which need the token after the checkpoint."""
-    model = tiny_model(heads[0], mtp_pattern=heads[1])
+def test_outputs_of_a_model_are_those_of_single_requests(heads, k, cached, device):
+    """Also where the heads have recurrent states, which need the token after the checkpoint, and in
+    the graphs of a GPU."""
+    model = tiny_model(heads[0], mtp_pattern=heads[1], device=device)
     alone = make_llm(model, k)
     llm = make_llm(model, k, enable_prefix_caching=cached)
     prompts = make_prompts((5, 17, 1))

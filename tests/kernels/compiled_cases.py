@@ -85,10 +85,10 @@ def linears() -> Iterator[Case]:
     differs between the tiles."""
     around = {
         1: dict(norm_weight=empty(INNER), residual=empty(1, HIDDEN)),
-        TOKENS: dict(norm_weight=empty(INNER), residual=empty(TOKENS, HIDDEN), early=True),
+        TOKENS: dict(norm_weight=empty(INNER), residual=empty(TOKENS, HIDDEN)),
         64: dict(norm_weight=empty(INNER), gate=empty(64, INNER), group_size=INNER // 2),
-        300: dict(bias=empty(HIDDEN), activation="relu2"),
-        301: dict(swiglu=True),
+        128: dict(bias=empty(HIDDEN), activation="relu2"),
+        300: dict(swiglu=True),
     }
     for name, rule in SERVED:
         for rows, more in around.items():

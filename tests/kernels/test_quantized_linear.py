@@ -11,6 +11,7 @@ from torch import Tensor
 from mtpkit.kernels import device
 from mtpkit.kernels.activation import swiglu
 from mtpkit.kernels.quantized import Matrix, prepare, reference, restore
+from mtpkit.kernels.quantized.product import step_of
 from mtpkit.kernels.quantized.reference import E2M1, widen
 from tests.kernels import ptx
 from tests.kernels.conftest import Twin
@@ -365,6 +366,37 @@ SERVED = [
     ("nvfp4", "none"),
 ]
 """Formats and rules of published checkpoints."""
+
+
+@pytest.mark.parametrize("shape", [(70, 416), (33, 128), (3, 72), (128, 640)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_of_weights_alone_are_widened_first(
+    twin: Twin, name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also matrices as files have them."""
+    x, matrix = draw(name, 140, *shape, twin.device)
+    if twin.name != "reference":
+        widening = importlib.import_module("mtpkit.kernels.quantized.widening")
+        module = importlib.import_module("mtpkit.kernels.quantized.linear")
+        if step_of(matrix, RULES["none"], 128) is None:
+            pytest.skip("no kernel takes the matrix")
+        for each in (matrix, restore(matrix)):
+            have = widening.widened(each, torch.float32)
+            assert relative(have, widen(each).double()) < 1e-6
+        called = []
+        monkeypatch.setattr(
+            module, "widened", lambda *args: called.append(1) or widening.widened(*args)
+        )
+    rest = rule_of("none", twin.device)
+    check(twin, x, matrix, **rest)
+    norm = dict(norm_weight=torch.ones(shape[1], device=twin.device).bfloat16(), eps=EPS)
+    residual = torch.randn(len(x), shape[0]).to(x)
+    out = torch.full((len(x), shape[0]), torch.nan).to(x)
+    # Norm and activation have kernels of their own, which round.
+    around = norm | dict(residual=residual, activation="relu2")
+    check(twin, x, matrix, tolerance=2**-7, **around, **rest)
+    check(twin, x, matrix, out=out, **rest)
+    assert twin.name == "reference" or len(called) == 3
 
 
 @pytest.mark.gpu

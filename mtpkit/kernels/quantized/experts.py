@@ -26,13 +26,14 @@ from mtpkit.kernels.linear.triton import room
 from mtpkit.kernels.moe.reference import Activation
 from mtpkit.kernels.moe.triton import block_size, combine, sort_pairs
 from mtpkit.kernels.quantized.inputs import quantize
-from mtpkit.kernels.quantized.linear import WIDE, operand, pointers
+from mtpkit.kernels.quantized.linear import WIDE, operand
 from mtpkit.kernels.quantized.product import (
     add_part,
     constants,
     divided,
     factor_of,
     multiply,
+    pointers,
     scale_rows,
     step_of,
     sum_of_parts,

@@ -3,12 +3,13 @@
 One kernel takes any number of rows: a few in tiles of 16 to 64, which read the weights once at the
 rate of the memory, more in tiles of 128. If one program per tile would leave the GPU idle, several
 programs share the columns; the last to finish adds up the parts, always in the same order. One row
-may take a kernel without tensor cores. More rows than `_FEW` with both sides in fp8 are a product
-of torch, if it takes their scales.
+may take a kernel without tensor cores. More rows than `_FEW` are a product of torch: of both sides
+in fp8, if torch takes their scales, or of bf16, to which weights alone in fewer bits are widened.
 
 A norm or swiglu runs before the product: in the launch that quantises the inputs, or in its own.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from mtpkit.kernels.device import (
     wait_for_previous,
     with_rows,
 )
-from mtpkit.kernels.linear.triton import room
+from mtpkit.kernels.linear.triton import linear, room
 from mtpkit.kernels.quantized import one_row, reference
 from mtpkit.kernels.quantized.inputs import Norm, fuses, quantize
 from mtpkit.kernels.quantized.product import (
@@ -39,14 +40,16 @@ from mtpkit.kernels.quantized.product import (
     divided,
     factor_of,
     multiply,
+    pointers,
     scale_rows,
     step_of,
     sum_of_parts,
 )
-from mtpkit.kernels.quantized.reference import NOT_QUANTIZED, Inputs, Matrix
+from mtpkit.kernels.quantized.reference import MOST_WIDENED, NOT_QUANTIZED, Inputs, Matrix
+from mtpkit.kernels.quantized.widening import widened
 
 _FEW = 128
-"""Most rows for which a product of fp8 with fp8 never goes to torch."""
+"""Most rows that never go to torch."""
 _BLOCK = 128
 """Rows and columns of the blocks whose scales torch takes."""
 _MOST_ROWS = 128
@@ -237,14 +240,6 @@ def _linear_kernel(
     )
 
 
-def pointers(matrix: Matrix) -> tuple[Tensor | None, ...]:
-    """Values, scales and zero points as kernels take them; four codes of 4 bits are one value."""
-    parts = (matrix.values, matrix.scales, matrix.zeros)
-    assert all(part is None or part.is_contiguous() for part in parts)
-    values = matrix.values if matrix.codes == "e4m3" else matrix.values.view(torch.uint16)
-    return values, matrix.scales, matrix.zeros
-
-
 def operand(dtype: torch.dtype) -> tl.dtype:
     """Type in which numbers are multiplied unless both sides are fp8."""
     return NARROW if dtype == torch.bfloat16 else tl.float32
@@ -263,6 +258,13 @@ def _is_torch_product(matrix: Matrix, inputs: Inputs, rows: int, device: torch.d
         scaled = by_row and inputs.rule in ("token", "static")
     fits = outputs % 16 == 0 and width % 16 == 0 and matrix.row_scales is None
     return rows > _FEW and fits and scaled and matrix.codes == "e4m3" and overlaps(device)
+
+
+def widens(matrix: Matrix, inputs: Inputs, rows: int) -> bool:
+    """Whether a product in bf16 of so many rows widens the matrix first: then its bytes count less
+    than what the kernel takes to widen them once for every 128 rows."""
+    fits = math.prod(matrix.shape) <= MOST_WIDENED and inputs.rule == "none"
+    return rows > _FEW and fits and step_of(matrix, inputs, _BLOCK) is not None
 
 
 def _torch_product(x: Tensor, x_scales: Tensor, matrix: Matrix, dtype: torch.dtype) -> Tensor:
@@ -332,6 +334,21 @@ def quantized_linear(
             residual=residual,
             out=out,
         )
+
+    if tile is None and dtype == torch.bfloat16 and widens(matrix, inputs, rows):
+        result = linear(
+            activations.swiglu(x) if swiglu else x,
+            widened(matrix, dtype),
+            norm_weight=norm_weight,
+            eps=eps,
+            zero_centered=zero_centered,
+            group_size=group_size,
+            gate=gate,
+            bias=bias,
+            activation=activation,
+            residual=residual,
+        )
+        return result if out is None else out.copy_(result)
 
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device) if out is None else out
     if not rows:

@@ -11,8 +11,10 @@ the codes, which is exact for e2m1.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mtpkit.kernels.device import load
 from mtpkit.kernels.linear.triton import store_part, sum_parts
@@ -66,6 +68,14 @@ def constants(matrix: Matrix, inputs: Inputs) -> dict[str, Any]:
         COLUMNS=min(width, matrix.group[1]),
         X_COLUMNS=min(width, inputs.columns) if inputs.rule == "group" else width,
     )
+
+
+def pointers(matrix: Matrix) -> tuple[Tensor | None, ...]:
+    """Values, scales and zero points as kernels take them; four codes of 4 bits are one value."""
+    parts = (matrix.values, matrix.scales, matrix.zeros)
+    assert all(part is None or part.is_contiguous() for part in parts)
+    values = matrix.values if matrix.codes == "e4m3" else matrix.values.view(torch.uint16)
+    return values, matrix.scales, matrix.zeros
 
 
 @triton.jit

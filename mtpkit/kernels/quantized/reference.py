@@ -20,6 +20,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the lower three bits of an fp4 code; the fourth bit is the sign."""
 INT4_ZERO = 8
 """Code of zero in int4, unless zero points say otherwise."""
+MOST_WIDENED = 2**27
+"""Most elements of a matrix that kernels widen to bf16 for a product of many rows."""
 APART = 4
 """Columns between neighbouring codes of 4 bits after `prepare`."""
 

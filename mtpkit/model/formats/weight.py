@@ -18,6 +18,7 @@ from mtpkit.kernels.linear import linear
 from mtpkit.kernels.moe import expert_mlp
 from mtpkit.kernels.norm import gated_rms_norm, rms_norm
 from mtpkit.kernels.quantized import (
+    MOST_WIDENED,
     NOT_QUANTIZED,
     Inputs,
     Matrix,
@@ -261,6 +262,16 @@ class QuantizedWeight(nn.Module):
             if isinstance(segment, _Rows) and segment.inputs != NOT_QUANTIZED
         )
         return rows * self.shape[1]
+
+    @property
+    def widened_elements(self) -> int:
+        """Elements of the largest matrix that products of many rows widen; 0 if there is none."""
+        sizes = (
+            len(segment) * self.shape[1]
+            for segment in self.segments
+            if isinstance(segment, _Rows) and segment.inputs == NOT_QUANTIZED
+        )
+        return max((size for size in sizes if size <= MOST_WIDENED), default=0)
 
     @property
     def layout(self) -> Layout | None:
