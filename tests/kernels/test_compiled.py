@@ -11,8 +11,8 @@ import pytest
 GROUPS = ["linears", "experts", "keys and values", "states"]
 SHARED = 227 * 1024
 """Most bytes of shared memory of a program on an H100."""
-SPILLED = 16
-"""Bytes of registers per thread that may go to memory and back: a number or two, outside of the
+SPILLED = 24
+"""Bytes of registers per thread that may go to memory and back: up to three numbers, outside of the
 loops."""
 KNOWN = {
     ("keys and values", "_decode_kernel"): 720,
