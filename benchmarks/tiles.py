@@ -60,9 +60,8 @@ def cases(task: Task) -> list[Case]:
 
 
 def choices(case: Case) -> Iterator[linear.Choice]:
-    """The grid for a case. Experts are not split."""
-    split = RESIDENT if case.op == "quantized_linear" else (1,)
-    for *sizes, resident in itertools.product(BLOCKS_N, BLOCKS_K, STAGES, WARPS, split):
+    """The grid for a case."""
+    for *sizes, resident in itertools.product(BLOCKS_N, BLOCKS_K, STAGES, WARPS, RESIDENT):
         yield linear.Choice(Tile(*sizes), resident)
 
 
@@ -74,6 +73,8 @@ def chosen(choice: linear.Choice) -> Iterator[None]:
         (experts.TILES, choice.tile),
     ]
     before = [dict(table) for table, _ in tables]
+    resident = experts.RESIDENT
+    experts.RESIDENT = choice.resident
     for table, value in tables:
         table.update({kind: dict.fromkeys(sizes, value) for kind, sizes in table.items()})
     try:
@@ -81,6 +82,7 @@ def chosen(choice: linear.Choice) -> Iterator[None]:
     finally:
         for (table, _), old in zip(tables, before, strict=True):
             table.update(old)
+        experts.RESIDENT = resident
 
 
 def compile_some(task: Task, part: int, parts: int) -> None:
@@ -160,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="nemotron-h-8b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--format", choices=[*quantized.FORMATS], required=True)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     parser.add_argument("--processes", type=int, default=8, help="that compile")
     return parser
 

@@ -54,6 +54,7 @@ class Recorder:
         self._known = known
         self.span = inner.span
         self.head_bytes = inner.head_bytes
+        self.widened_bytes = inner.widened_bytes
         self.drafts: dict[int, list[int]] = {}
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:

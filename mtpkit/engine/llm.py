@@ -161,7 +161,7 @@ class LLM:
             self.ranks,
             draft_embedding_bytes(self.model),
             drafter.head_bytes,
-            widened_bytes(self.model),
+            max(widened_bytes(self.model), drafter.widened_bytes),
         )
         config = replace(config, num_checkpoints=self.memory_plan.num_checkpoints)
         _logger.info("%s", self.memory_plan)

@@ -95,10 +95,11 @@ def quantizes_inputs(model: nn.Module) -> bool:
 
 
 def widened_bytes(model: nn.Module) -> int:
-    """Bytes that products of many rows take for a matrix in the dtype of activations, one at a
-    time."""
+    """Bytes that products of many rows take for a matrix in bf16, one at a time; those of a model
+    in another dtype widen none."""
     weights = (module for module in model.modules() if isinstance(module, QuantizedWeight))
-    return max((each.widened_elements * each.dtype.itemsize for each in weights), default=0)
+    narrow = (weight for weight in weights if weight.dtype == torch.bfloat16)
+    return max((weight.widened_elements * 2 for weight in narrow), default=0)
 
 
 @contextmanager

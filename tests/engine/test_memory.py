@@ -141,16 +141,28 @@ def test_logits_are_planned_for_in_the_models_dtype_and_in_fp32():
 
 
 def test_a_matrix_that_products_widen_is_planned_for():
-    """The largest one alone, and none whose inputs are quantised."""
-    model = tiny_model()
-    plain, *quantised = [make_llm(model, 3).memory_plan.activations]
-    largest = 4 * max(module.weight.numel() for module in quantizable_base(model))
-    for kind in (WEIGHTS_ALONE, ONLINE):
-        model = build_model(tiny_config(), device="cpu", seed=1)
-        for module in [*quantizable_base(model)]:
-            quantize_linear(module, kind)
-        quantised.append(make_llm(model, 3).memory_plan.activations)
-    assert quantised == [plain + largest, plain]
+    """The largest one alone, and none whose inputs are quantised, or of a model in fp32."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for kind in (None, WEIGHTS_ALONE, ONLINE):
+            model = build_model(tiny_config(), device="cpu", seed=1).to(dtype)
+            largest = 2 * max(module.weight.numel() for module in quantizable_base(model))
+            for module in [*quantizable_base(model)] if kind else []:
+                quantize_linear(module, kind)
+            found[dtype, kind] = make_llm(model, 3).memory_plan.activations
+    for dtype in (torch.bfloat16, torch.float32):
+        plain = found[dtype, None]
+        extra = largest if dtype == torch.bfloat16 else 0
+        assert found[dtype, WEIGHTS_ALONE] == plain + extra and found[dtype, ONLINE] == plain
+
+
+def test_a_copy_of_the_lm_head_that_products_widen_is_planned_for():
+    model = build_model(tiny_config(), device="cpu", seed=1).to(torch.bfloat16)
+    plain, copied = (
+        make_llm(model, 3, **settings).memory_plan.activations
+        for settings in ({}, {"draft_lm_head_dtype": "fp8_e4m3"})
+    )
+    assert copied == plain + 2 * VOCAB_SIZE * model.mtpkit_config.hidden_size
 
 
 @pytest.mark.parametrize(("graphs", "rows"), [(False, 8), (True, 8 + 9)])

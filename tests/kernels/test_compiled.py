@@ -11,8 +11,8 @@ import pytest
 GROUPS = ["linears", "experts", "keys and values", "states"]
 SHARED = 227 * 1024
 """Most bytes of shared memory of a program on an H100."""
-SPILLED = 24
-"""Bytes of registers per thread that may go to memory and back: up to three numbers, outside of the
+SPILLED = 16
+"""Bytes of registers per thread that may go to memory and back: a number or two, outside of the
 loops."""
 KNOWN = {
     ("keys and values", "_decode_kernel"): 720,
@@ -21,9 +21,12 @@ KNOWN = {
     ("states", "_walk_kernel"): 212,
 }
 """More than that, in kernels whose accumulators alone take half of the registers."""
-MEASURED = {("nvfp4, inputs none, 64 rows", "_linear_kernel"): 1256}
-"""More than that in one case, whose tile was the fastest on an H200 all the same: 59 us for the
-first linear of Nemotron-H-8B, where the fastest without was 71 us."""
+MEASURED = {
+    ("nvfp4, inputs none, 64 rows", "_linear_kernel"): 1256,
+    ("int4, inputs none, 128 rows", "_linear_kernel"): 24,
+}
+"""More than that in cases whose tiles were the fastest on an H200 all the same. The first took 59
+us for the first linear of Nemotron-H-8B, where the fastest without was 71 us."""
 
 
 def compile_group(group: str) -> list[dict]:

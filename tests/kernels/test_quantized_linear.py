@@ -368,6 +368,62 @@ SERVED = [
 """Formats and rules of published checkpoints."""
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_of_matrices_too_large_for_that(
+    twin: Twin, name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several tiles of rows of our own kernel."""
+    if twin.name != "reference":
+        module = importlib.import_module("mtpkit.kernels.quantized.linear")
+        monkeypatch.setattr(module, "MOST_WIDENED", 0)
+    x, matrix = draw(name, 140, 70, 416, twin.device)
+    check(twin, x, matrix, **rule_of(rule, twin.device))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "rows", "shape", "expected"),
+    [
+        ("block", "group", 129, (256, 1024), True),
+        ("block", "group", 128, (256, 1024), False),
+        ("block", "group", 129, (256, 640), False),
+        ("block", "group", 129, (200, 1024), False),
+        ("block", "none", 129, (256, 1024), False),
+        ("block", "token", 129, (256, 1024), False),
+        ("row", "token", 129, (256, 640), True),
+        ("row", "group", 129, (256, 1024), False),
+        ("matrix", "static", 129, (256, 640), True),
+        ("nvfp4", "none", 129, (256, 1024), False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("capability", "cuda", "blocks"),
+    [((9, 0), "13.0", True), ((9, 0), "12.8", False), ((10, 0), "13.0", False)],
+    ids=str,
+)
+def test_products_that_torch_takes(
+    name: str,
+    rule: str,
+    rows: int,
+    shape: tuple[int, int],
+    expected: bool,
+    capability: tuple[int, int],
+    cuda: str,
+    blocks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuBLAS takes scales of blocks on Hopper alone, from CUDA 12.9 on."""
+    module = importlib.import_module("mtpkit.kernels.quantized.linear")
+    monkeypatch.setattr(module, "overlaps", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    module._takes_blocks.cache_clear()
+    matrix = draw_matrix(name, *shape)
+    found = module._is_torch_product(matrix, RULES[rule], rows, torch.device("cuda"))
+    module._takes_blocks.cache_clear()
+    assert found == (expected and (blocks or name != "block"))
+
+
 @pytest.mark.parametrize("shape", [(70, 416), (33, 128), (3, 72), (128, 640)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_rows_of_weights_alone_are_widened_first(

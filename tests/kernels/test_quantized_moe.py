@@ -142,35 +142,49 @@ def test_no_tokens(twin: Twin) -> None:
     assert twin("quantized").quantized_experts(**arguments | none).shape == (0, 64)
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 6), (7, 6), (2, 48)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_experts_of_other_ranks_add_nothing(
-    twin: Twin, activation: str, rule: str, tokens: int
+    twin: Twin, activation: str, rule: str, tokens: int, experts: int
 ) -> None:
     """Two ranks with half of the experts each come to the sum of one that has all."""
-    sizes = (tokens, 6, 3, 64, 32)
+    sizes = (tokens, experts, 3, 64, 32)
     whole = draw("block", rule, *sizes, activation, twin.device, torch.float32, residual=False)
+    half = experts // 2
     whole["expert_ids"][0] = torch.tensor([0, 1, 2])  # none on the second rank
     parts = []
-    for first in (0, 3):
+    for first in (0, half):
         own = whole["expert_ids"] - first
-        own = torch.where((own >= 0) & (own < 3), own, 3)
+        own = torch.where((own >= 0) & (own < half), own, half)
         here = {
             name: whole[name]._replace(
-                values=whole[name].values[first : first + 3],
-                scales=whole[name].scales[first : first + 3],
+                values=whole[name].values[first : first + half],
+                scales=whole[name].scales[first : first + half],
             )
             for name in ("fc1", "fc2")
         }
         if rule == "static":
             scales = whole["input_scales"]
-            here["input_scales"] = tuple(each[first : first + 3].contiguous() for each in scales)
+            here["input_scales"] = tuple(each[first : first + half].contiguous() for each in scales)
         arguments = whole | here | dict(expert_ids=own, some_elsewhere=True)
         parts.append(twin("quantized").quantized_experts(**arguments))
     limit = FLIPPED if of_sums(twin.device, whole["fc1"].codes, whole["inputs"]) else 1e-5
     assert relative(sum(parts), exact(whole).double()) < limit
     assert not parts[1][0].any()
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_experts_of_other_ranks_read_nothing(twin: Twin, tokens: int, activation: str) -> None:
+    """The last expert here, whose place they take, may be broken."""
+    arguments = draw("row", "none", tokens, 24, 3, 64, 32, activation, twin.device)
+    arguments["expert_ids"][:] = torch.tensor([24, 3, 24])
+    want = exact(arguments | dict(some_elsewhere=True))
+    for name in ("fc1", "fc2"):
+        arguments[name].scales[-1] = torch.nan
+    have = twin("quantized").quantized_experts(**arguments, some_elsewhere=True)
+    assert relative(have, want.double()) < 1.5 * 2**-7
 
 
 @pytest.mark.parametrize(("name", "rule"), SERVED)
@@ -192,7 +206,7 @@ def test_a_wrong_expert_or_scale_would_be_seen() -> None:
     arguments = draw("block", "static", 6, 4, 2, 64, 32, "relu2", dtype=torch.float32)
     want = exact(arguments).double()
     wrong = arguments | dict(expert_ids=(arguments["expert_ids"] + 1) % 4)
-    assert relative(exact(wrong), want) > FLIPPED
+    assert relative(exact(wrong), want) > 4 * FLIPPED
     scales = arguments["input_scales"]
     rolled = arguments | dict(input_scales=(scales[0].roll(1), scales[1]))
     assert relative(exact(rolled), want) > 1e-3
@@ -208,7 +222,7 @@ def test_many_experts(name: str, rule: str, activation: str, tokens: int) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 8])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["block", "int4", "nvfp4"])
 def test_a_graph_repeats_with_other_experts(name: str, rule: str, tokens: int) -> None:

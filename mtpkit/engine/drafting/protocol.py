@@ -12,8 +12,9 @@ from torch import Tensor
 from mtpkit.engine.steps import sampler
 from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, HeadSpan, Verdict
 from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
-from mtpkit.model.formats.weight import Weight, multiply, weight_bytes
+from mtpkit.model.formats.weight import QuantizedWeight, Weight, multiply, weight_bytes
 from mtpkit.model.hybrid import HybridModel
+from mtpkit.model.quantized import widened_bytes
 
 
 class Drafter(Protocol):
@@ -30,6 +31,11 @@ class Drafter(Protocol):
         """Bytes of the copy of the lm_head's rows that drafts alone read; 0 without one."""
         ...
 
+    @property
+    def widened_bytes(self) -> int:
+        """As `mtpkit.model.quantized.widened_bytes`, of that copy."""
+        ...
+
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """Propose [S, K] drafts for the rows that sample, given the base's hidden states [T, 1,
         h]."""
@@ -41,6 +47,7 @@ class NoDrafter:
 
     span = NO_HEADS
     head_bytes = 0
+    widened_bytes = 0
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         """[S, 0] drafts."""
@@ -78,6 +85,12 @@ class MtpDrafter:
     def head_bytes(self) -> int:
         """See `Drafter.head_bytes`."""
         return 0 if self._draft_weight is None else weight_bytes(self._draft_weight)
+
+    @property
+    def widened_bytes(self) -> int:
+        """See `Drafter.widened_bytes`."""
+        weight = self._draft_weight
+        return widened_bytes(weight) if isinstance(weight, QuantizedWeight) else 0
 
     def choose(
         self, state: Tensor, depth: int, batch: Batch, newest: Tensor

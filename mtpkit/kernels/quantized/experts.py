@@ -1,7 +1,7 @@
 """Experts with quantised weights in Triton: pairs sorted into blocks by expert, as in
-`mtpkit.kernels.moe.triton`, or each in a block of its own where they are few. Then programs share
-the columns as in `mtpkit.kernels.quantized.linear`, and the last one also adds up a token's
-experts.
+`mtpkit.kernels.moe.triton`, or each in a block of its own where they are few. Then the last program
+of a tile also adds up a token's experts. Programs share the columns of a matrix as in
+`mtpkit.kernels.quantized.linear`.
 
 A program of the first product with a gate takes as many rows of the gate as of the value, in one
 tile, so that it reads x once and needs one sum.
@@ -62,9 +62,9 @@ TILES = {
 }
 """Tiles by codes and pairs per block."""
 _EXPERTS_PER_PAIR = 4
-"""With so many, pairs are not sorted: few would share an expert, and the GPU's cache serves those
-that do."""
-_RESIDENT = 3
+"""With at least so many experts per pair, pairs are not sorted: few would share an expert, and the
+GPU's cache serves those that do."""
+RESIDENT = 3
 """Programs per multiprocessor at which splits aim."""
 _MOST_PARTS = 32
 """Most parts of a sum."""
@@ -308,7 +308,7 @@ def _multiply(
     pairs, outputs = len(into) * sum_of, into.shape[1]
     count = pairs if blocks.order is None else len(blocks.order)
     tiles = triton.cdiv(outputs, tile.block_n // 2 if activation == "swiglu" else tile.block_n)
-    most = min(_RESIDENT * multiprocessors() // (tiles * count), _MOST_PARTS // sum_of)
+    most = min(RESIDENT * multiprocessors() // (tiles * count), _MOST_PARTS // sum_of)
     tile = tile._replace(block_k=step, splits=divided(steps, most))
     sums = tiles * count // sum_of
     _expert_kernel[(tiles, count, tile.splits)](

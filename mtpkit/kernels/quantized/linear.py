@@ -9,6 +9,7 @@ in fp8, if torch takes their scales, or of bf16, to which weights alone in fewer
 A norm or swiglu runs before the product: in the launch that quantises the inputs, or in its own.
 """
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -52,6 +53,8 @@ _FEW = 128
 """Most rows that never go to torch."""
 _BLOCK = 128
 """Rows and columns of the blocks whose scales torch takes."""
+_CUDA = (12, 9)
+"""Version of CUDA from which on it takes them."""
 _MOST_ROWS = 128
 """Most rows of a tile."""
 _AHEAD = 4
@@ -92,8 +95,9 @@ TILES = {
     },
 }
 """Kinds of matrices -> most rows -> choice, each among the best of 10 to 30 on an H200 for the
-linears of Nemotron-H-8B and Nemotron 3 Nano with 4, 64 and 256 rows. 64 outputs are the fewest that
-Hopper's tensor cores take as their left operand."""
+linears of Nemotron-H-8B and Nemotron 3 Nano with 4, 64 and 256 rows, of which today only products
+that torch does not take have more than 128. 64 outputs are the fewest that Hopper's tensor cores
+take as their left operand."""
 WIDE = Tile(64, 64, 2, 4)
 """Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay
 in registers."""
@@ -245,6 +249,18 @@ def operand(dtype: torch.dtype) -> tl.dtype:
     return NARROW if dtype == torch.bfloat16 else tl.float32
 
 
+@functools.cache
+def _takes_blocks(device: torch.device) -> bool:
+    """Whether torch multiplies fp8 in blocks on a device: cuBLAS does on Hopper alone, from CUDA
+    12.9 on."""
+    hopper = overlaps(device) and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and torch.version.cuda is not None and _version(torch.version.cuda) >= _CUDA
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
 def _is_torch_product(matrix: Matrix, inputs: Inputs, rows: int, device: torch.device) -> bool:
     """Whether torch multiplies: both sides in fp8, and scales of whole rows, or of blocks and of
     groups as wide."""
@@ -253,7 +269,7 @@ def _is_torch_product(matrix: Matrix, inputs: Inputs, rows: int, device: torch.d
     if inputs.rule == "group":
         # With other widths torch 2.11 reads scales of other blocks.
         scaled = matrix.group == (_BLOCK, _BLOCK) and inputs.columns == _BLOCK
-        scaled = scaled and width % (4 * _BLOCK) == 0
+        scaled = scaled and width % (4 * _BLOCK) == 0 and _takes_blocks(device)
     else:
         scaled = by_row and inputs.rule in ("token", "static")
     fits = outputs % 16 == 0 and width % 16 == 0 and matrix.row_scales is None
@@ -261,8 +277,8 @@ def _is_torch_product(matrix: Matrix, inputs: Inputs, rows: int, device: torch.d
 
 
 def widens(matrix: Matrix, inputs: Inputs, rows: int) -> bool:
-    """Whether a product in bf16 of so many rows widens the matrix first: then its bytes count less
-    than what the kernel takes to widen them once for every 128 rows."""
+    """Whether a product in bf16 of so many rows widens the matrix first. Writing and reading it in
+    bf16 then costs less than the kernel's own widening, which it repeats for every 128 rows."""
     fits = math.prod(matrix.shape) <= MOST_WIDENED and inputs.rule == "none"
     return rows > _FEW and fits and step_of(matrix, inputs, _BLOCK) is not None
 
@@ -305,11 +321,12 @@ def quantized_linear(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See the reference. A product of torch (see `_FEW`) rounds before activation and residual.
-    `tile` overrides `choose_tile` and rules out the kernel for one row and torch's product.
+    """See the reference. A product of torch (see `_FEW`) rounds before activation and residual, and
+    rounds weights that it has to widen. `tile` overrides `choose_tile` and rules out the kernel for
+    one row and torch's product.
 
-    That kernel takes e4m3 with inputs that are not quantised. With both sides in fp8 tensor cores
-    are faster by a fifth to a half, and codes of 4 bits take fewer instructions there.
+    The kernel for one row takes e4m3 with inputs that are not quantised. With both sides in fp8
+    tensor cores are faster by a fifth to a half, and codes of 4 bits take fewer instructions there.
     """
     assert activation in (None, "relu2") and (bias is None or residual is None)
     assert (gate is None) == (group_size is None), "a gated norm needs both gate and group_size"
@@ -350,9 +367,8 @@ def quantized_linear(
         )
         return result if out is None else out.copy_(result)
 
-    out = torch.empty(rows, outputs, dtype=dtype, device=x.device) if out is None else out
     if not rows:
-        return out
+        return x.new_empty(0, outputs, dtype=dtype) if out is None else out
     by_torch = tile is None and _is_torch_product(matrix, inputs, rows, x.device)
     alone = rows == 1 and tile is None and matrix.codes == "e4m3" and inputs.rule == "none"
     if swiglu and inputs.rule == "none":
@@ -378,8 +394,9 @@ def quantized_linear(
             product = activations.relu2(product)
         if residual is not None:
             product += residual
-        return out.copy_(product)
+        return product if out is None else out.copy_(product)
 
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device) if out is None else out
     x = with_rows(x)
     if alone:
         return one_row.one_row_linear(

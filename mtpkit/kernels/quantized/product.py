@@ -122,7 +122,7 @@ def multiply(
         live: [ROWS] mask of the rows of x.
 
     Returns:
-        [BLOCK_N, ROWS] fp32; `scaled` applies the scales that are left.
+        [BLOCK_N, ROWS] fp32; `factor_of` gives the scales that are left.
     """
     values_ptr, scales_ptr, zeros_ptr = matrix
     FP8: tl.constexpr = x_ptrs.dtype.element_ty == tl.float8e4nv

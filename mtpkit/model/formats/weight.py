@@ -168,7 +168,7 @@ class _Rows(nn.Module):
         self, x: Tensor, out: Tensor | None, around: Around, x_scales: Tensor | None = None
     ) -> Tensor:
         rest = around.copy()
-        rest.pop("early", None)  # its kernels always start early
+        rest.pop("early", None)  # its kernels decide that themselves
         return quantized_linear(
             x,
             self.matrix,
