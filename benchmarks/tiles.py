@@ -59,8 +59,8 @@ def cases(task: Task) -> list[Case]:
     return [case for case in found if f"{task.format}, [" in case.shape]
 
 
-def choices(case: Case) -> Iterator[linear.Choice]:
-    """The grid for a case."""
+def choices() -> Iterator[linear.Choice]:
+    """The grid."""
     for *sizes, resident in itertools.product(BLOCKS_N, BLOCKS_K, STAGES, WARPS, RESIDENT):
         yield linear.Choice(Tile(*sizes), resident)
 
@@ -89,7 +89,7 @@ def compile_some(task: Task, part: int, parts: int) -> None:
     """Launch every parts-th choice of a case once."""
     case = cases(task)[task.index]
     args = case.make()
-    for choice in itertools.islice(choices(case), part, None, parts):
+    for choice in itertools.islice(choices(), part, None, parts):
         with chosen(choice):
             _runs(partial(case.call, *args))
 
@@ -117,7 +117,7 @@ def timed(task: Task) -> dict[str, Any]:
 
     today = microseconds()
     found = []
-    for choice in choices(case):
+    for choice in choices():
         with chosen(choice):
             if _runs(calls[0]):
                 found.append((microseconds(), choice))

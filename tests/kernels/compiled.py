@@ -37,6 +37,8 @@ class Kernel(NamedTuple):
     """Registers per thread."""
     spilled: int
     """Bytes of registers that a thread stores to memory and loads again."""
+    serialized: bool
+    """Whether products on tensor cores wait for each other."""
 
 
 class _Driver:
@@ -79,23 +81,21 @@ def compiling(case: str) -> Iterator[list[Kernel]]:
     kernels += found.values()
 
 
-def _resources(compiled: Any) -> tuple[int, int]:
-    """Registers per thread, and bytes that are spilled."""
+def _resources(compiled: Any) -> tuple[int, int, bool]:
+    """Registers per thread, bytes that are spilled, and whether products wait for each other."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory) / "kernel"
         place.write_bytes(compiled.asm["cubin"])
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.check_output([tool, "--dump-resource-usage", place], text=True)
         registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-        if not stack:
-            return registers, 0
-        # Local memory may also be an array, as for the sine of a large number.
         place.write_text(compiled.asm["ptx"])
         tool = triton.knobs.nvidia.ptxas.path
         arguments = [tool, "-v", f"--gpu-name=sm_{_TARGET.arch}a", place, "-o", "/dev/null"]
         text = subprocess.run(arguments, check=True, capture_output=True, text=True).stderr
-        spilled = re.findall(r"(\d+) bytes spill", text)
-        return registers, sum(map(int, spilled))
+        # Local memory may also be an array, as for the sine of a large number.
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", text))) if stack else 0
+        return registers, spilled, "wgmma.mma_async instructions are serialized" in text
 
 
 def main(groups: list[str]) -> None:

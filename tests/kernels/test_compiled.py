@@ -23,7 +23,8 @@ KNOWN = {
 """More than that, in kernels whose accumulators alone take half of the registers."""
 MEASURED = {
     ("nvfp4, inputs none, 64 rows", "_linear_kernel"): 1256,
-    ("int4, inputs none, 128 rows", "_linear_kernel"): 24,
+    ("int4, inputs none, 128 rows", "_linear_kernel"): 40,
+    ("int4, zero points, inputs none, 128 rows", "_linear_kernel"): 48,
 }
 """More than that in cases whose tiles were the fastest on an H200 all the same. The first took 59
 us for the first linear of Nemotron-H-8B, where the fastest without was 71 us."""
@@ -46,5 +47,6 @@ def test_kernels_compile_and_fit(group: str) -> None:
         assert kernel["shared"] <= SHARED, kernel
         known = KNOWN.get((group, kernel["name"]), SPILLED)
         assert kernel["spilled"] <= MEASURED.get((kernel["case"], kernel["name"]), known), kernel
+        assert not kernel["serialized"], kernel
         # A program with more registers than a multiprocessor has does not start.
         assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel

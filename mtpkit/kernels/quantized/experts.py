@@ -171,25 +171,27 @@ def _expert_kernel(
     scale_row = scale_rows(expert, row, all_rows, GROUP_ROWS)
     start = split * steps
     end = tl.minimum(start + steps, (WIDTH + BLOCK_K - 1) // BLOCK_K)
-    product = multiply(
-        matrix,
-        rows,
-        scale_row,
-        x_ptr + source * x_stride,
-        x_ptr if x_scale_ptr is None else x_scale_ptr + source * X_GROUPS,
-        live,
-        start,
-        tl.where(here, end, start),
-        WIDTH,
-        CODES,
-        APART,
-        COLUMNS,
-        X_COLUMNS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        OPERAND,
-    )
+    product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if here:
+        product = multiply(
+            matrix,
+            rows,
+            scale_row,
+            x_ptr + source * x_stride,
+            x_ptr if x_scale_ptr is None else x_scale_ptr + source * X_GROUPS,
+            live,
+            start,
+            end,
+            WIDTH,
+            CODES,
+            APART,
+            COLUMNS,
+            X_COLUMNS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            OPERAND,
+        )
     factor = factor_of(matrix[1], row_scales_ptr, rows, scale_row, WIDTH, CODES, COLUMNS)
     product *= factor[:, None]
     if x_scale_ptr is not None and X_COLUMNS == WIDTH:

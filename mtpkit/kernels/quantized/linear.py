@@ -89,7 +89,7 @@ TILES = {
         128: Choice(Tile(128, 64, 3, 8), 1),
     },
     "e2m1": {
-        16: Choice(Tile(128, 256, 3, 4), 3),
+        16: Choice(Tile(128, 128, 4, 4), 3),
         64: Choice(Tile(128, 64, 4, 4), 3),
         128: Choice(Tile(128, 64, 4, 8), 1),
     },
@@ -412,7 +412,9 @@ def quantized_linear(
         )
     block_m = min(_MOST_ROWS, padded(rows))
     tiles = triton.cdiv(outputs, chosen.block_n) * triton.cdiv(rows, block_m)
-    steps = triton.cdiv(triton.cdiv(matrix.shape[1], chosen.block_k), chosen.splits)
+    whole = triton.cdiv(matrix.shape[1], chosen.block_k)
+    steps = triton.cdiv(whole, chosen.splits)
+    assert (chosen.splits - 1) * steps < whole, f"{chosen} has programs without columns"
     _linear_kernel[(tiles, chosen.splits)](
         x,
         x_scales,

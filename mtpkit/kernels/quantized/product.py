@@ -113,7 +113,7 @@ def multiply(
     OPERAND: tl.constexpr,
 ):
     """Multiply rows of a matrix by rows of an input, over the steps of BLOCK_K columns from `first`
-    to before `last`.
+    to before `last`, at least one.
 
     Args:
         matrix: pointers to values (quads with codes of 4 bits), scales and zero points.
@@ -146,6 +146,9 @@ def multiply(
     x_scale = tl.zeros([ROWS], tl.float32)
     if X_STEPS:
         x_scale = tl.load(x_scale_ptrs + first * BLOCK_K // X_COLUMNS, mask=live, other=0.0)
+    # Of a loop that might run not at all, the compiler lets each product of e2m1 wait for the one
+    # before it.
+    tl.assume(last > first)
     for step in range(first, last):
         # A product with a constant, so that the compiler sees what can be copied at once.
         start = step * BLOCK_K
