@@ -23,6 +23,6 @@ def test_a_choice_holds_for_all_matrices_until_the_end():
     with tiles.chosen(choice):
         assert all({*sizes.values()} == {choice} for sizes in linear.TILES.values())
         assert all({*sizes.values()} == {choice.tile} for sizes in experts.TILES.values())
-        assert experts.RESIDENT == choice.resident
+        assert choice.resident == experts.RESIDENT
     assert experts.RESIDENT == 3
     assert before == [linear.TILES, experts.TILES]
