@@ -3,9 +3,10 @@
     python -m benchmarks.structured MODEL --prompts prompts.jsonl
 
 The same prompts are decoded greedily with K = 0 and with drafts, free and by a JSON schema, in
-turns, so that whatever else the machine does meets all alike. Figures are medians over the turns:
-tokens per second, the speedup over K = 0, the acceptance length, and the share of the time in which
-the host walks along drafts and computes masks. The last line is JSON.
+turns, so that whatever else the machine does meets all alike. A free output has as many tokens as
+that of the same prompt by the schema, so that prompts count alike. Figures are medians over the
+turns: tokens per second, the speedup over K = 0, the acceptance length, and the share of the time
+in which the host walks along drafts and computes masks. The last line is JSON.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class Case:
 
     name: str
     llm: LLM
-    params: SamplingParams
+    params: SamplingParams | Sequence[SamplingParams]
+    """Of all prompts, or of each."""
     rates: list[float] = field(default_factory=list)
     """Tokens per second."""
     shares: list[float] = field(default_factory=list)
@@ -92,6 +94,15 @@ def measure(cases: list[Case], prompts: Sequence[Prompt], repeats: int) -> None:
         executor.constrained_rows = clock.rows
 
 
+def alike(
+    llm: LLM, prompts: Sequence[Prompt], constrained: SamplingParams, free: SamplingParams
+) -> list[SamplingParams]:
+    """Params of free outputs that have as many tokens as the constrained ones."""
+    outputs = llm.generate(prompts, constrained)
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    return [replace(free, max_tokens=count) for count in counts]
+
+
 def kept(cases: list[Case]) -> float:
     """The speedup with a schema over that without: the median over the turns, each of which
     measured all cases."""
@@ -127,9 +138,13 @@ def main() -> None:
         k: LLM(options.model, k, max_num_seqs=options.batch_size, dtype=options.dtype)
         for k in (0, options.num_speculative_tokens)
     }
+    ways = {
+        "free": alike(engines[0], prompts, constrained, free),
+        "schema": constrained,
+    }
     cases = [
         Case(f"{name}, K = {k}", llm, params)
-        for name, params in (("free", free), ("schema", constrained))
+        for name, params in ways.items()
         for k, llm in engines.items()
     ]
     measure(cases, prompts, options.repeats)

@@ -1,8 +1,10 @@
 """`benchmarks.structured`: cases are decoded in turns, and constraints are timed alone."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.structured.__main__ import SCHEMA, Case, kept, measure
+from benchmarks.structured.__main__ import SCHEMA, Case, alike, kept, measure
 from mtpkit import LLM, SamplingParams
 from mtpkit.engine import StructuredOutputsParams
 from mtpkit.engine.device import executor
@@ -19,9 +21,13 @@ def test_free_and_constrained_outputs_are_measured_in_turns():
     schema = SamplingParams(
         temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(json=SCHEMA)
     )
+    prompts = ["a", "bc", "d"]
+    each = alike(engines[0], prompts, replace(schema, max_tokens=9), free)
+    assert [params.max_tokens for params in each] == [9, 9, 9]
+    assert all(params.ignore_eos and params.structured_outputs is None for params in each)
     cases = [Case("", llm, params) for params in (free, schema) for llm in engines]
     rows = executor.constrained_rows
-    measure(cases, ["a", "bc", "d"], 2)
+    measure(cases, prompts, 2)
     assert executor.constrained_rows is rows
     for case in cases:
         assert len(case.rates) == 2 and min(case.rates) > 0
