@@ -31,8 +31,8 @@ def measured(completions: int, more: str) -> dict[str, float]:
 def test_a_server_with_a_stub_is_measured(tokens):
     # So many that each process takes several of the 10 ms that processor time is counted in.
     row = measured(80, f"--tokens-per-step {tokens}")
-    # A stream has one chunk per step, and the last one may have fewer tokens. On a machine that does
-    # other work, the server may find the tokens of two steps and send them as one chunk.
+    # A stream has one chunk per step, and the last one may have fewer tokens. Beside other work the
+    # server may find the tokens of two steps and send them as one chunk.
     assert 1 <= row["tokens/s"] / row["chunks/s"] < 2 * tokens
     # No stream is faster than the stub.
     assert 0 < row["chunks/s"] <= 4 / 0.01
