@@ -200,14 +200,23 @@ class AsyncLLM:
         finally:
             self._close_stream(name, stream)
 
-    async def abort(self, request_id: str | Sequence[str]) -> None:
+    async def abort(self, request_id: str | Sequence[str], index: int | None = None) -> None:
         """End requests; each gets a last output with finish reason "abort". Ids of requests that
-        have ended are ignored."""
+        have ended are ignored.
+
+        Args:
+            index: end only this one of the outputs of each prompt; the others go on.
+        """
         ids = {request_id} if isinstance(request_id, str) else set(request_id)
         with self._lock:
-            aborted = [stream for stream in self._streams.values() if stream.request_id in ids]
-        for stream in aborted:
-            stream.put_from_anywhere(_ABORTED)
+            aborted = {
+                name: stream for name, stream in self._streams.items() if stream.request_id in ids
+            }
+        for name, stream in aborted.items():
+            if index is None:
+                stream.put_from_anywhere(_ABORTED)
+            elif stream.added and not stream.ended and self._error is None:
+                self._send(stream.engine, Abort((name,), index))
 
     def shutdown(self) -> None:
         """End the engine and all that it decodes: iterators that wait raise `EngineDead`. Later

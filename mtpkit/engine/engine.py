@@ -83,6 +83,8 @@ class Engine:
         self._step_tokens = StepTokens()
         self._under_way: deque[list[Launched]] = deque()
         """Launched steps whose results are not committed, the oldest first."""
+        self._aborted: list[Request] = []
+        """Requests that `abort` has ended since the last step, which other outputs go beside."""
         self.speculation: Speculation = FixedSpeculation(config.drafts)
 
     def _prefix_cache(self, blocks: CachedBlocks, drafter: Drafter) -> PrefixCache:
@@ -124,8 +126,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.has_unfinished
+        """Whether any request waits or runs, or has ended since the last step."""
+        return self.scheduler.has_unfinished or bool(self._aborted)
 
     @torch.inference_mode()
     def step(self, finished_only: bool = False) -> list[RequestOutput]:
@@ -141,7 +143,11 @@ class Engine:
         """
         began = time.perf_counter()
         known = self.scheduler.num_tokens
-        changed: list[Request] = []
+        changed = self._aborted
+        self._aborted = []
+        if not self.scheduler.has_unfinished:
+            return outputs_after(changed, finished_only)
+
         with self.ranks.working():
             if not self.config.async_scheduling:
                 changed += self._collect()
@@ -272,9 +278,20 @@ class Engine:
                 [ranks[index] for index, made in zip(valid, fresh, strict=True) if made]
             )
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request; the id of a finished or unknown request is ignored."""
-        self.scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request; the id of a finished or unknown request is ignored.
+
+        Args:
+            index: end only this one of the outputs of its prompt, with finish reason "abort". The
+                next step returns it. Log-probabilities of the prompt come with output 0 alone: what
+                has not been computed of them then is missing.
+        """
+        aborted = self.scheduler.abort(request_id, index)
+        if aborted is not None:
+            self._aborted.append(aborted)
+        elif index is None:
+            # Nothing of the request is returned any more.
+            self._aborted = [one for one in self._aborted if one.request_id != request_id]
         # Perhaps no further step comes in which exchanges with other ranks would be completed.
         if not self.scheduler.has_unfinished:
             with self.ranks.working():

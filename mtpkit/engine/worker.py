@@ -42,6 +42,8 @@ class Abort:
     """Message: drop requests. Ids of requests that have ended are ignored."""
 
     request_ids: Sequence[str]
+    index: int | None = None
+    """The only output to end, see `LLMEngine.abort`."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def _taken(llm: LLM, inbox: Inbox) -> list[Message] | None:
 def _handle(llm: LLM, message: Add | Abort | Ask) -> Reply | None:
     if isinstance(message, Abort):
         for request_id in message.request_ids:
-            llm.engine.abort(request_id)
+            llm.engine.abort(request_id, message.index)
         return None
 
     if isinstance(message, Ask):

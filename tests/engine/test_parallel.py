@@ -3,6 +3,7 @@ its own, and any of them may wait, be preempted, end or be dropped."""
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,61 @@ def test_all_outputs_end_with_an_abort(steps):
     assert decoded(engine) == {"a": [MODEL.decode([4], GREEDY)] * 2}
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_an_output_is_aborted_alone(steps, k, ahead):
+    """Whether it waits, computes the prompt or decodes: it keeps its tokens, and the others have
+    all of theirs, in blocks that are too few for them at once."""
+    engine = cached_engine(k, max_num_batched_tokens=8, num_blocks=10, async_scheduling=ahead)
+    params = replace(SAMPLED, n=3)
+    whole = tokens_of(params)
+    for index in range(3):
+        engine.add_request(PROMPT, params, "a")
+        for _ in range(steps):
+            engine.step()
+        engine.abort("a", index)
+        engine.abort("a", 3)
+        engine.abort("b", 0)
+        found = {}
+        while engine.has_unfinished:
+            outputs = engine.step()
+            found |= {one.index: one for output in outputs for one in output.outputs}
+            engine.scheduler.check_integrity()
+        assert outputs[-1].finished
+        reasons = [found[place].finish_reason for place in range(3)]
+        assert reasons == ["abort" if place == index else "length" for place in range(3)]
+        aborted = found.pop(index).token_ids
+        assert aborted == whole[index][: len(aborted)] and len(aborted) < len(whole[index])
+        assert [one.token_ids for _, one in sorted(found.items())] == [
+            tokens for place, tokens in enumerate(whole) if place != index
+        ]
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.size
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_outputs_that_are_aborted_one_after_another(kind):
+    """The last one ends the request, although nothing is left to decode; its id is free then."""
+    engine = cached_engine(async_scheduling=True)
+    params = replace(SAMPLED, n=2, output_kind=kind)
+    engine.add_request(PROMPT, params, "a")
+    for _ in range(3):
+        engine.step()
+    engine.abort("a", 1)
+    outputs = engine.step()
+    told = [one.index for output in outputs for one in output.outputs if one.finish_reason]
+    assert told == ([] if kind == RequestOutputKind.FINAL_ONLY else [1])
+    engine.abort("a", 0)
+    (output,) = engine.step()
+    assert output.finished and not engine.has_unfinished
+    ends = {one.index: one.finish_reason for one in output.outputs}
+    assert ends == ({0: "abort", 1: "abort"} if not told else {0: "abort"})
+    engine.add_request([4], replace(GREEDY, n=2), "a")
+    engine.abort("a", 0)
+    engine.abort("a")
+    assert not engine.has_unfinished
+
+
 def test_outputs_that_end_at_once_let_the_others_begin():
     engine = cached_engine(max_num_seqs=2, async_scheduling=True)
     params = replace(SAMPLED, n=2, max_tokens=1)
@@ -126,18 +182,32 @@ def test_outputs_that_end_at_once_let_the_others_begin():
 
 
 class Siblings(fuzz.History):
-    """Random histories in which prompts have one to four outputs."""
+    """Random histories in which prompts have one to four outputs, of which some are aborted."""
+
+    alone = 0
+    """Outputs that were aborted alone."""
 
     def num_outputs(self) -> int:
         return self.rng.randint(1, self.engine.config.max_num_seqs)
 
+    def abort(self) -> None:
+        if self.live and self.rng.random() < 0.7:
+            name, (_, params) = self.rng.choice([*self.live.items()])
+            self.engine.abort(name, self.rng.randrange(params.n))
+            self.alone += 1
+        else:
+            super().abort()
+
+    def counts(self) -> Counter[str]:
+        return super().counts() + Counter({"aborted alone": self.alone})
+
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_histories(seed):
-    """Preemptions, aborts, evicted checkpoints and blocks, several batches, trees: each output is
-    that of a request of its own, and nothing leaks."""
+    """Preemptions, aborts of prompts and of single outputs, evicted checkpoints and blocks, several
+    batches, trees: each output is that of a request of its own, and nothing leaks."""
     counts = fuzz.run(500, f"siblings {seed}", Siblings)
-    assert counts["requests"] > 20
+    assert counts["requests"] > 20 and counts["aborted alone"] > 3
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -287,6 +357,17 @@ def test_an_asynchronous_engine_returns_the_same():
             outputs = [output async for output in stream]
             ends = [one.finish_reason for one in outputs[-1].outputs]
             assert ends == ["abort"] * 3 and all(one.token_ids for one in outputs[-1].outputs)
+
+            stream = engine.generate(prompt, replace(params, max_tokens=110), "mine")
+            await anext(stream)
+            await engine.abort("mine", 1)
+            outputs = [output async for output in stream]
+            assert outputs[-1].finished
+            assert [some[-1].finish_reason for some in parts(outputs)] == [
+                "length",
+                "abort",
+                "length",
+            ]
             with pytest.raises(UserError, match="n is 5, but at most 4 requests run at once"):
                 await anext(engine.generate(prompt, replace(params, n=5)))
 

@@ -308,6 +308,11 @@ class Request:
         self.refused = refused
         self.error = f"{self.name}: {why}"
 
+    def abort(self) -> None:
+        """End the request because nobody wants more of it."""
+        self.finish_reason = "abort"
+        self.end()
+
     @property
     def name(self) -> str:
         """Name of the request in messages."""
@@ -416,8 +421,8 @@ class CompletionOutput:
     """The text without stop strings, stop tokens and special tokens, as far as the sampling
     parameters do not ask for them; empty without a tokenizer."""
     finish_reason: FinishReason | None = None
-    """"stop", "length", "abort" of an `AsyncLLM`, or "error", which `error` explains; the tokens
-    before the error are valid."""
+    """"stop", "length", "abort", or "error", which `error` explains; the tokens before the error
+    are valid."""
     index: int = 0
     """Place among the outputs of the prompt."""
     error: str | None = None

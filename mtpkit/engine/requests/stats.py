@@ -134,16 +134,18 @@ class RequestStats(AcceptanceStats):
 
     @classmethod
     def of_siblings(cls, several: Sequence["RequestStats"]) -> "RequestStats":
-        """Sums over the outputs of one prompt, but the first one's prompt tokens from the prefix
-        cache: the others find what the first has left there."""
+        """Sums over the outputs of one prompt, but of prompt tokens from the prefix cache those of
+        the first output that has run: the others find what it has left there."""
         if len(several) == 1:
             return several[0]
+        known = (one.num_cached_tokens for one in several)
+        cached = next((tokens for tokens in known if tokens is not None), None)
         return cls(
             **vars(AcceptanceStats.together(several)),
             preemptions=sum(one.preemptions for one in several),
             state_bytes=sum(one.state_bytes for one in several),
             kv_bytes=sum(one.kv_bytes for one in several),
-            num_cached_tokens=several[0].num_cached_tokens,
+            num_cached_tokens=cached,
         )
 
 

@@ -116,6 +116,15 @@ class Admission:
         self.waiting[:] = [one for one in self.waiting if one.request_id != request_id]
         del self._live_ids[request_id]
 
+    def abort(self, request: Request) -> None:
+        """End a waiting or running request, and leave its siblings alone."""
+        request.abort()
+        if request.slot is None:
+            self.waiting.remove(request)
+            self._forget_id(request)
+        else:
+            self.end(request)
+
     def slots_of(self, batch: int) -> range:
         """The slots of a batch."""
         return range(batch, self.config.max_num_seqs, self.config.num_batches)
@@ -236,6 +245,10 @@ class Admission:
     def end(self, request: Request) -> None:
         """Release all that a finished request holds, its id included."""
         self.release(request)
+        self._forget_id(request)
+
+    def _forget_id(self, request: Request) -> None:
+        """Let go of a request's id, which is free again after its last sibling."""
         self._live_ids[request.request_id] -= 1
         if not self._live_ids[request.request_id]:
             del self._live_ids[request.request_id]

@@ -122,9 +122,23 @@ class Scheduler:
         """Queue a request, see `Admission.add`."""
         self.admission.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request if it is unfinished, and ignore the results of its launched steps."""
-        self.admission.drop(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> Request | None:
+        """Drop a request if it is unfinished, and ignore the results of its launched steps.
+
+        Args:
+            index: end only this one of the outputs of its prompt.
+
+        Returns:
+            The request of that output; None if it is not unfinished.
+        """
+        if index is None:
+            self.admission.drop(request_id)
+            return None
+        for request in [*self.running, *self.waiting]:
+            if (request.request_id, request.index) == (request_id, index):
+                self.admission.abort(request)
+                return request
+        return None
 
     def plan(self, decision: Decision) -> list[Plan]:
         """Plan a step of the batch whose turn it is, or of the next batch that has anything to run.

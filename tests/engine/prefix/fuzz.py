@@ -115,6 +115,8 @@ class History:
         self.live: dict[str, tuple[list[int], SamplingParams]] = {}
         self.outputs: dict[str, dict[int, list[int]]] = {}
         """The tokens so far of all outputs of live prompts."""
+        self.cut: dict[tuple[str, int], int] = {}
+        """Lengths of outputs that were aborted alone, of live prompts."""
         self.count = self.hits = 0
 
     def num_outputs(self) -> int:
@@ -150,13 +152,22 @@ class History:
         for output in self.engine.step():
             tokens = self.outputs.setdefault(output.request_id, {})
             tokens |= {one.index: one.token_ids for one in output.outputs}
+            for one in output.outputs:
+                if one.finish_reason == "abort":
+                    self.cut[output.request_id, one.index] = len(one.token_ids)
             if output.finished:
                 prompt, params = self.live.pop(output.request_id)
                 assert sorted(self.outputs.pop(output.request_id)) == list(range(params.n))
                 for index, got in tokens.items():
                     own = replace(params, seed=params.seed + index)
+                    if (length := self.cut.pop((output.request_id, index), None)) is not None:
+                        own = replace(own, max_tokens=max(1, length))
+                        got = got or MODEL.decode(prompt, own)
                     MODEL.check(prompt, got, own, () if params.ignore_eos else (EOS,))
                 got = tokens[0]
+                if output.num_cached_tokens is None:
+                    assert not any(tokens.values()), "all were aborted before they ran"
+                    continue
                 assert 0 <= output.num_cached_tokens <= len(prompt)
                 self.hits += output.num_cached_tokens
                 self.known = [*self.known[-12:], prompt + got]
