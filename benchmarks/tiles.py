@@ -68,19 +68,17 @@ def choices() -> Iterator[linear.Choice]:
 @contextmanager
 def chosen(choice: linear.Choice) -> Iterator[None]:
     """Let all quantised matrices take a tile."""
-    tables: list[tuple[dict[str, Any], Any]] = [
-        (linear.TILES, choice),
-        (experts.TILES, choice.tile),
-    ]
-    before = [dict(table) for table, _ in tables]
+    tables: list[dict[str, Any]] = [linear.TILES, experts.TILES, experts.FEW]
+    before = [dict(table) for table in tables]
     resident = experts.RESIDENT
     experts.RESIDENT = choice.resident
-    for table, value in tables:
+    for table, value in (linear.TILES, (choice,)), (experts.TILES, choice.tile):
         table.update({kind: dict.fromkeys(sizes, value) for kind, sizes in table.items()})
+    experts.FEW.update(dict.fromkeys(experts.FEW, (choice,)))
     try:
         yield
     finally:
-        for (table, _), old in zip(tables, before, strict=True):
+        for table, old in zip(tables, before, strict=True):
             table.update(old)
         experts.RESIDENT = resident
 

@@ -57,6 +57,24 @@ def multiprocessors() -> int:
     return count
 
 
+_WHOLE = 0.8
+"""Least share of the room on a GPU that counts as all of it."""
+
+
+def evenness(programs: int, resident: int) -> float:
+    """How well a launch that starts early uses the GPU, from 0 to 1. `resident` of its programs fit
+    on a multiprocessor.
+
+    Those that find room beside the previous launch start first, and the others where that one's
+    programs end. So some multiprocessors get more than others, unless all programs find room at
+    once, as in launches of at most half the room there is, or none, as where each takes all of it.
+    """
+    share = programs / (resident * multiprocessors())
+    if share <= 0.5:
+        return 2 * share
+    return share if _WHOLE <= share <= 1 else 0.5 * min(share, 1 / share)
+
+
 def busy_programs() -> int:
     """Number of programs that keeps all multiprocessors busy with loads."""
     return 2 * multiprocessors()

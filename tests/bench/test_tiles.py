@@ -16,13 +16,11 @@ def test_every_matrix_of_a_model_is_a_case(monkeypatch):
 
 
 def test_a_choice_holds_for_all_matrices_until_the_end():
-    before = [
-        {kind: dict(sizes) for kind, sizes in table.TILES.items()} for table in (linear, experts)
-    ]
+    before = [dict(table) for table in (linear.TILES, experts.TILES, experts.FEW)]
     choice = linear.Choice(linear.Tile(64, 64, 3, 8), 2)
     with tiles.chosen(choice):
-        assert all({*sizes.values()} == {choice} for sizes in linear.TILES.values())
+        assert all({*sizes.values()} == {(choice,)} for sizes in linear.TILES.values())
         assert all({*sizes.values()} == {choice.tile} for sizes in experts.TILES.values())
-        assert choice.resident == experts.RESIDENT
+        assert {*experts.FEW.values()} == {(choice,)} and choice.resident == experts.RESIDENT
     assert experts.RESIDENT == 3
-    assert before == [linear.TILES, experts.TILES]
+    assert before == [linear.TILES, experts.TILES, experts.FEW]

@@ -86,6 +86,13 @@ def synchronised(launch):
     return run
 
 
+def test_programs_are_even_if_all_start_at_once_or_none(monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: 10)
+    shares = {12: 0.6, 20: 1, 21: 0.2625, 30: 0.375, 36: 0.9, 40: 1, 44: 0.5 * 40 / 44}
+    for programs, share in shares.items():
+        assert device.evenness(programs, 4) == pytest.approx(share)
+
+
 def test_launches_of_few_programs_may_start_early(monkeypatch):
     """And only on GPUs that can; arguments are looked through for the device."""
     launched = []

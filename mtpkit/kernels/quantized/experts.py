@@ -30,7 +30,6 @@ from mtpkit.kernels.quantized.linear import WIDE, operand
 from mtpkit.kernels.quantized.product import (
     add_part,
     constants,
-    divided,
     factor_of,
     multiply,
     pointers,
@@ -39,6 +38,7 @@ from mtpkit.kernels.quantized.product import (
     sum_of_parts,
 )
 from mtpkit.kernels.quantized.reference import NOT_QUANTIZED, Inputs, Matrix
+from mtpkit.kernels.quantized.tiles import Choice, divided, most_even
 
 TILES = {
     "e4m3": {
@@ -61,6 +61,16 @@ TILES = {
     },
 }
 """Tiles by codes and pairs per block."""
+FEW = {
+    "e4m3": (
+        Choice(Tile(64, 128, 6, 4), 3),
+        Choice(Tile(64, 128, 8, 4), 2),
+        Choice(Tile(64, 128, 4, 4), 5),
+    ),
+    "int4": (Choice(Tile(128, 128, 4, 4), 4),),
+    "e2m1": (Choice(Tile(128, 128, 4, 4), 4),),
+}
+"""Choices by codes where pairs are not sorted."""
 _EXPERTS_PER_PAIR = 4
 """With at least so many experts per pair, pairs are not sorted: few would share an expert, and the
 GPU's cache serves those that do."""
@@ -303,15 +313,30 @@ def _multiply(
     activation: str = "none",
 ) -> None:
     """Multiply pairs in their blocks by their experts, into [pairs / sum_of, outputs]."""
+    pairs, outputs = len(into) * sum_of, into.shape[1]
+    width = matrix.shape[-1]
+    alone = blocks.order is None
+    count = pairs if alone else len(blocks.order)
+    most = _MOST_PARTS // sum_of
+
+    def tiles_of(tile: Tile) -> int:
+        rows = tile.block_n // 2 if activation == "swiglu" else tile.block_n
+        return triton.cdiv(outputs, rows) * count
+
     tile = WIDE if into.dtype != torch.bfloat16 else TILES[matrix.codes][blocks.size]
     step = step_of(matrix, inputs, tile.block_k)
     assert step is not None, f"groups of {matrix.group[1]} columns fit no kernel"
-    steps = triton.cdiv(matrix.shape[-1], step)
-    pairs, outputs = len(into) * sum_of, into.shape[1]
-    count = pairs if blocks.order is None else len(blocks.order)
-    tiles = triton.cdiv(outputs, tile.block_n // 2 if activation == "swiglu" else tile.block_n)
-    most = min(RESIDENT * multiprocessors() // (tiles * count), _MOST_PARTS // sum_of)
-    tile = tile._replace(block_k=step, splits=divided(steps, most))
+    if alone and into.dtype == torch.bfloat16:
+        choices = [
+            each._replace(tile=each.tile._replace(block_k=step)) for each in FEW[matrix.codes]
+        ]
+        nbytes = pairs * matrix.values[0].nbytes
+        tile = most_even(choices, tiles_of, width, nbytes, most)
+    else:
+        most = min(most, RESIDENT * multiprocessors() // tiles_of(tile))
+        tile = tile._replace(block_k=step, splits=divided(width, step, most))
+    steps = triton.cdiv(width, step)
+    tiles = tiles_of(tile) // count
     sums = tiles * count // sum_of
     _expert_kernel[(tiles, count, tile.splits)](
         x,

@@ -11,7 +11,7 @@ A norm or swiglu runs before the product: in the launch that quantises the input
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,6 @@ from mtpkit.kernels.quantized.inputs import Norm, fuses, quantize
 from mtpkit.kernels.quantized.product import (
     add_part,
     constants,
-    divided,
     factor_of,
     multiply,
     pointers,
@@ -47,6 +46,7 @@ from mtpkit.kernels.quantized.product import (
     sum_of_parts,
 )
 from mtpkit.kernels.quantized.reference import MOST_WIDENED, NOT_QUANTIZED, Inputs, Matrix
+from mtpkit.kernels.quantized.tiles import Choice, divided, most_even
 from mtpkit.kernels.quantized.widening import widened
 
 _FEW = 128
@@ -57,47 +57,53 @@ _CUDA = (12, 9)
 """Version of CUDA from which on it takes them."""
 _MOST_ROWS = 128
 """Most rows of a tile."""
-_AHEAD = 4
-"""Steps of its weights that a program prefetches while the previous kernel is still running."""
+_AHEAD = 256
+"""Bytes of each row of weights that a program prefetches while the previous kernel is still
+running; more only cost time."""
 
 
-class Choice(NamedTuple):
-    """How matrices of one kind are multiplied with up to some number of rows."""
-
-    tile: Tile
-    """Before `splits` is chosen."""
-    resident: int
-    """Programs per multiprocessor at which splits aim."""
-    few: Tile | None = None
-    """Instead of `tile` where one program per tile would leave multiprocessors idle."""
-
-
-TILES = {
+TILES: dict[str, dict[int, tuple[Choice, ...]]] = {
     "e4m3": {
-        16: Choice(Tile(64, 256, 3, 4), 2),
-        64: Choice(Tile(64, 128, 4, 4), 1, few=Tile(64, 256, 4, 4)),
-        128: Choice(Tile(64, 128, 4, 4), 1),
+        16: (
+            Choice(Tile(64, 256, 3, 4), 3),
+            Choice(Tile(64, 128, 4, 4), 5),
+        ),
+        64: (Choice(Tile(64, 128, 4, 4), 1), Choice(Tile(64, 256, 4, 4), 1)),
+        128: (Choice(Tile(64, 128, 4, 4), 1),),
     },
     "e4m3 in groups": {
-        16: Choice(Tile(64, 128, 6, 4), 3),
-        64: Choice(Tile(64, 128, 4, 4), 2),
-        128: Choice(Tile(64, 128, 4, 4), 1),
+        16: (
+            Choice(Tile(64, 128, 6, 4), 3),
+            Choice(Tile(64, 128, 4, 4), 5),
+            Choice(Tile(128, 128, 4, 4), 3),
+        ),
+        64: (Choice(Tile(64, 128, 4, 4), 2),),
+        128: (Choice(Tile(64, 128, 4, 4), 1),),
     },
     "int4": {
-        16: Choice(Tile(128, 128, 4, 4), 3),
-        64: Choice(Tile(128, 128, 3, 8), 3),
-        128: Choice(Tile(128, 64, 3, 8), 1),
+        16: (
+            Choice(Tile(128, 128, 4, 4), 4),
+            Choice(Tile(64, 128, 4, 4), 7),
+        ),
+        64: (Choice(Tile(128, 128, 3, 8), 3),),
+        128: (Choice(Tile(128, 64, 3, 8), 1),),
     },
     "e2m1": {
-        16: Choice(Tile(128, 128, 4, 4), 3),
-        64: Choice(Tile(128, 64, 4, 4), 3),
-        128: Choice(Tile(128, 64, 4, 8), 1),
+        16: (
+            Choice(Tile(128, 256, 4, 4), 2),
+            Choice(Tile(64, 256, 3, 4), 4),
+            Choice(Tile(128, 128, 4, 4), 4),
+        ),
+        64: (Choice(Tile(128, 64, 4, 4), 3),),
+        128: (Choice(Tile(128, 64, 4, 8), 1),),
     },
 }
-"""Kinds of matrices -> most rows -> choice, each among the best of 10 to 30 on an H200 for the
-linears of Nemotron-H-8B and Nemotron 3 Nano with 4, 64 and 256 rows, of which today only products
-that torch does not take have more than 128. 64 outputs are the fewest that Hopper's tensor cores
-take as their left operand."""
+"""Kinds of matrices -> most rows -> choices, measured on an H200 with the linears of Nemotron-H-8B
+and Nemotron 3 Nano. Today only products that torch does not take have more than 128 rows. 64
+outputs are the fewest that Hopper's tensor cores take as their left operand."""
+_EVEN = 16
+"""Most rows for which `most_even` chooses. With more, it is the first choice, or the last where one
+program per tile would leave multiprocessors idle, and `resident` is what splits aim at."""
 WIDE = Tile(64, 64, 2, 4)
 """Tile for fp32, which tensor cores do not multiply at full precision: small, so that operands stay
 in registers."""
@@ -118,27 +124,32 @@ def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile |
     `wide`: operands are fp32.
     """
     outputs, width = matrix.shape
-    kind = kind_of(matrix, inputs)
-    size = next((size for size in TILES[kind] if rows <= size), _MOST_ROWS)
-    tile, resident, few = TILES[kind][size]
+    sizes = TILES[kind_of(matrix, inputs)]
+    size = next((size for size in sizes if rows <= size), _MOST_ROWS)
+    choices = sizes[size]
+    if wide:
+        choices = (choices[0]._replace(tile=WIDE),)
+    choices = tuple(
+        choice._replace(tile=choice.tile._replace(block_k=step))
+        for choice in choices
+        if (step := step_of(matrix, inputs, choice.tile.block_k)) is not None
+    )
+    if not choices:
+        return None
 
     def tiles_of(tile: Tile) -> int:
         return triton.cdiv(outputs, tile.block_n) * triton.cdiv(rows, _MOST_ROWS)
 
-    if wide:
-        tile = WIDE
-    elif few is not None and tiles_of(tile) < multiprocessors():
-        tile = few
-    step = step_of(matrix, inputs, tile.block_k)
-    if step is None:
-        return None
-    steps = triton.cdiv(width, step)
-    tiles = tiles_of(tile)
     # Each part is written once and read once, in fp32.
-    exchanged = 8 * rows * outputs / matrix.values.nbytes
-    most = max(int(_MOST_EXCHANGED / exchanged), multiprocessors() // tiles)
-    most = min(most, resident * multiprocessors() // tiles)
-    return tile._replace(block_k=step, splits=divided(steps, most))
+    most = int(_MOST_EXCHANGED * matrix.values.nbytes / (8 * rows * outputs))
+    if size <= _EVEN:
+        return most_even(choices, tiles_of, width, matrix.values.nbytes, most)
+    idle = tiles_of(choices[0].tile) < multiprocessors()
+    tile, resident = choices[-1 if idle else 0]
+    tiles = tiles_of(tile)
+    most = max(most, multiprocessors() // tiles)
+    splits = divided(width, tile.block_k, min(most, resident * multiprocessors() // tiles))
+    return tile._replace(splits=splits)
 
 
 @Early
@@ -189,10 +200,12 @@ def _linear_kernel(
     weight_rows = tl.minimum(n, outputs - 1).to(tl.int64)
     # No earlier kernel of a step writes weights, so they need no wait.
     if EARLY:
+        # Values of 4 bits are in quads of 2 bytes.
         PACK: tl.constexpr = 1 if CODES == "e4m3" else 4
-        if (first + AHEAD) * BLOCK_K <= WIDTH:
-            start = first * BLOCK_K // PACK
-            prefetch(matrix[0] + weight_rows * (WIDTH // PACK) + start, AHEAD * BLOCK_K // PACK)
+        ITEMS: tl.constexpr = AHEAD if CODES == "e4m3" else AHEAD // 2
+        start = first * BLOCK_K // PACK
+        if start + ITEMS <= WIDTH // PACK:
+            prefetch(matrix[0] + weight_rows * (WIDTH // PACK) + start, ITEMS)
     wait_for_previous(EARLY)
     scale_row = scale_rows(0, weight_rows, outputs, GROUP_ROWS)
     safe = tl.where(live, m, 0).to(tl.int64)

@@ -27,9 +27,6 @@ _LEAST = {"e4m3": 32, "int4": 64, "e2m1": 64}
 quads become."""
 _WITHIN = (16, 32)
 """Columns of groups whose scales are multiplied with codes of 4 bits."""
-_MOST_SPLITS = 8
-_LEAST_STEPS = 4
-"""Fewest steps that a program of a split keeps; with fewer, there is little to overlap."""
 
 
 def step_of(matrix: Matrix, inputs: Inputs, most: int) -> int | None:
@@ -48,13 +45,6 @@ def step_of(matrix: Matrix, inputs: Inputs, most: int) -> int | None:
     while any(size < width and size % step for size in sizes):
         step //= 2
     return step if step >= _LEAST[matrix.codes] else None
-
-
-def divided(steps: int, most: int) -> int:
-    """Number of programs, at most `most`, that share the steps of a tile: as many as have work when
-    each takes as many whole steps as the first."""
-    splits = max(1, min(_MOST_SPLITS, most, steps // _LEAST_STEPS))
-    return triton.cdiv(steps, triton.cdiv(steps, splits))
 
 
 def constants(matrix: Matrix, inputs: Inputs) -> dict[str, Any]:
