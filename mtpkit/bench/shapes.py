@@ -191,7 +191,10 @@ def held_weights(
 
 
 def to_serve(
-    model: Path, tokenizer: Path | None, weight_format: PublishedFormat | None = None
+    model: Path,
+    tokenizer: Path | None,
+    weight_format: PublishedFormat | None = None,
+    acceptance: float | None = None,
 ) -> Path | DrawnModel:
     """The model of a server: a shape, for load tests, or a directory or the id of a model as it is.
     A directory that has a shape's name goes before the shape.
@@ -201,11 +204,16 @@ def to_serve(
 
     Raises:
         UserError: a shape without a tokenizer, with one that has more tokens than its vocabulary,
-            or too large for a CPU; a format that is given for a directory.
+            or too large for a CPU; a format or acceptance that is given for a directory.
     """
     name = str(model)
     if name not in SHAPES or model.exists():
         _refuse_format(name, weight_format)
+        if acceptance is not None:
+            raise UserError(
+                f"acceptance {acceptance} is for a shape with random weights ({listed(SHAPES)}),"
+                f" not for a model directory as {name}, whose drafts are verified: leave it out"
+            )
         return model
 
     require_gpu(name, default_device(), option="")

@@ -11,6 +11,7 @@ from mtpkit.bench.settings import LARGE_SHAPES, SMALL_SHAPES
 from mtpkit.cli import options
 from mtpkit.cli.bench import WeightFormat, refuse_both
 from mtpkit.cli.command import Command, new_app
+from mtpkit.config import MOST_DRAFTS
 from mtpkit.engine import LLMOptions
 from mtpkit.server.settings import ServerOptions
 
@@ -43,6 +44,18 @@ def serve(
         ),
     ] = None,
     weight_format: WeightFormat = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help=(
+                "Rate at which each draft of published sizes is accepted, given that all before it"
+                " were. By default drafts are verified, and random weights accept hardly any."
+            ),
+            show_default=False,
+        ),
+    ] = None,
     server: Annotated[ServerOptions, options.Fields()],
     engine: Annotated[LLMOptions, options.Fields(without=_NOT_OPTIONS)],
 ) -> None:
@@ -57,7 +70,9 @@ def serve(
     from mtpkit.server.run import serve
 
     refuse_both(weight_format, engine.quantization)
-    engine = replace(engine, model=to_serve(model, tokenizer, weight_format))
+    chosen = to_serve(model, tokenizer, weight_format, acceptance)
+    rates = None if acceptance is None else [acceptance] * MOST_DRAFTS
+    engine = replace(engine, model=chosen, synthetic_acceptance=rates)
     if server.api_key is None and (key := os.environ.get(_KEY)):
         server = replace(server, api_key=key)
     serve(engine, server)
