@@ -82,14 +82,11 @@ def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
     edit_config(hf_dir, mtpkit=None)
     assert resolve_drafts(load_config(hf_dir), None) == 3
     caplog.set_level(logging.INFO)
+    small = dict(device="cpu", num_blocks=8, max_model_len=64, warm_up=False)
     for k in (1, 3, 9):
-        LLM(hf_dir, num_speculative_tokens=k, device="cpu")
-    assert (
-        LLM(
-            hf_dir, num_speculative_tokens="auto", device="cpu"
-        ).engine.config.num_speculative_tokens
-        == 7
-    )
+        LLM(hf_dir, num_speculative_tokens=k, **small)
+    llm = LLM(hf_dir, num_speculative_tokens="auto", **small)
+    assert llm.engine.config.num_speculative_tokens == 7
     assert "not trained" not in caplog.text
 
 

@@ -10,7 +10,7 @@ import torch
 from mtpkit.bench.drawn import DrawnModel
 from mtpkit.bench.sizes import SHAPES
 from mtpkit.cli.serve import app
-from mtpkit.engine import LLM, LLMOptions
+from mtpkit.engine import LLM, LLMOptions, SamplingParams
 from tests.engine.tokenizers import byte_level
 
 SHAPE = "nemotron-h-tiny"
@@ -48,6 +48,21 @@ def test_a_shape_is_made_by_the_engine(served, tokenizer_dir):
     assert any("Quantized" in name for name in names), names
 
 
+def test_drafts_of_a_shape_may_be_accepted_at_random(served, tokenizer_dir):
+    engine = served(SHAPE, "--tokenizer", tokenizer_dir, "--acceptance", 1, "--k", 2)
+    assert served(SHAPE, "--tokenizer", tokenizer_dir).synthetic_acceptance is None
+    llm = LLM(
+        engine.model,
+        engine.num_speculative_tokens,
+        tokenizer=engine.tokenizer,
+        synthetic_acceptance=engine.synthetic_acceptance,
+        warm_up=False,
+        max_model_len=64,
+    )
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=13, ignore_eos=True))
+    assert llm.stats().acceptance.acceptance_length == 3
+
+
 def test_a_directory_goes_before_the_shape_of_its_name(served, model_dir, tmp_path, monkeypatch):
     (tmp_path / SHAPE).symlink_to(model_dir)
     monkeypatch.chdir(tmp_path)
@@ -73,6 +88,8 @@ def test_a_directory_may_have_the_tokenizer_of_another_one(served, model_dir, la
             f"{SHAPE} --weight-format int4 --quantization fp8 --tokenizer LARGE",
             "--weight-format / --quantization: give one of them",
         ),
+        ("MODEL --acceptance 0.8", "acceptance 0.8 is for a shape .*, whose drafts are verified"),
+        (f"{SHAPE} --acceptance 1.5 --tokenizer LARGE", "1.5"),
         ("MODEL --weight-format int4", "weight format int4 is for a shape .*, not for a model"),
     ],
 )
