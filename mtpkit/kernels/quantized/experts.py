@@ -315,8 +315,7 @@ def _multiply(
     """Multiply pairs in their blocks by their experts, into [pairs / sum_of, outputs]."""
     pairs, outputs = len(into) * sum_of, into.shape[1]
     width = matrix.shape[-1]
-    alone = blocks.order is None
-    count = pairs if alone else len(blocks.order)
+    count = pairs if blocks.order is None else len(blocks.order)
     most = _MOST_PARTS // sum_of
 
     def tiles_of(tile: Tile) -> int:
@@ -326,7 +325,7 @@ def _multiply(
     tile = WIDE if into.dtype != torch.bfloat16 else TILES[matrix.codes][blocks.size]
     step = step_of(matrix, inputs, tile.block_k)
     assert step is not None, f"groups of {matrix.group[1]} columns fit no kernel"
-    if alone and into.dtype == torch.bfloat16:
+    if blocks.order is None and into.dtype == torch.bfloat16:
         choices = [
             each._replace(tile=each.tile._replace(block_k=step)) for each in FEW[matrix.codes]
         ]
