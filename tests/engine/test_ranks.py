@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from mtpkit.engine.ranks.announcement import Announcement
 from mtpkit.engine.ranks.follow import SplitRanks
+from mtpkit.engine.ranks.join import _sizes_of
 from mtpkit.engine.requests.tree import parse_tree
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.steps import vocabulary as choices
@@ -49,6 +50,27 @@ FILTERED = Case("attention", 2, settings=MIXED)
 EXPERTS = Case("latent", 0, True)
 DRAWN = Case("mamba2", 3, guided=False, settings=dict(draft_sampling=True))
 PENALISED = Case("mamba2", 2, penalised=True, settings=dict(state_rollback="snapshot"))
+
+
+def test_the_sizes_of_a_model_that_is_given_are_its_own():
+    sizes = SimpleNamespace(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=2,
+        sequence_parallel=False,
+    )
+    options = SimpleNamespace(
+        model=SimpleNamespace(config=sizes),
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        enable_expert_parallel=False,
+    )
+    assert _sizes_of(options) == (2, 1, True)
+    sizes.expert_model_parallel_size = 1
+    assert _sizes_of(options) == (2, 1, False)
+    options.enable_expert_parallel = True
+    with pytest.raises(UserError, match=r"split over 2 ranks, experts over 1, .* leave all sizes"):
+        _sizes_of(options)
 
 
 def alone(values, group):
