@@ -151,7 +151,7 @@ SLOW = (
     "tests/training/test_run.py::test_two_ranks_train_to_the_losses_of_one",
     "tests/training/test_run.py::test_what_is_not_finite_ends_the_run_as_it_was_saved_last",
 )
-"""Functions of which each case takes a second or more. The fast tier runs their first case."""
+"""Functions of which each case takes 0.8 s or more. The fast tier runs their first case."""
 
 
 def function_name(item: pytest.Item) -> str:

@@ -193,6 +193,8 @@ class AsyncLLM:
             # Copies are checked like new parameters, which takes time.
             sent = params if params.output_kind == kind else replace(params, output_kind=kind)
             stream.add(Add(name, token_ids, sent, place, checkpoint_at), self._send)
+            for index in stream.unwanted:
+                self._drop(name, stream, index)
 
             output = _Output(given, text, token_ids, params)
             while not output.finished:
@@ -215,8 +217,15 @@ class AsyncLLM:
         for name, stream in aborted.items():
             if index is None:
                 stream.put_from_anywhere(_ABORTED)
-            elif stream.added and not stream.ended and self._error is None:
-                self._send(stream.engine, Abort((name,), index))
+            else:
+                stream.call_from_anywhere(self._abort_output, name, stream, index)
+
+    def _abort_output(self, name: str, stream: "_Stream", index: int) -> None:
+        """End an output of a request; if the engine was not sent the request yet, once it was."""
+        if stream.added:
+            self._drop(name, stream, index)
+        else:
+            stream.unwanted.append(index)
 
     def shutdown(self) -> None:
         """End the engine and all that it decodes: iterators that wait raise `EngineDead`. Later
@@ -329,9 +338,14 @@ class AsyncLLM:
         """Forget a request, and drop it if the engine still decodes it."""
         with self._lock:
             del self._streams[name]
+        self._drop(name, stream)
+
+    def _drop(self, name: str, stream: "_Stream", index: int | None = None) -> None:
+        """Drop a request, or one of its outputs, if the engine still decodes it."""
         if stream.added and not stream.ended and self._error is None:
+            # Streams are told otherwise that the engine is dead.
             with suppress(MtpkitError):
-                self._send(stream.engine, Abort((name,)))
+                self._send(stream.engine, Abort((name,), index))
 
     def _send(self, index: int, message: Message) -> None:
         """Send a message to an engine.
@@ -469,6 +483,8 @@ class _Stream:
         self.loop = loop
         self.added = False
         """Whether the engine was sent the request."""
+        self.unwanted: list[int] = []
+        """Outputs that were aborted before that."""
         self.ended = False
         """Whether the engine has told the end of the request."""
         self._new: Progress | None = None
@@ -485,8 +501,12 @@ class _Stream:
 
     def put_from_anywhere(self, told: Progress | Exception) -> None:
         """Tell something new from any thread."""
+        self.call_from_anywhere(self.put, told)
+
+    def call_from_anywhere(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function in the event loop, from any thread."""
         with suppress(RuntimeError):  # the loop of an abandoned stream may be closed
-            self.loop.call_soon_threadsafe(self.put, told)
+            self.loop.call_soon_threadsafe(function, *args)
 
     def put(self, told: Progress | Exception) -> None:
         """Tell something new from the event loop."""

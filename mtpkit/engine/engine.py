@@ -84,7 +84,7 @@ class Engine:
         self._under_way: deque[list[Launched]] = deque()
         """Launched steps whose results are not committed, the oldest first."""
         self._aborted: list[Request] = []
-        """Requests that `abort` has ended since the last step, which other outputs go beside."""
+        """Outputs that `abort` has ended since the last step, which the next one returns."""
         self.speculation: Speculation = FixedSpeculation(config.drafts)
 
     def _prefix_cache(self, blocks: CachedBlocks, drafter: Drafter) -> PrefixCache:
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, or has ended since the last step."""
+        """Whether any request waits or runs, or the end of an aborted output was not returned."""
         return self.scheduler.has_unfinished or bool(self._aborted)
 
     @torch.inference_mode()

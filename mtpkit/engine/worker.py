@@ -43,7 +43,7 @@ class Abort:
 
     request_ids: Sequence[str]
     index: int | None = None
-    """The only output to end, see `LLMEngine.abort`."""
+    """The only output to end, see `Engine.abort`."""
 
 
 @dataclass(frozen=True)

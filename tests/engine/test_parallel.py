@@ -368,6 +368,19 @@ def test_an_asynchronous_engine_returns_the_same():
                 "abort",
                 "length",
             ]
+
+            # The engine does not know it yet.
+            stream = engine.generate(prompt, replace(params, max_tokens=110), "mine")
+            first = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            await engine.abort("mine", 1)
+            await first
+            outputs = [output async for output in stream]
+            assert len(outputs[-1].outputs) < 3 and outputs[-1].finished
+            ended = {one.index: one for output in outputs for one in output.outputs}
+            assert len(ended[0].token_ids) == len(ended[2].token_ids) == 110
+            assert 1 not in ended or len(ended[1].token_ids) < 20
+
             with pytest.raises(UserError, match="n is 5, but at most 4 requests run at once"):
                 await anext(engine.generate(prompt, replace(params, n=5)))
 

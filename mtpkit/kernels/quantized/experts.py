@@ -326,9 +326,7 @@ def _multiply(
     step = step_of(matrix, inputs, tile.block_k)
     assert step is not None, f"groups of {matrix.group[1]} columns fit no kernel"
     if blocks.order is None and into.dtype == torch.bfloat16:
-        choices = [
-            each._replace(tile=each.tile._replace(block_k=step)) for each in FEW[matrix.codes]
-        ]
+        choices = [choice.of_step(step) for choice in FEW[matrix.codes]]
         nbytes = pairs * matrix.values[0].nbytes
         tile = most_even(choices, tiles_of, width, nbytes, most)
     else:

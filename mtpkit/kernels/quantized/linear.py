@@ -59,7 +59,7 @@ _MOST_ROWS = 128
 """Most rows of a tile."""
 _AHEAD = 256
 """Bytes of each row of weights that a program prefetches while the previous kernel is still
-running; more only cost time."""
+running. More cost time in fp8."""
 
 
 TILES: dict[str, dict[int, tuple[Choice, ...]]] = {
@@ -130,7 +130,7 @@ def choose_tile(matrix: Matrix, inputs: Inputs, rows: int, wide: bool) -> Tile |
     if wide:
         choices = (choices[0]._replace(tile=WIDE),)
     choices = tuple(
-        choice._replace(tile=choice.tile._replace(block_k=step))
+        choice.of_step(step)
         for choice in choices
         if (step := step_of(matrix, inputs, choice.tile.block_k)) is not None
     )

@@ -23,6 +23,10 @@ class Choice(NamedTuple):
     tile: Tile
     resident: int
 
+    def of_step(self, step: int) -> "Choice":
+        """The choice with `step` columns per step."""
+        return self._replace(tile=self.tile._replace(block_k=step))
+
 
 def divided(width: int, step: int, most: int) -> int:
     """Number of programs, at most `most`, that share the columns of a tile: as many as have work

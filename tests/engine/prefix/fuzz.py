@@ -161,8 +161,9 @@ class History:
                 for index, got in tokens.items():
                     own = replace(params, seed=params.seed + index)
                     if (length := self.cut.pop((output.request_id, index), None)) is not None:
-                        own = replace(own, max_tokens=max(1, length))
-                        got = got or MODEL.decode(prompt, own)
+                        if not length:
+                            continue
+                        own = replace(own, max_tokens=length)
                     MODEL.check(prompt, got, own, () if params.ignore_eos else (EOS,))
                 got = tokens[0]
                 if output.num_cached_tokens is None:
