@@ -23,7 +23,7 @@ import torch
 from hypothesis import settings
 
 from tests import tiers
-from tests.shared import look_at_new_objects
+from tests.shared import TIER, look_at_new_objects
 
 torch.set_num_threads(1)
 # Under it torch.empty is filled with NaN.
@@ -38,6 +38,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 settings.register_profile("mtpkit", deadline=None, derandomize=True)
 settings.load_profile("mtpkit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[TIER] = config.getoption("--tier")
 
 
 @pytest.fixture(autouse=True)

@@ -101,6 +101,15 @@ def each(names: str | tuple[str, ...], rows: Iterable) -> Callable[[Callable], C
     return decorate
 
 
+TIER = "MTPKIT_TEST_TIER"
+"""Variable of the environment with the tier that runs."""
+
+
+def examples(count: int) -> int:
+    """How many random histories a test plays: in the fast tier a third of `count`."""
+    return count // 3 if os.environ.get(TIER) == "fast" else count
+
+
 def told_length(message: object) -> int:
     """Characters of a message on one line, in which files of tests have names without
     directories."""
@@ -110,11 +119,11 @@ def told_length(message: object) -> int:
 
 def look_at_new_objects() -> None:
     """Have engines that this process builds collect garbage among new objects alone, all but one in
-    20.
+    100.
 
-    `LLM` unfreezes all objects before it looks for garbage, which takes 0.3 s with all that torch
-    imports, and tests build hundreds of engines.
+    `LLM` unfreezes all objects before it looks for garbage, which takes half a second with all
+    that torch imports and tests collect, and tests build more than a thousand engines.
     """
     unfreeze = gc.unfreeze
     calls = itertools.count(1)
-    gc.unfreeze = lambda: unfreeze() if next(calls) % 20 == 0 else None
+    gc.unfreeze = lambda: unfreeze() if next(calls) % 100 == 0 else None

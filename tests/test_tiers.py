@@ -8,7 +8,7 @@ import pytest
 
 from tests import ranks
 from tests.shared import each
-from tests.tiers import HANDFUL, SLOW, fast, function_name, thinned
+from tests.tiers import HANDFUL, SLOW, fast, function_name, slow, thinned
 
 
 class Inside:
@@ -54,8 +54,23 @@ def test_the_first_and_the_last_case_of_each_function():
     names = [f"a.py::test_one[{case}]" for case in range(5)] + ["a.py::test_two", "b.py::test_one"]
     assert chosen(*map(item, names)) == [names[0], names[4], *names[5:]]
     assert chosen(*map(item, names[:2])) == names[:2]
-    slow = [f"{SLOW[0]}[{case}]" for case in range(3)]
-    assert chosen(*map(item, slow)) == slow[:1]
+    named = [f"{min(SLOW)}[{case}]" for case in range(3)]
+    assert chosen(*map(item, named)) == named[:1]
+
+
+def test_slow_functions_are_those_whose_cases_take_long():
+    log = """
+    0.40s call     tests/a.py::test_slow[1]
+    0.20s setup    tests/a.py::test_slow[1]
+    0.10s call     tests/a.py::test_slow[2-tests/b.py::x]
+    9.00s call     tests/a.py::test_of_one_case
+    0.29s call     tests/a.py::test_quick[1]
+    0.29s call     tests/a.py::test_quick[2]
+    0.31s call     tests/a.py::test_before[1]
+    0.10s call     tests/a.py::test_no_longer[1]
+    """
+    before = ["tests/a.py::test_before", "tests/a.py::test_no_longer", "tests/a.py::test_gone"]
+    assert slow(log, before) == ["tests/a.py::test_before", "tests/a.py::test_slow"]
 
 
 def test_cases_for_a_gpu_do_not_count():

@@ -1,11 +1,19 @@
-"""Which cases of the tests the two tiers run."""
+"""Which cases of the tests the two tiers run.
+
+    make test PYTEST_ARGS=--durations=0 > LOG; python -m tests.tiers LOG
+
+finds the slow functions anew and rewrites slow.txt.
+"""
 
 import itertools
 import multiprocessing
+import re
 import subprocess
+import sys
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch.multiprocessing
@@ -27,131 +35,10 @@ HANDFUL = (
 that the package has of being several processes."""
 
 
-SLOW = (
-    "tests/bench/test_bench_decode.py::test_a_broken_engine_is_not_timed",
-    "tests/bench/test_bench_decode.py::test_a_mixture_of_experts_is_measured",
-    "tests/bench/test_bench_decode.py::test_auto_among_a_tree_and_chains_is_timed",
-    "tests/bench/test_bench_decode.py::test_broken_experts_are_not_timed",
-    "tests/bench/test_bench_decode.py::test_trees_are_timed",
-    "tests/bench/test_bench_decode.py::test_what_the_base_chose_is_compared_with_a_plain_forward_pass",
-    "tests/bench/test_bench_kernels.py::test_every_op_is_checked_and_timed",
-    "tests/bench/test_bench_train.py::test_losses_are_those_of_a_run_from_files",
-    "tests/bench/test_no_prefix_cache.py::test_benchmarks_have_no_prefix_cache",
-    "tests/checkpoint/test_deepseek.py::test_drafts_and_tokens_are_those_of_transformers",
-    "tests/checkpoint/test_frozen_base.py::test_a_run_gives_its_base_back",
-    "tests/checkpoint/test_quantized_families.py::test_every_family_keeps_its_matrices",
-    "tests/cli/test_bench.py::test_decode_and_roofline_have_the_same_limit",
-    "tests/cli/test_bench.py::test_one_layer_of_each_kind_tells_the_weights_of_a_shape",
-    "tests/engine/prefix/test_broken.py::test_sabotage_is_seen",
-    "tests/engine/prefix/test_cached_graphs.py::test_conversations_in_graphs",
-    "tests/engine/prefix/test_equality.py::test_conversations_with_trees",
-    "tests/engine/prefix/test_equality.py::test_eviction_and_preemption_under_load",
-    "tests/engine/prefix/test_equality.py::test_heads_that_read_by_other_rules",
-    "tests/engine/prefix/test_equality.py::test_heads_with_recurrent_state",
-    "tests/engine/prefix/test_equality.py::test_outputs_that_end_by_a_stop_string_or_too_many_tokens",
-    "tests/engine/prefix/test_equality.py::test_prompts_at_the_edges_of_blocks_and_checkpoints",
-    "tests/engine/prefix/test_equality.py::test_ten_turns_of_every_kind_of_state",
-    "tests/engine/prefix/test_equality.py::test_ten_turns_with_drafts_that_are_right_and_wrong",
-    "tests/engine/prefix/test_equality.py::test_trees_of_drafts",
-    "tests/engine/prefix/test_fuzz.py::test_random_histories",
-    "tests/engine/test_adaptive.py::test_auto_decodes_the_same_tokens_while_k_changes",
-    "tests/engine/test_adaptive.py::test_drafts_are_those_without_caches_while_k_changes",
-    "tests/engine/test_ahead.py::test_drawn_drafts_do_not_depend_on_when_the_host_looks",
-    "tests/engine/test_ahead.py::test_penalised_output_is_that_of_plain_decoding",
-    "tests/engine/test_ahead.py::test_what_ends_a_request_inside_its_drafts",
-    "tests/engine/test_broken_drafts.py::test_a_rejected_draft_that_is_not_finite_changes_no_token",
-    "tests/engine/test_constrained_law.py::test_drafts_that_the_host_chose_are_not_taken_for_drawn_ones",
-    "tests/engine/test_constrained_law.py::test_drawn_drafts_leave_the_law_of_constrained_outputs_alone",
-    "tests/engine/test_device_state.py::test_requests_of_all_kinds_in_slots_that_others_had",
-    "tests/engine/test_distribution.py::test_broken_rejection_is_found",
-    "tests/engine/test_distribution.py::test_drawn_drafts_leave_the_law_alone",
-    "tests/engine/test_distribution.py::test_drawn_trees_leave_the_law_alone",
-    "tests/engine/test_distribution.py::test_four_outputs_of_each_prompt_follow_the_law",
-    "tests/engine/test_distribution.py::test_plain_sampling_follows_the_law",
-    "tests/engine/test_draft_lm_head.py::test_drafts_are_those_of_the_rounded_lm_head",
-    "tests/engine/test_draft_lm_head.py::test_drawn_drafts_keep_the_law",
-    "tests/engine/test_drafts.py::test_distinct_recurrent_heads_draft_as_without_caches",
-    "tests/engine/test_drafts.py::test_drafts_are_the_same_alone_in_a_batch_in_chunks_and_after_preemption",
-    "tests/engine/test_graphs.py::test_a_request_of_the_full_length_beside_short_ones",
-    "tests/engine/test_graphs.py::test_auto_under_graphs",
-    "tests/engine/test_graphs.py::test_auto_with_trees_under_graphs",
-    "tests/engine/test_graphs.py::test_drafts_in_graphs_are_those_outside",
-    "tests/engine/test_graphs.py::test_graphs_change_no_token",
-    "tests/engine/test_graphs.py::test_layers_of_every_kind",
-    "tests/engine/test_graphs.py::test_null_rows_leave_all_state_as_it_is",
-    "tests/engine/test_graphs.py::test_penalties_in_graphs",
-    "tests/engine/test_graphs.py::test_rules_about_tokens_and_log_probabilities",
-    "tests/engine/test_graphs.py::test_trees",
-    "tests/engine/test_half_states.py::test_a_prompt_that_comes_again_has_what_it_would_compute",
-    "tests/engine/test_half_states.py::test_checkpoints_of_wider_states",
-    "tests/engine/test_half_states.py::test_with_replay_states_stay_near_those_in_fp32_for_every_k",
-    "tests/engine/test_half_states.py::test_with_snapshots_no_state_depends_on_k",
-    "tests/engine/test_head_rules.py::test_steps_that_graphs_replay",
-    "tests/engine/test_head_rules.py::test_tokens_and_drafts",
-    "tests/engine/test_kv_fp8.py::test_a_hit_in_the_prefix_cache_changes_no_token",
-    "tests/engine/test_kv_fp8.py::test_drafts_are_those_of_rounded_keys_and_values",
-    "tests/engine/test_mixed.py::test_mixing_changes_no_draft",
-    "tests/engine/test_mixed.py::test_one_token_chunks_and_chunks_of_a_decode_rows_width_beside_decode_rows",
-    "tests/engine/test_mixed.py::test_preemption_in_the_middle_of_mixed_steps",
-    "tests/engine/test_no_wait.py::test_nor_does_one_of_trees",
-    "tests/engine/test_not_finite.py::test_a_request_of_nan_leaves_nothing_in_its_slot_or_blocks",
-    "tests/engine/test_output_kinds.py::test_what_is_new_adds_up_to_the_whole",
-    "tests/engine/test_parallel.py::test_random_histories",
-    "tests/engine/test_parallel.py::test_streams_hold_the_outputs_with_something_new",
-    "tests/engine/test_poisoned_histories.py::test_eagerly",
-    "tests/engine/test_poisoned_histories.py::test_in_graphs",
-    "tests/engine/test_poisoned_histories.py::test_with_a_prefix_cache",
-    "tests/engine/test_poisoned_histories.py::test_with_drafts_that_the_engine_chooses",
-    "tests/engine/test_speculate.py::test_drawn_drafts_do_not_change_the_tokens_of_k_0",
-    "tests/engine/test_speculate.py::test_graphs_decode_as_eager_steps_do",
-    "tests/engine/test_structured.py::test_drafts_change_no_output",
-    "tests/engine/test_structured.py::test_graphs_constrain_as_eager_steps_do",
-    "tests/engine/test_structured.py::test_masks_along_drafts_are_those_of_one_token_after_another",
-    "tests/engine/test_structured.py::test_shapes_of_drafts_change_from_step_to_step",
-    "tests/engine/test_text_params.py::test_pieces_add_up_with_stop_strings_and_special_tokens",
-    "tests/engine/test_text_params.py::test_stop_strings_wait_for_min_tokens",
-    "tests/engine/test_token_rules.py::test_outputs_follow_the_rules",
-    "tests/engine/test_trees.py::test_no_token_changes",
-    "tests/engine/test_trees.py::test_penalties_and_seeds",
-    "tests/engine/test_trees.py::test_steps_of_trees_and_of_chains",
-    "tests/integration/test_block_families.py::test_any_number_of_drafts_gives_the_tokens_of_none",
-    "tests/integration/test_block_families.py::test_any_number_of_drafts_of_other_heads_of_glm",
-    "tests/integration/test_family_acceptance.py::test_the_engine_counts_what_teacher_forcing_predicts",
-    "tests/integration/test_family_losslessness.py::test_drafts_change_no_token_and_are_those_of_whole_sequences",
-    "tests/integration/test_head_rules.py::test_the_engine_counts_what_teacher_forcing_predicts",
-    "tests/integration/test_sampled_acceptance.py::test_greedy_counts_are_equal",
-    "tests/integration/test_sampled_acceptance.py::test_sampled_counts_are_as_expected",
-    "tests/integration/test_toy_kind.py::test_drafts_change_no_token_under_either_rollback",
-    "tests/integration/test_toy_kind.py::test_what_was_exported_decodes",
-    "tests/kernels/test_acceptance.py::test_rejection_gives_the_target_distribution",
-    "tests/kernels/test_ssd_varlen.py::test_states_are_kept_at_regular_positions",
-    "tests/kernels/test_ssm_update.py::test_replay",
-    "tests/kernels/test_state_rounding.py::test_ends_of_chunks",
-    "tests/kernels/test_state_rounding.py::test_folds",
-    "tests/kernels/test_state_rounding.py::test_snapshots_do_not_depend_on_the_tokens_of_a_step",
-    "tests/kernels/test_trees.py::test_replay",
-    "tests/kernels/test_trees.py::test_snapshots",
-    "tests/model/test_steps.py::test_a_request_goes_on_where_what_a_chunk_leaves_is_put",
-    "tests/training/test_block_families.py::test_heads_train_and_go_back",
-    "tests/training/test_cache.py::test_a_damaged_shard_is_named_and_written_anew",
-    "tests/training/test_cache.py::test_heads_learn_the_same_to_the_bit",
-    "tests/training/test_cache.py::test_narrow_caches_give_nearly_the_same_losses",
-    "tests/training/test_cache.py::test_the_base_is_not_in_memory",
-    "tests/training/test_depths.py::test_recurrent_heads_train_through_the_kernels_as_through_plain_pytorch",
-    "tests/training/test_evaluation.py::test_a_directory_of_either_layout",
-    "tests/training/test_evaluation.py::test_a_model_of_weights_that_are_no_numbers_is_not_measured",
-    "tests/training/test_kill.py::test_a_killed_run_goes_on_bit_for_bit",
-    "tests/training/test_quantized_base.py::test_a_run_goes_on_as_if_it_had_not_stopped",
-    "tests/training/test_quantized_base.py::test_a_run_keeps_its_base_as_it_is_stored",
-    "tests/training/test_quantized_base.py::test_acceptance_is_that_of_the_exported_file",
-    "tests/training/test_quantized_base.py::test_no_matrix_of_the_base_is_ever_widened",
-    "tests/training/test_run.py::test_a_mixture_without_mlps_is_trained_by_default",
-    "tests/training/test_run.py::test_heads_learn_what_the_base_says",
-    "tests/training/test_run.py::test_resuming_gives_the_same_losses_to_the_bit",
-    "tests/training/test_run.py::test_two_ranks_train_to_the_losses_of_one",
-    "tests/training/test_run.py::test_what_is_not_finite_ends_the_run_as_it_was_saved_last",
-)
-"""Functions of which each case takes 0.8 s or more. The fast tier runs their first case."""
+_SLOW = Path(__file__).with_name("slow.txt")
+SLOW = frozenset(_SLOW.read_text().split())
+"""Functions of which each case takes `SECONDS` or more. The fast tier runs their first case."""
+SECONDS = 0.3
 
 
 def function_name(item: pytest.Item) -> str:
@@ -253,3 +140,25 @@ def _modules(function: types.FunctionType, code: types.CodeType) -> Iterator[dic
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType) and value.__name__.startswith("tests"):
             yield vars(value)
+
+
+def slow(log: str, before: Iterable[str]) -> list[str]:
+    """The slow functions by the durations that pytest printed. Those that were slow before have one
+    case in the log, as functions that have no more; so they remain unless their case is quick."""
+    seconds: Counter[str] = Counter()
+    cases: Counter[str] = Counter()
+    for time, phase, name in re.findall(r"^\s*([\d.]+)s (\w+)\s+(\S+::\S+)", log, re.MULTILINE):
+        function = name.partition("[")[0]
+        seconds[function] += float(time)
+        cases[function] += phase == "call"
+    known = set(before)
+    return sorted(
+        function
+        for function, count in cases.items()
+        if (count > 1 or function in known) and seconds[function] >= SECONDS * count
+    )
+
+
+if __name__ == "__main__":
+    found = slow(Path(sys.argv[1]).read_text(), SLOW)
+    _SLOW.write_text("".join(f"{name}\n" for name in found))

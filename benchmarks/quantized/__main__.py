@@ -155,6 +155,8 @@ def _train(output: Path, name: str, base: Path, steps: int | None) -> Path:
     settings = [
         f"model={base}",
         f"output={trained}",
+        # The example's pattern has an MLP, which a mixture may lack.
+        "heads.pattern=auto",
         f"data.train=[{corpus / 'train.jsonl'}]",
         f"data.eval=[{corpus / 'heldout.jsonl'}]",
     ]

@@ -82,7 +82,7 @@ def test_a_head_of_unknown_depths_drafts_without_a_warning(hf_dir, caplog):
     edit_config(hf_dir, mtpkit=None)
     assert resolve_drafts(load_config(hf_dir), None) == 3
     caplog.set_level(logging.INFO)
-    small = dict(device="cpu", num_blocks=8, max_model_len=64, warm_up=False)
+    small = dict(device="cpu", num_blocks=8, max_model_len=64, warm_up=False, max_num_seqs=2)
     for k in (1, 3, 9):
         LLM(hf_dir, num_speculative_tokens=k, **small)
     llm = LLM(hf_dir, num_speculative_tokens="auto", **small)

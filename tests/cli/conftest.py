@@ -9,7 +9,10 @@ import pytest
 
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.cli import run
+from tests.bench.conftest import rates_once
 from tests.training.toy import toy_model
+
+__all__ = ["rates_once"]
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.errors import UserError
 from tests.engine.fakes import HashModel, check_batches, fake_engine, run
+from tests.shared import examples
 
 MODEL = HashModel()
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -50,7 +51,7 @@ engines = st.fixed_dictionaries(
 varying = st.one_of(st.just([]), st.lists(st.integers(0, 5), min_size=2, max_size=8))
 
 
-@hypothesis_settings(max_examples=150)
+@hypothesis_settings(max_examples=examples(150))
 @given(requests, engines, varying, st.integers(0, 30), st.integers(-1, 30))
 def test_random_histories(arrivals, settings, depths, spare_blocks, abort_at):
     """Every request gets the oracle's tokens, is returned once a step at most and, whatever ran

@@ -13,6 +13,7 @@ from mtpkit.engine import SamplingParams
 from mtpkit.engine.requests.tree import DraftShape, DynamicTree, TokenTree, parse_tree
 from tests.engine.fakes import HashModel, fake_engine, run
 from tests.engine.tiny import decode, greedy, make_llm, make_prompts, tiny_model
+from tests.shared import examples
 
 MODEL = HashModel()
 
@@ -81,7 +82,7 @@ class Queues:
 shapes = st.sampled_from([0, 1, 2, 3, parse_tree([2, 1]), DynamicTree(2, 2, 4)])
 
 
-@hypothesis_settings(max_examples=30)
+@hypothesis_settings(max_examples=examples(30))
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 12), st.integers(1, 9), st.integers(1, 25)), min_size=2, max_size=9

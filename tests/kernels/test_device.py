@@ -7,7 +7,7 @@ import triton.language as tl
 
 from mtpkit.kernels import device, moe
 from mtpkit.kernels.activation import swiglu
-from mtpkit.kernels.device import Early, as_rows, only_if, row_of_tile, with_rows
+from mtpkit.kernels.device import Early, as_rows, only_if, quotient, row_of_tile, with_rows
 from mtpkit.kernels.linear import linear
 from mtpkit.kernels.norm import rms_norm
 from tests.shared import covering
@@ -30,6 +30,38 @@ def test_only_what_has_no_rows_is_copied():
         have = rows(view)
         assert have.stride(-1) == 1 and torch.equal(have.view_as(view), view)
     assert as_rows(wide).shape == (12, 10)
+
+
+@triton.jit
+def _quotient_kernel(values_ptr, divisors_ptr, out_ptr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0)
+    place = row * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(out_ptr + place, quotient(tl.load(values_ptr + place), tl.load(divisors_ptr + row)))
+
+
+def test_quotients_round_as_those_of_pytorch(device):
+    """Also of numbers at both ends of fp32, as far as they count once they are fp8."""
+    rows = 2048 if device == "cuda" else 24
+    infinity = float("inf")
+    ends = [0.0, 1e-45, 1e-40, 2.0**-126, 1e-30, 2.0**-64, 1.0, 3e19, 1e30, 3.4e38, infinity]
+    ends = torch.tensor(ends, device=device)
+    values = torch.randn(rows, 1024, device=device)
+    divisors = torch.rand(rows, device=device) * 3 + 1e-3
+    values[:11, :11] = ends
+    values[:11, 11:22] = -ends
+    values[:11, 22] = float("nan")
+    divisors[:10] = ends[1:]
+    # The one significand with which the correction may be off by a unit.
+    divisors[10] = torch.tensor(2.0).nextafter(torch.tensor(0.0))
+    have = torch.full_like(values, float("nan"))
+    _quotient_kernel[(rows,)](values, divisors, have, COLUMNS=1024)
+    want = values / divisors[:, None]
+    assert torch.equal(have[11:], want[11:])
+    have = have[:11].clamp(-448, 448)
+    want = want[:11].clamp(-448, 448)
+    # Half of the least number of fp8 that is not 0.
+    tiny = have.abs().maximum(want.abs()) < 2.0**-10
+    assert ((have == want) | (have.isnan() & want.isnan()) | tiny).all()
 
 
 @pytest.mark.gpu

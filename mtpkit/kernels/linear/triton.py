@@ -27,6 +27,7 @@ from mtpkit.kernels.device import (
     overlaps,
     padded,
     prefetch,
+    quotient,
     wait_for_previous,
     with_rows,
 )
@@ -302,7 +303,7 @@ def _quantize_kernel(x, values, scales, width, stride, MAX: tl.constexpr, BLOCK:
     # Divisions round as PyTorch's do; Triton's own `/` is an approximation in fp32.
     scale = tl.div_rn(tl.max(tl.abs(entry), 0), MAX)
     scale = tl.where(scale > 0, scale, 1.0)
-    scaled = tl.minimum(tl.maximum(tl.div_rn(entry, scale), -MAX), MAX)
+    scaled = tl.minimum(tl.maximum(quotient(entry, scale), -MAX), MAX)
     tl.store(values + row * width + column, scaled.to(values.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale)
 

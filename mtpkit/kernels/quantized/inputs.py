@@ -8,13 +8,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpkit.kernels.device import Early, at_least, at_most, wait_for_previous, with_rows
+from mtpkit.kernels.device import (
+    Early,
+    at_least,
+    at_most,
+    quotient,
+    wait_for_previous,
+    with_rows,
+)
 from mtpkit.kernels.linear.reference import FP8, FP8_MAX
 from mtpkit.kernels.quantized.reference import Inputs
 
 _SPREAD = 2048
 """Columns per program where no number depends on the whole row."""
-_WARP_ITEMS = 512
+_WARP_ITEMS = 256
 """Columns per warp."""
 
 
@@ -102,7 +109,7 @@ def _quantize_kernel(
         # Divisions round as PyTorch's do; Triton's own `/` is an approximation in fp32.
         scale = tl.div_rn(largest, MAX)
         scale = tl.where(scale > 0, scale, 1.0)
-    scaled = at_most(at_least(tl.div_rn(value, scale[:, None]), -MAX), MAX)
+    scaled = at_most(at_least(quotient(value, scale[:, None]), -MAX), MAX)
     tl.store(values_ptr + row * width + column, scaled.to(values_ptr.dtype.element_ty), mask=mask)
     if WHOLE_ROW:
         tl.store(scales_ptr + row + part, scale, mask=part == 0)
