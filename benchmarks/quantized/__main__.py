@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.quantized.write import copies, group_of, write_copy
 from mtpkit.bench.machine import commit, describe_device
-from mtpkit.checkpoint.directory import HFDirectory
+from mtpkit.checkpoint.directory import HFDirectory, load_config
 from mtpkit.checkpoint.load import load_model
 from mtpkit.checkpoint.stitch import stitch
 from mtpkit.cli.errors import run
@@ -155,11 +155,12 @@ def _train(output: Path, name: str, base: Path, steps: int | None) -> Path:
     settings = [
         f"model={base}",
         f"output={trained}",
-        # The example's pattern has an MLP, which a mixture may lack.
-        "heads.pattern=auto",
         f"data.train=[{corpus / 'train.jsonl'}]",
         f"data.eval=[{corpus / 'heldout.jsonl'}]",
     ]
+    if "-" not in load_config(base).pattern:
+        # The example's heads have an MLP as its base does.
+        settings.append("heads.pattern=auto")
     if steps is not None:
         settings += [f"steps={steps}", f"eval_interval={steps}", f"save_interval={steps}"]
     _python(output, "train/train_mtp.py", "--config", "examples/train_tiny.yaml", *settings)

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from mtpkit.kernels.head_loss.slices import (
+    BASE_TOTAL,
+    NUM_STATISTICS,
+    TOTAL,
     draft_tokens,
     fold,
     log_probs,
@@ -232,6 +235,14 @@ def test_logits_that_are_not_finite_are_no_match_and_their_loss_is_not_finite(
     good = torch.tensor([True, False, False, True, False, True])
     assert torch.equal(have.isfinite(), good) and torch.equal(same, good)
     assert torch.equal(have[good], want[good])
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+def test_statistics_of_a_teacher_that_is_not_finite_have_no_loss(kind):
+    whole = torch.zeros(NUM_STATISTICS, 2)
+    whole[TOTAL] = 1
+    whole[BASE_TOTAL] = torch.tensor([0.0 if kind == "ce" else 1.0, torch.nan])
+    assert row_losses(whole, kind).isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
