@@ -122,7 +122,7 @@ def test_fails():
 
 
 def test_tests_that_run_a_line_are_noted(tree):
-    for name in ("line_notes.py", "tiers.py"):
+    for name in ("line_notes.py", "slow.txt", "tiers.py"):
         shutil.copy(Path(__file__).with_name(name), tree / "tests")
     (tree / "tests" / "test_process.py").write_text(PROCESS)
     option = "def pytest_addoption(parser):\n    parser.addoption('--tier')\n"
