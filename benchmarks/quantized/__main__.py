@@ -2,12 +2,13 @@
 drafts of heads that were trained on the bf16 base, and of heads trained on the quantised one.
 
     python -m benchmarks.quantized OUTPUT                                    # the tiny base
-    python -m benchmarks.quantized OUTPUT --base examples/tiny_base/mixture
+    python -m benchmarks.quantized OUTPUT --base MIXTURE     # made by train_base.py --mixture
 
 Copies of the base are quantised as published checkpoints are: linears and experts, not embedding,
 lm_head, routers and convolutions. Heads stay in bf16. KL divergence from the bf16 base and the
 share of tokens with the same most probable token are means over held-out text; acceptance lengths
-are those of `mtpkit acceptance`, greedy, with its intervals.
+are those of `mtpkit acceptance`, greedy, with its intervals. Training and acceptance run on a GPU
+where there is one; the divergence is computed on the CPU.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError, listed
 from mtpkit.files import write_file
 from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_states
+from mtpkit.platform import default_device
 
 _TEXTS = 12
 """Held-out texts for the KL divergence."""
@@ -86,7 +88,7 @@ def main() -> None:
         "base": str(options.base),
         "steps": options.steps,
         "columns of a group of int4": group,
-        "device": describe_device(torch.device("cpu")),
+        "device": describe_device(default_device()),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "rows": rows,
