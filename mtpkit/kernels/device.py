@@ -144,7 +144,8 @@ def at_most(a, bound):
 @triton.jit
 def quotient(value, divisor):
     """Divide fp32 numbers, of which many share a divisor above 0: rounded as PyTorch's division
-    rounds, with three operations per number instead of about 25. `divisor` broadcasts to `value`.
+    rounds, with few operations per number instead of about 25. `divisor` broadcasts to `value`.
+    Quotients that are subnormal numbers may be off: fp8 makes 0 of them.
 
     A product with the reciprocal is at most one unit in the last place off; what is left of the
     dividend, exact in a fused operation, corrects it (P. Markstein, Computation of elementary
