@@ -153,6 +153,8 @@ class Engine:
                 changed += self._collect()
 
             self._wait_for_grammars()
+            if (awaited := self.scheduler.batch_to_await()) is not None:
+                changed += self._collect(awaited, left=0)
             plans = self.ranks.plan(self.scheduler, self.speculation.choose)
             if not plans and not self._under_way and self.scheduler.has_unfinished:
                 raise MtpkitError(
@@ -233,11 +235,11 @@ class Engine:
         self.executor.drain()
         self.ranks.wait_for_sends()
 
-    def _collect(self, batch: int | None = None) -> list[Request]:
-        """Commit the results of steps under way, the oldest first: all, or until one step of
-        `batch` is left."""
+    def _collect(self, batch: int | None = None, left: int = 1) -> list[Request]:
+        """Commit the results of steps under way, the oldest first: all, or until `left` steps of
+        `batch` are left."""
         changed = []
-        while self._under_way and (batch is None or self._num_under_way(batch) > 1):
+        while self._under_way and (batch is None or self._num_under_way(batch) > left):
             step = self._under_way.popleft()
             plans = [launched.plan for launched in step]
             results = self.executor.collect(step)

@@ -444,6 +444,55 @@ def test_a_request_waits_for_its_grammar_and_lets_others_pass(monkeypatch):
     assert ended == [free, constrained] and len(slow) == 1
 
 
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize(
+    ("free", "constrained", "num_batches", "rows"),
+    [
+        (0, 4, 1, [4]),
+        (1, 3, 1, [4]),
+        (2, 2, 1, [4]),
+        (3, 1, 1, [3, 4]),
+        (0, 4, 2, [2]),
+        (4, 4, 2, [4]),
+    ],
+)
+def test_rows_that_wait_for_results_do_not_halve_the_steps(k, free, constrained, num_batches, rows):
+    """Prompts end in different steps, so that constrained requests would decode in two groups in
+    turn. Where most rows are free, they go on in every step."""
+    engine = fake_engine(
+        MODEL,
+        num_speculative_tokens=k,
+        num_blocks=400,
+        num_batches=num_batches,
+        max_num_seqs=8,
+        max_num_batched_tokens=40,
+        eos=(END,),
+        tokenizer=TOKENIZER,
+        async_scheduling=True,
+    )
+    text = StructuredOutputsParams(regex="[a-z]{400}")
+    lasting = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    for index in range(free + constrained):
+        params = lasting if index < free else asked(0, text, max_tokens=120)
+        engine.add_request([65] * 25, params)
+    while engine.scheduler.num_prefilled < 25 * (free + constrained):
+        engine.step()
+
+    launched = []
+    launch = engine.executor.launch
+
+    def launching(plan):
+        launched.append(plan.num_decode_rows)
+        return launch(plan)
+
+    engine.executor.launch = launching
+    for _ in range(20):
+        engine.step()
+    repeated = rows * 12
+    assert launched[-10:] in (repeated[:10], repeated[1:11])
+    assert len(run(engine)) == free + constrained
+
+
 def test_a_constraint_is_a_request_s_own():
     """Grammars are compiled for each request: one does not walk along another's tokens."""
     grammars = Grammars(TOKENIZER, SIZE, [END])
@@ -457,7 +506,7 @@ def test_a_constraint_is_a_request_s_own():
 
 SIZES = [
     ({"tensor_parallel_size": 2}, 2),
-    ({"pipeline_parallel_size": 2}, 2),
+    ({"pipeline_parallel_size": 2, "async_scheduling": True}, 2),
     ({"pipeline_parallel_size": 2, "speculative_token_tree": [2, 2]}, None),
 ]
 

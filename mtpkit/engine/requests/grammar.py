@@ -105,12 +105,22 @@ class Constraint:
     def error(self) -> str | None:
         """Why the constraint can no longer say what may follow; None: it can. What it says then is
         an end, so that the output must not be taken for a whole one."""
-        if self._compiled.exception() is not None:
-            return str(self._compiled.exception())
-        matcher = self._compiled.result()
-        if not matcher.is_error():
+        if self._refused is not None:
+            return self._refused
+        if not self._matcher.is_error():
             return None
-        return str(_refusal(matcher.get_error(), "are too complex"))
+        return str(_refusal(self._matcher.get_error(), "are too complex"))
+
+    # A step asks for these several times for each request.
+    @cached_property
+    def _refused(self) -> str | None:
+        """Why the grammar could not be compiled."""
+        error = self._compiled.exception()
+        return None if error is None else str(error)
+
+    @cached_property
+    def _matcher(self) -> "LLMatcher":
+        return self._compiled.result()
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Walk along tokens that were added to the output."""
@@ -123,26 +133,26 @@ class Constraint:
             self._began = token_id == self._start_after
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        matcher = self._compiled.result()
         for token_id in token_ids:
             # Only an end follows then.
-            if matcher.is_stopped():
+            if self._matcher.is_stopped():
                 return
-            matcher.consume_token(token_id)
+            self._matcher.consume_token(token_id)
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that must come next, whatever the model would say. There may be more,
         as the last ones can be one token with text that follows."""
         if not self._began or self.error is not None:
             return []
-        matcher = self._compiled.result()
-        return [] if matcher.is_stopped() else matcher.compute_ff_tokens()[:most]
+        if self._matcher.is_stopped():
+            return []
+        return self._matcher.compute_ff_tokens()[:most]
 
     def walk(
         self, token_ids: list[int], parents: Sequence[int], depth: int, writes: bool = True
     ) -> Walk:
         """Walk along the drafts of a step, see `Walk`; the constraint itself stays where it is."""
-        matcher = None if self.error is not None else self._compiled.result()
+        matcher = None if self.error is not None else self._matcher
         start_after = None if self._began else self._start_after
         position = Position(matcher, start_after, self._end_token_ids, self._end_mask)
         return Walk(position, token_ids, parents, depth, writes)

@@ -395,10 +395,15 @@ class Request:
     @property
     def ready_to_decode(self) -> bool:
         """Whether the next step may have a decode row of this request."""
-        if not self.decoding or self.ends_in_flight:
+        if not self.decodes_on:
             return False
         # The host walks along the newest tokens and drafts before it says what may follow.
         return self.constraint is None or not (self.in_flight or self.drafts_in_flight)
+
+    @property
+    def decodes_on(self) -> bool:
+        """Whether decode rows of this running request may follow the launched steps."""
+        return self.decoding and not self.ends_in_flight
 
     @property
     def next_cut(self) -> int:

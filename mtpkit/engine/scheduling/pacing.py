@@ -146,7 +146,9 @@ class Pacing:
             elsewhere: mean number of decode rows of each other batch, which a step without decode
                 rows delays.
         """
-        if num_decoding and num_waiting and self._decodes_alone(_level(num_decoding)):
+        if not num_waiting:
+            return budget
+        if num_decoding and self._decodes_alone(_level(num_decoding)):
             return 0
         if delayed := num_decoding or elsewhere:
             share = 1.0 if crowded else min(1.0, (num_waiting - 1) / delayed)

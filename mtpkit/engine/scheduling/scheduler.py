@@ -118,6 +118,21 @@ class Scheduler:
         """Requests of all batches that the next plans may decode."""
         return self.admission.num_ready_to_decode
 
+    def batch_to_await(self) -> int | None:
+        """The batch whose turn it is, if its launched steps are to be committed before it is
+        planned; None: plan it at once.
+
+        A plan that does not wait has none of the rows that need those results: constrained requests
+        decode in every other step, or one half of them in each. Where at least half of all rows are
+        constrained, a step of all of them is worth the wait for the host, since each step reads all
+        weights.
+        """
+        rows = [one for one in self.admission.running_in(self._batch) if one.decodes_on]
+        constrained = [one for one in rows if one.constraint]
+        if 2 * len(constrained) < len(rows) or all(one.ready_to_decode for one in constrained):
+            return None
+        return self._batch
+
     def add(self, request: Request) -> None:
         """Queue a request, see `Admission.add`."""
         self.admission.add(request)

@@ -262,16 +262,20 @@ class DeviceState:
     def write_masks(self, masks: Masks) -> None:
         """Write what may follow the tokens of constrained requests in their next step."""
         if self.vocabulary.width:
-            where = to_device([masks.slots, masks.places], torch.int64, self.tokens.device)
-            allowed = to_device(masks.allowed, torch.int32, self.tokens.device)
-            self.columns["allowed_next"][where[0], where[1]] = allowed
+            # All in one copy: the device waits for the host here.
+            where = np.array([masks.slots, masks.places], np.int32).T
+            values = np.concatenate([where, masks.allowed], axis=1)
+            sent = to_device(values, torch.int32, self.tokens.device)
+            slots, places = sent[:, :2].long().T
+            self.columns["allowed_next"][slots, places] = sent[:, 2:]
 
     def write_drafts(self, drafts: HostDrafts) -> None:
         """Write the drafts that the next step verifies, see `HostDrafts`."""
         device = self.tokens.device
-        slots = to_device(drafts.slots, torch.int64, device)
-        token_ids = to_device(drafts.token_ids, torch.int64, device)
-        self.tokens[slots, 1 : 1 + token_ids.shape[1]] = token_ids
+        own = np.array(drafts.slots, np.int64)[:, None]
+        sent = to_device(np.concatenate([own, drafts.token_ids], axis=1), torch.int64, device)
+        slots = sent[:, 0]
+        self.tokens[slots, 1 : sent.shape[1]] = sent[:, 1:]
         if self.parents is not None and drafts.parents is not None:
             self.parents[slots] = to_device(drafts.parents, torch.int64, device)
         rows, places = drafts.chosen.nonzero()
