@@ -16,7 +16,8 @@ from mtpkit.config import ModelConfig
 from mtpkit.engine.requests.model_factory import ModelFactory
 from mtpkit.model import build_model
 from mtpkit.model.build import init_weights
-from mtpkit.model.formats import ONLINE, Format, Fp8, Int4, Nvfp4
+from mtpkit.kernels.quantized import Inputs
+from mtpkit.model.formats import INPUT_SCALE, ONLINE, Format, Fp8, Int4, Nvfp4
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of
 from mtpkit.model.kinds.base import Draw
@@ -26,21 +27,31 @@ _GROUPS = (128, 64, 32, 16)
 """Columns of a group of int4: the first of these that divides a width."""
 
 
+_INPUT_SCALE = 1 / 16
+"""Scale of inputs that have a fixed one: codes reach up to 28, and what a norm leaves does not."""
+
+
 @dataclass(frozen=True)
 class _Rule:
     """How the matrices of a model are quantised."""
 
-    format: Callable[[int], Format]
-    """Format of a matrix by its width, a multiple of 16."""
+    format: Callable[[str, int], Format | None]
+    """Format of a matrix by the letter of its layer and by its width, a multiple of 16; None: it is
+    not quantised."""
     heads: bool = False
     """Whether the layers of heads are quantised, too, as in checkpoints in this format."""
+    output: Format | None = None
+    """Format of the lm_head."""
 
 
+_STATIC = Fp8(rows=None, columns=None, scale="weight_scale", inputs=Inputs("static"))
+_LIGHTNING: Mapping[str, Format] = {"E": Nvfp4(), "-": Nvfp4(), "M": _STATIC}
 _RULES: Mapping[str, _Rule] = {
-    "fp8": _Rule(lambda width: ONLINE),
-    "fp8-blocks": _Rule(lambda width: Fp8(), heads=True),
-    "int4": _Rule(lambda width: Int4(columns=next(n for n in _GROUPS if not width % n))),
-    "nvfp4": _Rule(lambda width: Nvfp4()),
+    "fp8": _Rule(lambda letter, width: ONLINE),
+    "fp8-blocks": _Rule(lambda letter, width: Fp8(), heads=True),
+    "int4": _Rule(lambda letter, width: Int4(columns=next(n for n in _GROUPS if not width % n))),
+    "nvfp4": _Rule(lambda letter, width: Nvfp4()),
+    "nemotron-nvfp4": _Rule(lambda letter, width: _LIGHTNING.get(letter), output=Nvfp4()),
 }
 
 
@@ -57,9 +68,10 @@ def draw_model(
     tokens are the same without state or attention.
 
     Args:
-        weight_format: format of the linears and experts of the base, and for "fp8-blocks" of the
-            heads' layers; "fp8" is that of `quantize_base`. lm_head, routers, input projections of
-            heads, and matrices with a size that is not a multiple of 16 are in `dtype`.
+        weight_format: format of the linears and experts of the base, for "fp8-blocks" of the heads'
+            layers, and for "nemotron-nvfp4" of the lm_head; "fp8" is that of `quantize_base`.
+            Routers, input projections of heads, and matrices with a size that is not a multiple of
+            16 are in `dtype`.
         parallel: further arguments of `build_model`.
     """
     rule = None if weight_format is None else _RULES[weight_format]
@@ -84,8 +96,20 @@ def draw_model(
             kind.depend_on_context(layer, config, draw)
         if rule is not None and (in_base or rule.heads):
             for module in [*quantizable_in(layer)]:
-                quantize_linear(module, rule.format(module.weight.shape[1]))
+                _quantize(module, rule.format(kind.letter, module.weight.shape[1]))
+    if rule is not None and model.post_process and not config.tie_word_embeddings:
+        _quantize(model.output_layer, rule.output)
     return model.requires_grad_(False)
+
+
+def _quantize(module: Any, format_: Format | None) -> None:
+    """Quantise the weight of a linear, if there is a format for it."""
+    if format_ is None:
+        return
+    others = {}
+    if format_.inputs.rule == "static":
+        others[INPUT_SCALE] = torch.full((1, 1), _INPUT_SCALE, device=module.weight.device)
+    quantize_linear(module, format_, **others)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ DraftCountsOrAuto = Annotated[
 LARGE_SHAPES = (
     "nemotron-h-8b",
     "nemotron-3-nano",
+    "nemotron-3.5-lightning",
     "deepseek-v3",
     "deepseek-v3-slice",
     "qwen3-next-slice",
@@ -56,9 +57,11 @@ to hold, or to run in reasonable time."""
 SMALL_SHAPES = ("nemotron-h-tiny", "nemotron-3-tiny", "deepseek-v3-tiny", "qwen3-next-tiny")
 """Names of small models with the layer kinds of large ones."""
 
-PublishedFormat = Literal["fp8-blocks", "int4", "nvfp4"]
+PublishedFormat = Literal["fp8-blocks", "int4", "nvfp4", "nemotron-nvfp4"]
 """Formats of published checkpoints: fp8 in blocks of 128 x 128 with inputs in fp8 (DeepSeek-V3,
-Qwen), int4 in groups with inputs as they are (W4A16), and NVFP4 likewise."""
+Qwen), int4 in groups with inputs as they are (W4A16), NVFP4 likewise, and what Nemotron 3.5
+Lightning is published in: experts and lm_head in NVFP4, Mamba2's matrices in fp8 with one scale
+and inputs in fp8, attention and heads in bf16."""
 
 USUAL_DRAFTS = (0, 1, 3)
 SPEEDUP_DRAFTS = (0, 1, 2, 3)

@@ -56,6 +56,10 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B.replace(
 all experts about the same number of tokens, so that a batch reads more experts than a batch of real
 text does."""
 
+NEMOTRON_3_5_LIGHTNING = NEMOTRON_3_NANO.replace(mtp_pattern="*E", mtp_num_depths=7)
+"""NVIDIA's Nemotron 3.5 Lightning 30B-A3B: the sizes of Nano, and a repeated head with experts of
+its own."""
+
 NEMOTRON_3_TINY = NEMOTRON_H_TINY.replace(
     pattern="ME*E",
     ffn_hidden_size=0,
@@ -189,6 +193,7 @@ QWEN3_NEXT_TINY = QWEN3_NEXT_SLICE.replace(
 SHAPES = {
     "nemotron-h-8b": NEMOTRON_H_8B,
     "nemotron-3-nano": NEMOTRON_3_NANO,
+    "nemotron-3.5-lightning": NEMOTRON_3_5_LIGHTNING,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-v3-slice": DEEPSEEK_V3_SLICE,
     "qwen3-next-slice": QWEN3_NEXT_SLICE,

@@ -50,10 +50,14 @@ def quantize_base(model: HybridModel) -> None:
             quantize_linear(module, ONLINE)
 
 
-def quantize_linear(module: Any, kind: Format) -> None:
-    """Quantise the weight of a linear."""
+def quantize_linear(module: Any, kind: Format, **others: Tensor) -> None:
+    """Quantise the weight of a linear.
+
+    Args:
+        others: parts that do not follow from the weight, such as the scale of its inputs.
+    """
     weight = module.weight
-    matrix = Quantized(kind, tuple(weight.shape), kind.quantize(weight.detach()))
+    matrix = Quantized(kind, tuple(weight.shape), kind.quantize(weight.detach()) | others)
     replace_weight(module, QuantizedWeight([matrix], weight.dtype))
 
 

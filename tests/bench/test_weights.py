@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mtpkit import LLM, SamplingParams
 from mtpkit.bench import drawn
 from mtpkit.bench.roofline import Cost, Roofline, Work
 from mtpkit.bench.shapes import get_config, open_model
@@ -291,6 +292,30 @@ def test_shapes_are_drawn_in_published_formats(shape: str) -> None:
         assert weights.output == plain.output
         assert weights.heads[0].eh_proj == plain.heads[0].eh_proj
         assert any(layer.fp8 for layer in weights.base) == (name == "fp8-blocks")
+
+
+def test_a_shape_is_drawn_as_lightning_is_published() -> None:
+    """Experts and lm_head in NVFP4, Mamba2 in fp8 with one scale and fixed scales of inputs, the
+    rest as it is; and it decodes."""
+    model = open_model("nemotron-3-tiny", CPU, "float32", "*E", weight_format="nemotron-nvfp4")
+    check_all(model)
+    found = {
+        name.removesuffix(".weight"): (weight.codes, {one.inputs.rule for one in weight.segments})
+        for name, weight in model.named_modules()
+        if isinstance(weight, QuantizedWeight)
+    }
+    assert found.pop("output_layer") == ({"e2m1"}, {"none"})
+    letters = {name: "ME*E"[int(name.split(".")[2])] for name in found}
+    assert all(name.startswith("decoder.") for name in found)
+    wanted = {"M": ({"e4m3"}, {"static"}), "E": ({"e2m1"}, {"none"})}
+    assert found == {name: wanted[letter] for name, letter in letters.items()}
+    assert {*letters.values()} == {"M", "E"}
+
+    weights = ModelWeights.of(model)
+    assert weights.output_quantized and weights.formats == ("fp8", "nvfp4")
+    llm = LLM(model, num_speculative_tokens=3)
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9))
+    assert len(output.outputs[0].token_ids) == 9
 
 
 def test_layers_are_drawn_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
