@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from types import ModuleType
@@ -59,7 +59,7 @@ def require(package: str, wanted: str) -> ModuleType:
 def vllm_arguments(
     model: Path,
     k: int,
-    acceptance: float,
+    acceptance: Sequence[float],
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -67,7 +67,9 @@ def vllm_arguments(
     """Arguments for vLLM's engines: dummy weights in the shape of a config directory, fp32 state,
     synthetic acceptance.
 
-    vLLM's acceptance rates are unconditional: `acceptance` to the power of the depth.
+    Args:
+        acceptance: [K] conditional rate of each depth. vLLM takes unconditional ones, the product
+            of those up to a depth.
     """
     if not (model / "config.json").is_file():
         fail(
@@ -91,7 +93,7 @@ def vllm_arguments(
             method="mtp",
             num_speculative_tokens=k,
             rejection_sample_method="synthetic",
-            synthetic_acceptance_rates=list(accumulate(repeat(acceptance, k), mul)),
+            synthetic_acceptance_rates=list(accumulate(acceptance, mul)),
         )
     return arguments
 

@@ -65,7 +65,7 @@ def main(
     arguments = vllm_arguments(
         model,
         num_speculative_tokens,
-        acceptance,
+        [acceptance] * num_speculative_tokens,
         prompt_length + max_tokens,
         max(sizes),
         max_num_batched_tokens,

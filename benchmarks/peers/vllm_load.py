@@ -81,7 +81,12 @@ def main(
     load = read_requests(requests)
     longest = max(len(one.prompt_token_ids) + one.max_tokens for one in load)
     arguments = vllm_arguments(
-        model, num_speculative_tokens, acceptance, longest, max_num_seqs, max_num_batched_tokens
+        model,
+        num_speculative_tokens,
+        [acceptance] * num_speculative_tokens,
+        longest,
+        max_num_seqs,
+        max_num_batched_tokens,
     )
     vllm = require("vllm", "vllm==0.24.0")
     began = time.perf_counter()

@@ -242,12 +242,14 @@ class Roofline:
         prompt_len: float,
         k: int = 0,
         max_num_batched_tokens: int | None = None,
+        cached_len: float = 0,
     ) -> Cost:
         """Cost of prompts up to their first token; with K > 0 also of the heads' entries for them
         and K drafts each.
 
         Args:
-            prompt_len: mean tokens of a prompt.
+            prompt_len: mean tokens of a prompt that are computed.
+            cached_len: mean tokens before those, which a prefix cache has.
             max_num_batched_tokens: tokens of a step; every step reads all weights. None: one step
                 for all.
 
@@ -258,17 +260,21 @@ class Roofline:
             check_depths(self.config, k)
         config = self.config
         fed = num_prompts * prompt_len
-        # Each token attends to those before it: to half of the prompt in the mean.
-        context = prompt_len / 2
+        # Each token attends to those before it: to half of the new ones in the mean.
+        context = cached_len + prompt_len / 2
+        kept = num_prompts * (cached_len + prompt_len)
         passes = math.ceil(fed / (max_num_batched_tokens or fed))
-        base = self._layers(self._base, fed, context, fed, num_prompts, passes, prompt=True)
+        base = self._layers(
+            self._base, fed, context, kept, num_prompts, passes, prompt=not cached_len
+        )
         phases = {"base": _join([*base, self._output(num_prompts, passes)])}
         for depth in range(1, k + 1):
             # In a repeated head, depth 1 alone makes the entries of the prompt; each further depth
             # runs on one draft per prompt.
             whole = depth == 1 or not config.mtp.repeated
-            sizes: tuple[float, ...] = (fed, num_prompts, context, fed, num_prompts, passes)
-            sizes = sizes if whole else (num_prompts, num_prompts, prompt_len, fed, num_prompts)
+            sizes: tuple[float, ...] = (fed, num_prompts, context, kept, num_prompts, passes)
+            if not whole:
+                sizes = (num_prompts, num_prompts, cached_len + prompt_len, kept, num_prompts)
             phases[f"draft {depth}"] = self._head(depth, *sizes)
         return Cost(phases, fed)
 

@@ -63,6 +63,9 @@ Qwen), int4 in groups with inputs as they are (W4A16), NVFP4 likewise, and what 
 Lightning is published in: experts and lm_head in NVFP4, Mamba2's matrices in fp8 with one scale
 and inputs in fp8, attention and heads in bf16."""
 
+USUAL_ACCEPTANCE = (0.85,)
+"""Synthetic rate of every depth where none is given."""
+
 USUAL_DRAFTS = (0, 1, 3)
 SPEEDUP_DRAFTS = (0, 1, 2, 3)
 LOAD_DRAFTS = (0, 3)
@@ -234,9 +237,10 @@ class LoadConfig(SyntheticConfig):
     num_speculative_tokens: DraftCountsOrAuto = None
     """Numbers of drafts per step (K); auto: the engine chooses. By default 0 and 3, up to the
     depths that the heads were trained for."""
-    acceptance: Rates = (0.85,)
+    acceptance: Rates | None = None
     """Synthetic rate at which the draft of each depth is accepted, given that all before it were.
-    The last rate holds for all further depths."""
+    The last rate holds for all further depths. By default 0.85; with --workload long-agent, what
+    NVIDIA measures Nemotron 3.5 Lightning with."""
     repeats: Positive = 3
     """Runs of each engine after its start. The first run is reported separately from the later
     ones."""
@@ -268,7 +272,7 @@ class LoadConfig(SyntheticConfig):
 
     def rates(self, k: int) -> list[float]:
         """Synthetic acceptance rates of K depths."""
-        return depth_rates(self.acceptance, k)
+        return depth_rates(self.acceptance or USUAL_ACCEPTANCE, k)
 
 
 @checked("stall benchmark")
@@ -338,6 +342,46 @@ class TurnsConfig:
             )
 
 
+@checked("agent benchmark")
+class AgentConfig:
+    """Settings of the workload `long-agent`, besides those of a `LoadConfig`: as in the load that
+    NVIDIA measures Nemotron 3.5 Lightning with."""
+
+    concurrency: Counts = (1, 4, 12, 16, 20, 32)
+    """Numbers of sessions at once, with --workload long-agent. Each session has one request under
+    way, and begins its next one when that has ended."""
+    prefix_length: Length = 58_982
+    """Tokens of each session's own prefix, which the cache has before the requests arrive, with
+    --workload long-agent."""
+    fresh_length: Length = 6_554
+    """Tokens of each prompt after the prefix, with --workload long-agent."""
+    output_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 400
+    """Tokens of each output, with --workload long-agent."""
+    session_requests: Annotated[int, Field(ge=2)] = 5
+    """Requests of a session, with --workload long-agent. The first one is not counted."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a request with its output."""
+        return self.prefix_length + self.fresh_length + self.output_length
+
+    def problems(self) -> Iterator[str]:
+        """Yield a clause if the random prompts have too many tokens."""
+        tokens = self.prefix_length + self.session_requests * self.fresh_length
+        yield from too_many_tokens(
+            tokens, max(self.concurrency), 0, "prefix_length, fresh_length or concurrency"
+        )
+
+    def rates(self, k: int | Literal["auto"], depths: int) -> list[float]:
+        """Synthetic acceptance rates of K drafts, of which the largest number is `depths`.
+
+        NVIDIA's runs accept two drafts of seven, and a third one at a rate of 0.687, in every step.
+        For other K there are rates per depth with the acceptance lengths that it gives: 2.874,
+        3.421 and 3.687 with three, five and seven drafts.
+        """
+        return depth_rates(_LIGHTNING_SEVEN if k == 7 else _LIGHTNING_RATES, depths)
+
+
 @checked("prefill benchmark")
 class PrefillConfig:
     """Settings of the workload `prefill`, besides those of a `LoadConfig`."""
@@ -394,6 +438,10 @@ class RooflineConfig(StepsConfig):
     rate."""
 
 
+_LIGHTNING_SEVEN = (1.0, 1.0, 0.687, 0.0)
+_LIGHTNING_RATES = (0.7825, 0.7825, 0.7825, 0.6797, 0.6797, 0.7049)
+"""Conditional acceptance per depth of Nemotron 3.5 Lightning's head, see `AgentConfig.rates`."""
+
 ON_CPU: Mapping[type, Mapping[str, Any]] = {
     DecodeConfig: {"batch_size": (1, 4), "prompt_length": 64, "max_tokens": 32, "repeats": 1},
     LoadConfig: {
@@ -412,6 +460,13 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
     },
     TurnsConfig: {"turn_length": 16, "conversations": 2},
     PrefillConfig: {"batch_size": 4, "prompt_length": 128},
+    AgentConfig: {
+        "concurrency": (1, 2),
+        "prefix_length": 96,
+        "fresh_length": 24,
+        "output_length": 24,
+        "session_requests": 3,
+    },
     TrainBenchConfig: {"steps": 3, "warm_up_steps": 1},
 }
 """Settings that commands start with on a CPU, which would need hours for the defaults."""

@@ -14,6 +14,7 @@ from mtpkit.bench.settings import (
     ON_CPU,
     SMALL_SHAPES,
     USUAL_DRAFTS,
+    AgentConfig,
     DecodeConfig,
     LoadConfig,
     PrefillConfig,
@@ -177,13 +178,14 @@ def load(
     pattern: Pattern = None,
     weight_format: WeightFormat = None,
     workload: Annotated[
-        Literal["mixed", "stall", "turns", "prefill"],
+        Literal["mixed", "stall", "turns", "prefill", "long-agent"],
         typer.Option(
             help=(
                 "Rule by which requests arrive. mixed: requests of many lengths, queued at once or"
                 " arriving one by one. stall: prompts that arrive while other requests decode, and"
                 " lone prompts. turns: conversations, without and with the prefix cache. prefill:"
-                " prompts of one length, up to their first tokens."
+                " prompts of one length, up to their first tokens. long-agent: sessions that each"
+                " go on from a long prefix in the cache."
             )
         ),
     ] = "mixed",
@@ -193,6 +195,7 @@ def load(
     stall_rule: Annotated[StallConfig, options.Fields()],
     turns_rule: Annotated[TurnsConfig, options.Fields()],
     prefill_rule: Annotated[PrefillConfig, options.Fields()],
+    agent_rule: Annotated[AgentConfig, options.Fields()],
     save_requests: Annotated[
         Path | None,
         typer.Option(
@@ -205,7 +208,7 @@ def load(
     output: Output = None,
     as_json: options.PrintJson = False,
 ) -> None:
-    """Serve requests by one of four rules of arrival: tokens/s and latencies, next to a limit.
+    """Serve requests by one of five rules of arrival: tokens/s and latencies, next to a limit.
 
     Each K gets its own engine. Acceptance is synthetic. Mixed requests: the first run after a start
     is reported separately from the later runs, and three checks must pass before anything is
@@ -221,7 +224,12 @@ def load(
 
     require_one_process()
     model = _located(model, hub)
-    rules = {"stall": stall_rule, "turns": turns_rule, "prefill": prefill_rule}
+    rules = {
+        "stall": stall_rule,
+        "turns": turns_rule,
+        "prefill": prefill_rule,
+        "long-agent": agent_rule,
+    }
     for name, rule in rules.items():
         unused = sorted(_given(context, rule)) if name != workload else []
         if unused:

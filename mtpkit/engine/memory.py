@@ -146,8 +146,8 @@ def plan_memory(
     numbers of blocks and checkpoints are those of the rank with the fewest.
 
     Args:
-        num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, or as
-            many as fit.
+        num_blocks: number of blocks; None: enough for `max_num_seqs` requests of full length, with
+            the prefix cache for twice as many, or as many as fit.
         span: see `Drafter.span`.
         prefix_bytes: bytes of the checkpoints of the prefix cache, if it is enabled; None:
             `_CHECKPOINTS` for each request, within the limit of `_CHECKPOINTS_SHARE`.
@@ -242,7 +242,7 @@ def _checkpoints(
     they leave room for the fewest blocks that must fit."""
     if prefix_bytes is None:
         least = num_blocks or plan.blocks_for(plan.max_model_len)
-        useful = num_blocks or least * plan.max_num_seqs
+        useful = num_blocks or _useful_blocks(plan, cached=False)
         rest = available - plan.state_bytes - plan.null_blocks * plan.block_bytes
         if not plan.total:  # all free memory of the host, which other processes use, too
             rest = min(rest, least * plan.block_bytes + _CPU_CACHE_BYTES)
@@ -270,8 +270,8 @@ def _device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | None) -> int:
-    """The number of blocks: `num_blocks` if given, else what requests of full length can use, or
-    fewer if fewer fit.
+    """The number of blocks: `num_blocks` if given, else those that are useful, or fewer if fewer
+    fit.
 
     Raises:
         UserError: the blocks do not fit; see `plan_memory`.
@@ -294,7 +294,16 @@ def _blocks(plan: MemoryPlan, fitting: int, available: int, num_blocks: int | No
             f" {least * plan.block_bytes / 1e9:.2f} GB: lower max_num_seqs, {name} or"
             " max_num_batched_tokens, or raise gpu_memory_utilization"
         )
-    return min(fitting, one * plan.max_num_seqs) if num_blocks is None else num_blocks
+    if num_blocks is not None:
+        return num_blocks
+    return min(fitting, _useful_blocks(plan, cached=plan.num_checkpoints > 0))
+
+
+def _useful_blocks(plan: MemoryPlan, cached: bool) -> int:
+    """Blocks for as many requests of full length as may run, and with a prefix cache for as many
+    that have ended, from whose prompts others may go on."""
+    running = plan.blocks_for(plan.max_model_len) * plan.max_num_seqs
+    return 2 * running if cached else running
 
 
 def _draft_bytes(width: int, layout: StateLayout, config: EngineConfig, span: HeadSpan) -> int:

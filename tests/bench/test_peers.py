@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import mtpkit
 from mtpkit.bench.load.requests import draw_prompts, draw_requests, save_requests
-from mtpkit.bench.settings import LoadConfig
+from mtpkit.bench.settings import AgentConfig, LoadConfig
 from mtpkit.bench.sizes import NEMOTRON_H_8B, NEMOTRON_H_TINY
 from mtpkit.checkpoint import load_config
 from mtpkit.model.backends import get_backend
@@ -99,9 +99,9 @@ def test_a_config_directory_describes_the_shape(run, tmp_path):
 
 
 def test_acceptance_is_unconditional_as_vllm_takes_it(script, config_directory):
-    arguments = script("peer").vllm_arguments(config_directory, 3, 0.85, 100, 8, 64)
+    arguments = script("peer").vllm_arguments(config_directory, 3, [0.85, 0.85, 0.5], 100, 8, 64)
     speculation = arguments["speculative_config"]
-    assert speculation["synthetic_acceptance_rates"] == pytest.approx([0.85, 0.7225, 0.614125])
+    assert speculation["synthetic_acceptance_rates"] == pytest.approx([0.85, 0.7225, 0.36125])
     assert (speculation["num_speculative_tokens"], speculation["rejection_sample_method"]) == (
         3,
         "synthetic",
@@ -110,7 +110,7 @@ def test_acceptance_is_unconditional_as_vllm_takes_it(script, config_directory):
         not arguments["enable_prefix_caching"] and arguments["mamba_ssm_cache_dtype"] == "float32"
     )
     assert "speculative_config" not in script("peer").vllm_arguments(
-        config_directory, 0, 0.85, 100, 8, 64
+        config_directory, 0, [], 100, 8, 64
     )
 
 
@@ -419,3 +419,28 @@ def test_shapes_that_were_not_compared_are_refused(script):
     train = script("megatron_train")
     with pytest.raises(typer.Exit):
         train.transformer_config({"mlp_hidden_act": "silu"}, 1, torch.float32)
+
+
+def test_sessions_go_on_from_their_prefixes(run, vllm, config_directory):
+    """Each session computes its prefix, then has one request at a time; its first one does not
+    count."""
+    lengths = ["--prefix-length", 30, "--fresh-length", 5, "--output-length", 7]
+    given = ["--model", config_directory, "--num-speculative-tokens", 7, *lengths]
+    code, text = run("vllm_agent", *given, "--concurrency", 2, "--concurrency", 3)
+    found = last_line(text)
+    assert code == 0 and [row["sessions"] for row in found["rows"]] == [2, 3]
+    for row in found["rows"]:
+        tokens = 4 * row["sessions"] * 7
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["seconds"])
+        assert row["user_tokens_per_s"] == pytest.approx(row["tokens_per_s"] / row["sessions"])
+        assert row["cached_share"] is None and row["ttft_ms"][0] >= 0
+    prompts = FakeAsyncLLM.prompts
+    assert [len(one) for one in prompts].count(30) == 5
+    assert len({tuple(one) for one in prompts}) == len(prompts) == 5 + 5 * 5
+    assert len({tuple(one[:30]) for one in prompts}) == 5 and FakeAsyncLLM.closed == 1
+
+
+def test_the_rates_of_sessions_are_those_of_the_benchmark(script):
+    rule = AgentConfig()
+    agent = script("vllm_agent")
+    assert list(agent._SEVEN) == rule.rates(7, 7) and list(agent._RATES) == rule.rates("auto", 7)

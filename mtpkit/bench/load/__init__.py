@@ -1,7 +1,8 @@
 """Serving a load of requests: one command, whose workload is a rule by which requests arrive.
 
 `mixed` draws lengths and arrivals, `stall` lets prompts arrive while others decode, `turns` holds
-conversations, and `prefill` queues prompts of one length and waits for their first tokens.
+conversations, `prefill` queues prompts of one length and waits for their first tokens, and
+`long-agent` goes on from long prefixes that the cache has.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtpkit.bench.experts import check_has_experts
+from mtpkit.bench.load.agent import LongAgent
 from mtpkit.bench.load.mixed import Mixed
 from mtpkit.bench.load.prefill import Prefill
 from mtpkit.bench.load.serving import Clock, WallClock
@@ -18,6 +20,8 @@ from mtpkit.bench.load.workload import Workload, shown_rate
 from mtpkit.bench.report import Result
 from mtpkit.bench.settings import (
     LOAD_DRAFTS,
+    USUAL_ACCEPTANCE,
+    AgentConfig,
     LoadConfig,
     PrefillConfig,
     StallConfig,
@@ -29,7 +33,7 @@ from mtpkit.bench.weights import ModelWeights
 from mtpkit.config.parts import options_of
 from mtpkit.model.hybrid import HybridModel
 
-Rule = StallConfig | TurnsConfig | PrefillConfig | None
+Rule = StallConfig | TurnsConfig | PrefillConfig | AgentConfig | None
 """Settings of a workload; None: `mixed`, which has none beside those of the load."""
 
 WORKLOADS: Mapping[type, type[Workload[Any]]] = {
@@ -37,6 +41,7 @@ WORKLOADS: Mapping[type, type[Workload[Any]]] = {
     StallConfig: Stall,
     TurnsConfig: Turns,
     PrefillConfig: Prefill,
+    AgentConfig: LongAgent,
 }
 
 
@@ -67,6 +72,8 @@ def measure_load(
     check_has_experts(config.random_experts, model.mtpkit_config)
     drafts = choose_drafts(model.mtpkit_config, config.num_speculative_tokens, LOAD_DRAFTS)
     config = replace(config, num_speculative_tokens=drafts)
+    if config.acceptance is None and not isinstance(rule, AgentConfig):
+        config = replace(config, acceptance=USUAL_ACCEPTANCE)
     workload = WORKLOADS[type(rule)](model, config, rule, clock or WallClock())
     weights = ModelWeights.of(model)
     about = {

@@ -15,6 +15,7 @@ from mtpkit.bench.settings import LoadConfig
 from mtpkit.bench.timing import Trace, synchronize, trace_kernels
 from mtpkit.engine import EngineStats
 from mtpkit.engine.loading import KV_DTYPES
+from mtpkit.engine.requests.stats import AcceptanceStats
 from mtpkit.errors import MtpkitError
 from mtpkit.model.hybrid import HybridModel
 
@@ -102,7 +103,8 @@ class LoadEngine:
         streams = self._streams(rate)
         self.llm.reset_stats()
         run = Run(serve(self.llm.engine, streams, self.clock), streams, self.llm.stats())
-        self._check_acceptance(run)
+        if self.k != "auto":
+            check_acceptance(run.stats.acceptance, self.config.rates(self.depths))
         return run
 
     def trace(self) -> Trace:
@@ -134,26 +136,6 @@ class LoadEngine:
             for one, prompt in zip(self.requests, prompts, strict=True)
         ]
 
-    def _check_acceptance(self, run: Run) -> None:
-        """Refuse synthetic acceptance that differs from the requested rates by more than chance
-        explains.
-
-        Each depth is checked by itself: steps that max_tokens cuts lower the acceptance length, but
-        not the rates.
-        """
-        stats = run.stats.acceptance
-        if self.k == "auto":
-            return
-        for depth, rate in enumerate(self.config.rates(self.depths)):
-            found = stats.conditional_acceptance[depth]
-            reached = stats.reached_per_depth[depth]
-            error = 4 * math.sqrt(rate * (1 - rate) / max(1, reached))
-            if reached and abs(found - rate) > max(_TOLERANCE * rate, error):
-                raise MtpkitError(
-                    f"K = {self.k}: draft {1 + depth} was accepted at a rate of {found:.3f} over"
-                    f" {reached} steps, but {rate} was asked for: the engine does not draw it"
-                )
-
     def _check_tokens(self, stream: Stream) -> None:
         """Refuse tokens that a plain forward pass would not choose.
 
@@ -173,3 +155,24 @@ class LoadEngine:
                 check_greedy(model, stream.prompt, stream.tokens, places, precision, stream.params)
         except MtpkitError as error:
             raise MtpkitError(f"K = {self.k}: {error}") from error
+
+
+def check_acceptance(stats: AcceptanceStats, rates: Sequence[float]) -> None:
+    """Refuse synthetic acceptance that differs from the requested rates [K] by more than chance
+    explains.
+
+    Each depth is checked by itself: steps that max_tokens cuts lower the acceptance length, but not
+    the rates.
+
+    Raises:
+        MtpkitError: it differs.
+    """
+    for depth, rate in enumerate(rates):
+        found = stats.conditional_acceptance[depth]
+        reached = stats.reached_per_depth[depth]
+        error = 4 * math.sqrt(rate * (1 - rate) / max(1, reached))
+        if reached and abs(found - rate) > max(_TOLERANCE * rate, error):
+            raise MtpkitError(
+                f"K = {len(rates)}: draft {1 + depth} was accepted at a rate of {found:.3f} over"
+                f" {reached} steps, but {rate} was asked for: the engine does not draw it"
+            )

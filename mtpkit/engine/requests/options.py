@@ -132,8 +132,9 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that may be in use, by weights, activations and caches together."""
     num_blocks: Count | None = None
-    """Number of blocks of the cache of keys and values; by default as many as fit, or as many as
-    `max_num_seqs` requests of full length need if that is less."""
+    """Number of blocks of the cache of keys and values; by default as many as fit, or if that is
+    less as many as `max_num_seqs` requests of full length need, with the prefix cache twice as
+    many."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Type of keys and values in their cache. "auto": `dtype`. "fp8_e4m3" takes half of bfloat16's
     memory and rounds them, with the scales of the checkpoint (`k_scale`, `v_scale`) or 1."""

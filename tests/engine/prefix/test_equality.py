@@ -466,10 +466,13 @@ def test_checkpoints_take_what_requests_leave_or_a_tenth(monkeypatch):
             assert found.num_checkpoints == max(
                 fitting, (others + count * size - missing) // 10 // size
             )
-            assert (found.num_blocks == 8 * one) == (found.num_checkpoints <= count - missing)
+            assert (found.num_blocks >= 8 * one) == (found.num_checkpoints <= count - missing)
             if 10 * count * size <= others:
                 found = plan(max(0, 10 * count * size - missing))
                 assert found.num_checkpoints == fitting and found.num_blocks >= one
+    # With more memory, blocks are kept for as many requests again, and no more.
+    found = plan(20 * others)
+    assert (found.num_checkpoints, found.num_blocks) == (most, 16 * one)
     with pytest.raises(UserError, match="prefix_cache_bytes"):
         plan(4 * size, prefix_bytes=5 * size)
 
