@@ -14,9 +14,9 @@ import torch
 from mtpkit.bench.settings import PublishedFormat
 from mtpkit.config import ModelConfig
 from mtpkit.engine.requests.model_factory import ModelFactory
+from mtpkit.kernels.quantized import Inputs
 from mtpkit.model import build_model
 from mtpkit.model.build import init_weights
-from mtpkit.kernels.quantized import Inputs
 from mtpkit.model.formats import INPUT_SCALE, ONLINE, Format, Fp8, Int4, Nvfp4
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import layers_of

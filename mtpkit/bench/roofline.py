@@ -271,11 +271,12 @@ class Roofline:
         for depth in range(1, k + 1):
             # In a repeated head, depth 1 alone makes the entries of the prompt; each further depth
             # runs on one draft per prompt.
-            whole = depth == 1 or not config.mtp.repeated
-            sizes: tuple[float, ...] = (fed, num_prompts, context, kept, num_prompts, passes)
-            if not whole:
-                sizes = (num_prompts, num_prompts, cached_len + prompt_len, kept, num_prompts)
-            phases[f"draft {depth}"] = self._head(depth, *sizes)
+            if depth == 1 or not config.mtp.repeated:
+                works = self._head(depth, fed, num_prompts, context, kept, num_prompts, passes)
+            else:
+                seen = cached_len + prompt_len
+                works = self._head(depth, num_prompts, num_prompts, seen, kept, num_prompts)
+            phases[f"draft {depth}"] = works
         return Cost(phases, fed)
 
     @property

@@ -2,6 +2,7 @@
 of them, the acceptance that goes with the number of drafts, and the limits."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_a_session_has_one_request_at_a_time(model, served):
     for one in load:
         by_prefix.setdefault(tuple(one.prompt[:61]), []).append(one)
     for session in by_prefix.values():
-        for before, after in zip(session, session[1:], strict=False):
+        for before, after in pairwise(session):
             assert before.times[-1] <= after.arrival
 
 

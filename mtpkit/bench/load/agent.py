@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from mtpkit.bench.load.run import check_acceptance
-from mtpkit.bench.load.serving import Clock, Stream, percentiles_ms, serve
+from mtpkit.bench.load.serving import Stream, percentiles_ms, serve
 from mtpkit.bench.load.workload import (
     Drafts,
     Workload,
@@ -25,11 +25,10 @@ from mtpkit.bench.load.workload import (
 )
 from mtpkit.bench.report import Column, significant
 from mtpkit.bench.roofline import Roofline
-from mtpkit.bench.settings import AgentConfig, LoadConfig, depth_rates
+from mtpkit.bench.settings import AgentConfig, depth_rates
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.engine import LLM
 from mtpkit.errors import MtpkitError
-from mtpkit.model.hybrid import HybridModel
 
 Case = tuple[int, Drafts]
 """Number of sessions, and K."""
