@@ -1,6 +1,8 @@
 """Drafts from a part of the vocabulary, and acceptance by chance."""
 
 import json
+import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,3 +101,29 @@ def test_synthetic_acceptance_has_its_rates():
     llm.generate(prompts, greedy(60))
     for got, want in zip(llm.stats().conditional_acceptance, [0.9, 0.5, 0.2], strict=True):
         assert got == pytest.approx(want, abs=0.06)
+
+
+@pytest.mark.parametrize("tree", [None, [2, 2, 1]])
+def test_requests_have_synthetic_acceptance_of_their_own(tree):
+    """By their seeds, whatever slots they are in and whatever runs beside them."""
+    llm = make_llm(
+        tiny_model(),
+        3,
+        synthetic_acceptance=[[0.9, 0.9, 0.9], [0.0, 0.9, 0.9], [1.0, 0.3, 0.0]],
+        speculative_token_tree=tree,
+        num_blocks=400,
+        max_num_seqs=16,
+    )
+    seeds = list(range(45))[::-1]
+    prompts = [[token] for token in seeds]
+    params = [replace(greedy(60), seed=seed) for seed in seeds]
+    outputs = llm.generate(prompts, params)
+    lengths = [
+        statistics.mean(
+            one.stats.acceptance_length
+            for one, seed in zip(outputs, seeds, strict=True)
+            if seed % 3 == rule
+        )
+        for rule in range(3)
+    ]
+    assert lengths == pytest.approx([1 + 0.9 + 0.81 + 0.729, 1.0, 2.3], abs=0.12)

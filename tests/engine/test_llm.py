@@ -239,8 +239,11 @@ def test_an_engine_goes_with_its_last_user(device):
 
 
 def test_cache_defaults_to_full_length_requests_for_every_slot():
-    llm = LLM(tiny_model(), 3, max_num_seqs=2)
-    assert llm.engine.scheduler.blocks.size == 2 * -(-(128 + 6) // 16)
+    """With the prefix cache, for as many prompts of requests that have ended, too."""
+    one = -(-(128 + 6) // 16)
+    for cached, requests in ((False, 2), (True, 4)):
+        llm = LLM(tiny_model(), 3, max_num_seqs=2, enable_prefix_caching=cached)
+        assert llm.engine.scheduler.blocks.size == requests * one
 
 
 def test_ring_holds_a_step_of_any_width():

@@ -65,9 +65,9 @@ def test_arguments_are_the_fields_of_the_options():
         ("async_scheduling", "no", "True or False or None"),
         ("enforce_eager", "no", "True or False"),
         ("enforce_eager", 1, "True or False"),
-        ("synthetic_acceptance", 0.5, "a list of rates, one per draft, or None"),
-        ("synthetic_acceptance", ["0.5"], "a list of rates, one per draft, or None"),
-        ("synthetic_acceptance", {0.5, 0.4}, "a list of rates, one per draft, or None"),
+        ("synthetic_acceptance", 0.5, "a list of rates, one per draft, or of such lists, or None"),
+        ("synthetic_acceptance", ["0.5"], "a list of rates, one per draft, or of such lists, or None"),
+        ("synthetic_acceptance", {0.5, 0.4}, "a list of rates, one per draft, or of such lists, or None"),
         ("device", 1.5, "'cuda', 'cpu' or a GPU's number, or None"),
         ("tokenizer", 5, "a directory, something with encode and decode, or None"),
         ("tokenizer", {"a": 1}, "a directory, something with encode and decode, or None"),
@@ -96,6 +96,8 @@ def test_all_problems_are_named_at_once():
     [
         ({"synthetic_acceptance": []}, "must be 2 rates from 0 to 1, one per draft"),
         ({"synthetic_acceptance": [0.5, float(2)]}, "must be 2 rates from 0 to 1, one per draft"),
+        ({"synthetic_acceptance": [[0.5, 0.5], [0.5]]}, "must be 2 rates from 0 to 1"),
+        ({"synthetic_acceptance": [[0.5, -0.5]]}, "must be 2 rates from 0 to 1"),
         ({"draft_vocab": []}, "draft_vocab is empty"),
         ({"draft_vocab": [True, 2]}, "draft_vocab: True must be integers"),
         (

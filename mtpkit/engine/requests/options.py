@@ -222,11 +222,11 @@ class LLMOptions(HubOptions, EngineOptions, ModelOptions):
     """The arguments of `LLM`: those of `ModelOptions` come first, then those of `EngineOptions` and
     `HubOptions`."""
 
-    synthetic_acceptance: Sequence[float] | None = Field(
-        default=None, title="a list of rates, one per draft, or None"
+    synthetic_acceptance: Sequence[float] | Sequence[Sequence[float]] | None = Field(
+        default=None, title="a list of rates, one per draft, or of such lists, or None"
     )
     """Rates at which drafts are accepted at random, one per depth; for benchmarks with random
-    weights."""
+    weights. Of several lists, a request with seed s has that at place s modulo their number."""
     device: Any = None
     """"cuda", "cpu", a `torch.device`, or a GPU's number. By default the GPU, or the CPU where
     there is none."""

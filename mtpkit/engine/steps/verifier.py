@@ -240,20 +240,35 @@ class SyntheticAcceptance:
     computes is computed too (for drawn drafts, somewhat more). As in sampling, results depend on a
     request's seed and the position.
 
+    Args:
+        conditional_rates: a rate for each depth. Several such lists: a request with seed s has that
+            at place s modulo their number.
+
     Raises:
         UserError: fewer rates than drafts, or a rate outside 0 to 1.
     """
 
     def __init__(
-        self, conditional_rates: Sequence[float], depths: int, device: torch.device
+        self,
+        conditional_rates: Sequence[float] | Sequence[Sequence[float]],
+        depths: int,
+        device: torch.device,
     ) -> None:
-        valid = all(0 <= rate <= 1 for rate in conditional_rates)
-        if len(conditional_rates) < depths or not valid:
-            raise UserError(
-                f"synthetic_acceptance is {list(conditional_rates)}, must be {depths} rates from 0"
-                " to 1, one per draft"
-            )
-        self.rates = torch.tensor(list(conditional_rates), dtype=torch.float64, device=device)
+        given = [*conditional_rates]
+        lists = given if given and isinstance(given[0], Sequence) else [given]
+        for rates in lists:
+            valid = all(0 <= rate <= 1 for rate in rates)
+            if len(rates) < depths or not valid:
+                raise UserError(
+                    f"synthetic_acceptance is {given}, must be {depths} rates from 0 to 1, one per"
+                    " draft"
+                )
+        kept = [rates[:depths] for rates in lists]
+        self._rates = torch.tensor(kept, dtype=torch.float64, device=device)
+
+    def _rates_of(self, batch: Batch, rows: int, depths: int) -> Tensor:
+        """[rows, depths] the rates of the decode rows."""
+        return self._rates[batch.sampling.seeds[:rows] % len(self._rates), :depths]
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
         if not batch.shape.num_speculative_tokens:
@@ -290,7 +305,8 @@ class SyntheticAcceptance:
         first = torch.where(below & (index > 0), index, width).amin(2)
 
         depths = batch.inputs.positions[: rows * width].view_as(own) - first_position
-        right = (numbers < self.rates[:depth]).gather(1, depths.clamp_max(depth - 1))
+        right = numbers < self._rates_of(batch, rows, depth)
+        right = right.gather(1, depths.clamp_max(depth - 1))
         right &= first < width
         drafted = tokens.gather(1, first.clamp_max(width - 1))
 
@@ -317,7 +333,7 @@ class SyntheticAcceptance:
         positions = batch.inputs.positions[: rows * (1 + depths)].view(rows, 1 + depths)[:, 1:]
         seeds = batch.sampling.seeds[:rows, None].expand(-1, depths)
         numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM)
-        right = numbers.view(rows, depths) < self.rates[:depths]
+        right = numbers.view(rows, depths) < self._rates_of(batch, rows, depths)
         accepted = right.long().cumprod(-1).sum(-1)
 
         # Accepted drafts take the place of the base's choices, except where logits are invalid.
