@@ -27,6 +27,9 @@ def test_arguments_are_the_fields_of_the_options():
         assert f"{name}: {info.description}" in LLM.__init__.__doc__
 
 
+RATES = "a list of rates, one per draft, or of such lists, or None"
+
+
 @each(
     ("name", "value", "must"),
     [
@@ -65,9 +68,9 @@ def test_arguments_are_the_fields_of_the_options():
         ("async_scheduling", "no", "True or False or None"),
         ("enforce_eager", "no", "True or False"),
         ("enforce_eager", 1, "True or False"),
-        ("synthetic_acceptance", 0.5, "a list of rates, one per draft, or of such lists, or None"),
-        ("synthetic_acceptance", ["0.5"], "a list of rates, one per draft, or of such lists, or None"),
-        ("synthetic_acceptance", {0.5, 0.4}, "a list of rates, one per draft, or of such lists, or None"),
+        ("synthetic_acceptance", 0.5, RATES),
+        ("synthetic_acceptance", ["0.5"], RATES),
+        ("synthetic_acceptance", {0.5, 0.4}, RATES),
         ("device", 1.5, "'cuda', 'cpu' or a GPU's number, or None"),
         ("tokenizer", 5, "a directory, something with encode and decode, or None"),
         ("tokenizer", {"a": 1}, "a directory, something with encode and decode, or None"),
