@@ -172,7 +172,8 @@ why."""
 LETTER_READERS = {
     "checkpoint/families/blocks.py": (
         "the number of layers before the first mixture of experts is a key"
-    )
+    ),
+    "bench/drawn.py": "a published format of several goes by the kind of a layer",
 }
 """Files outside that may name letters, and why."""
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from mtpkit.bench.decode_run import Contender, Window
 from mtpkit.bench.experts import check_has_experts
 from mtpkit.bench.machine import Machine, measure_machine
-from mtpkit.bench.report import Column, Result
-from mtpkit.bench.roofline import check_draft_vocab_size
+from mtpkit.bench.report import Column, Result, significant
+from mtpkit.bench.roofline import Part, check_draft_vocab_size
 from mtpkit.bench.settings import USUAL_DRAFTS, DecodeConfig, asked_drafts, too_many_tokens
 from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.timing import can_trace, release_memory
@@ -53,6 +53,16 @@ class DecodeRow:
     """Time per step in which a kernel ran, traced."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Traced milliseconds per step by kernel, the longest first."""
+    draft_byte_share: Annotated[float | None, Column("drafts / verification", ".0%")] = None
+    """Bytes of a step's drafts over those of everything else, from `Roofline`; None without drafts,
+    and for "auto" and trees."""
+    draft_time_share: Annotated[float | None, Column("in time", ".0%")] = None
+    """Measured time of a step's drafts over that of a step that makes none; None unless
+    `draft_cost` is asked for."""
+    verify_bytes: dict[Part, float] = field(default_factory=dict)
+    """Bytes of a step without its drafts, by what they belong to, see `Roofline`."""
+    draft_bytes: dict[Part, float] = field(default_factory=dict)
+    """Bytes of its drafts."""
 
 
 def measure_decode(
@@ -129,7 +139,13 @@ def measure_decode(
         "weight_formats": [*weights.formats],
     }
     result = Result(
-        "decode", title, DecodeRow, [], machine, options_of(config) | about, details=("kernels",)
+        "decode",
+        title,
+        DecodeRow,
+        [],
+        machine,
+        options_of(config) | about,
+        details=("kernels", "verify_bytes", "draft_bytes"),
     )
     ks = sorted(drafts, key=lambda k: k != 0)  # 0 first
     pairs = [(size, k) for size in config.batch_size for k in ks]
@@ -176,7 +192,7 @@ def _measure(
     # depths.
     asked = contender.config.rates(contender.depths) if contender.k == "auto" else None
     limit = contender.limit(machine, asked or acceptance.conditional_acceptance)
-    return DecodeRow(
+    row = DecodeRow(
         batch_size=contender.batch_size,
         k=contender.k,
         tokens_per_s=window.tokens_per_s,
@@ -186,6 +202,25 @@ def _measure(
         conditional_acceptance=acceptance.conditional_acceptance,
         limit_tokens_per_s=limit,
         limit_share=window.tokens_per_s / limit,
+    )
+    return _with_draft_cost(row, contender) if contender.drafts_a_chain else row
+
+
+def _with_draft_cost(row: DecodeRow, contender: Contender) -> DecodeRow:
+    """The row with what the drafts of its steps read, and if it is asked for take."""
+    cost = contender.cost(row.conditional_acceptance)
+    verify = dict(cost.parts(drafts=False))
+    drafts = dict(cost.parts(drafts=True))
+    time_share = None
+    if contender.config.draft_cost:
+        alone = contender.without_drafting()
+        time_share = row.step_ms / (alone.seconds / alone.steps * 1e3) - 1
+    return replace(
+        row,
+        draft_byte_share=sum(drafts.values()) / sum(verify.values()),
+        draft_time_share=time_share,
+        verify_bytes=verify,
+        draft_bytes=drafts,
     )
 
 
@@ -225,3 +260,38 @@ def kernel_shares(result: Result[DecodeRow], most: int = 15) -> Result[KernelSha
     ]
     title = result.title.replace("decoding", "kernels of a decode step", 1)
     return Result("decode_kernels", title, KernelShare, rows, result.machine, result.settings)
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """What drafts and their verification read of one part of a model."""
+
+    batch_size: Annotated[int, Column("batch", key=True)]
+    k: Annotated[int | Literal["auto"], Column("K", key=True)]
+    part: Annotated[str, Column("part", key=True)]
+    verify_bytes: Annotated[
+        float, Column("MB to verify", lambda row: significant(row.verify_bytes / 1e6))
+    ]
+    draft_bytes: Annotated[
+        float, Column("MB of all drafts", lambda row: significant(row.draft_bytes / 1e6))
+    ]
+    share: Annotated[float, Column("of verification", ".1%")]
+    """The drafts' bytes over all bytes of verification."""
+
+
+def draft_parts(result: Result[DecodeRow]) -> Result[DraftPart]:
+    """The bytes of drafts and of verification by what they belong to."""
+    rows = [
+        DraftPart(
+            row.batch_size,
+            row.k,
+            part,
+            row.verify_bytes.get(part, 0.0),
+            row.draft_bytes.get(part, 0.0),
+            row.draft_bytes.get(part, 0.0) / sum(row.verify_bytes.values()),
+        )
+        for row in result.rows
+        for part in sorted({*row.verify_bytes, *row.draft_bytes})
+    ]
+    title = result.title.replace("decoding", "what drafts read", 1)
+    return Result("decode_drafts", title, DraftPart, rows, result.machine, result.settings)

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from mtpkit.bench.experts import ExpertDraws
 from mtpkit.bench.machine import Machine
 from mtpkit.bench.plain import check_greedy, kv_as_cached
-from mtpkit.bench.roofline import Roofline, expected_length, length_deviation
+from mtpkit.bench.roofline import Cost, Roofline, expected_length, length_deviation
 from mtpkit.bench.settings import DecodeConfig, engine_arguments
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.bench.timing import Trace, synchronize, trace_kernels
 from mtpkit.engine import LLM, require_whole
+from mtpkit.engine.device.graphs import StepGraphs
+from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.loading import KV_DTYPES, draft_token_ids
 from mtpkit.engine.requests.stats import AcceptanceStats
+from mtpkit.engine.steps.plan import Batch, Drafts, Verdict
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.model.hybrid import HybridModel
@@ -63,6 +67,21 @@ class Window:
         _, steps, *drafts = self.counts
         k = len(drafts) // 2
         return AcceptanceStats(steps, steps * k, drafts[:k], drafts[k:])
+
+
+class _Undrafted:
+    """Makes no drafts where a drafter would."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.span = drafter.span
+        self.head_bytes = drafter.head_bytes
+        self.widened_bytes = drafter.widened_bytes
+
+    def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        """[S, K] zeros."""
+        shape = batch.shape
+        rows = shape.sampling_rows
+        return Drafts(verdict.token_ids.new_zeros(rows, shape.num_speculative_tokens))
 
 
 class Contender:
@@ -171,6 +190,33 @@ class Contender:
             )
         return window
 
+    @property
+    def drafts_a_chain(self) -> bool:
+        """Whether every step makes a chain of K drafts, on the only pipeline stage."""
+        engine = self.config.engine
+        chain = engine.speculative_token_tree is None and engine.speculative_eagle_topk is None
+        return self.k not in (0, "auto") and chain and engine.pipeline_parallel_size == 1
+
+    def without_drafting(self) -> Window:
+        """A run whose steps verify as many drafts and make none. Its tokens mean nothing."""
+        executor = self.llm.engine.executor
+        drafter = executor.drafter
+        graphs = executor.graphs
+        executor.drafter = _Undrafted(drafter)
+        if graphs is not None:
+            config = self.llm.engine.config
+            executor.graphs = StepGraphs(
+                executor.builder, config, executor.num_blocks, executor.runner.shortened
+            )
+        try:
+            # The first run captures what the second one is timed with.
+            self._window()
+            self._finish()
+            return self.run()
+        finally:
+            executor.drafter = drafter
+            executor.graphs = graphs
+
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
         """Tokens per second at the machine's copy bandwidth and matrix rates, at the mean context
         of a run; for trees, the tokens per second of the chain inside. Matrices count as memory
@@ -180,9 +226,14 @@ class Contender:
         Requests are divided into up to n batches for n pipeline stages. Each stage takes an equal
         part of every step, for one batch at a time, and each batch reads the weights.
         """
-        ranks = self.llm.ranks
-        # of the largest batch
-        rows = -(-self.batch_size // min(self.batch_size, ranks.stage.stages))
+        ks = range(self.depths + 1) if self.k == "auto" else [self.k]
+        limits = machine.rates(self.llm.ranks.tensor_size)
+        speeds = (self.cost(rates[:k]).limit_tokens_per_s(*limits) for k in ks)
+        return self.batch_size / self._rows * max(speeds)
+
+    def cost(self, rates: Sequence[float]) -> Cost:
+        """Bytes and FLOPs of a step of one batch at these rates of acceptance [K], at the mean
+        context of a run."""
         # Outputs grow from nothing to `max_tokens`: half of it is the mean over a run.
         context_len = sum(map(len, self.prompts)) / len(self.prompts) + self.config.max_tokens / 2
         roofline = Roofline.of(
@@ -191,12 +242,12 @@ class Contender:
             ring_entries=ring_capacity(ring_length(1 + self.depths)),
             draft_vocab_size=None if self.draft_vocab is None else len(self.draft_vocab),
         )
-        costs = [
-            roofline.decode(rows, rates[:k], context_len)
-            for k in (range(self.depths + 1) if self.k == "auto" else [self.k])
-        ]
-        limits = machine.rates(ranks.tensor_size)
-        return self.batch_size / rows * max(cost.limit_tokens_per_s(*limits) for cost in costs)
+        return roofline.decode(self._rows, rates, context_len)
+
+    @property
+    def _rows(self) -> int:
+        """Requests of the largest batch."""
+        return -(-self.batch_size // min(self.batch_size, self.llm.ranks.stage.stages))
 
     def _window(self) -> Window:
         """Start a run and step while all of its requests decode."""

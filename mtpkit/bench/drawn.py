@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from mtpkit.bench.settings import PublishedFormat
+from mtpkit.bench.settings import HeadFormat, PublishedFormat
 from mtpkit.config import ModelConfig
 from mtpkit.engine.requests.model_factory import ModelFactory
 from mtpkit.kernels.quantized import Inputs
@@ -61,6 +61,7 @@ def draw_model(
     dtype: torch.dtype,
     device: torch.device,
     weight_format: PublishedFormat | Literal["fp8"] | None = None,
+    head_format: HeadFormat | None = None,
     **parallel: Any,
 ) -> HybridModel:
     """A model whose random weights are drawn on the device, and whose outputs depend on all earlier
@@ -72,10 +73,14 @@ def draw_model(
             layers, and for "nemotron-nvfp4" of the lm_head; "fp8" is that of `quantize_base`.
             Routers, input projections of heads, and matrices with a size that is not a multiple of
             16 are in `dtype`.
+        head_format: format of the heads' layers; None: as `weight_format` says.
         parallel: further arguments of `build_model`.
     """
     rule = None if weight_format is None else _RULES[weight_format]
-    waiting = rule is not None
+    head_rule = rule if rule is not None and rule.heads else None
+    if head_format is not None:
+        head_rule = _RULES[head_format]
+    waiting = rule is not None or head_rule is not None
     model = build_model(config, dtype, device, init="none", waiting=waiting, **parallel)
     names = {module: name for name, module in model.named_modules()}
     layers = [*layers_of(model)]
@@ -94,9 +99,10 @@ def draw_model(
             init_weights(model, config, seed=0, prefix=f"{names[layer]}.", init="device")
         if in_base:
             kind.depend_on_context(layer, config, draw)
-        if rule is not None and (in_base or rule.heads):
+        own = rule if in_base else head_rule
+        if own is not None:
             for module in [*quantizable_in(layer)]:
-                _quantize(module, rule.format(kind.letter, module.weight.shape[1]))
+                _quantize(module, own.format(kind.letter, module.weight.shape[1]))
     if rule is not None and model.post_process and not config.tie_word_embeddings:
         _quantize(model.output_layer, rule.output)
     return model.requires_grad_(False)

@@ -17,8 +17,9 @@ entries of a ring.
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,10 @@ from mtpkit.model.flops import FORWARD, eh_proj_matrix
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.kinds import KINDS, caching_length
 
+Part = Literal["attention", "state", "experts", "lm_head", "other matrices"]
+"""What bytes belong to: keys and values, recurrent state, routed experts, the lm_head, and all
+other matrices."""
+
 _Layer = tuple[str, LayerWeights]
 """Letter of a layer, and its matrices in memory."""
 
@@ -51,6 +56,8 @@ class Work:
     flops: float
     fp8_flops: float = 0.0
     """Those of `flops` that multiply in fp8, both weights and inputs."""
+    parts: Mapping[Part, float] = field(default_factory=dict)
+    """The bytes by what they belong to."""
 
     def seconds(self, bandwidth: float, matrix_rate: float, fp8_rate: float | None = None) -> float:
         """Time at these rates: that of the bytes or that of the FLOPs, whichever is longer.
@@ -89,6 +96,15 @@ class Cost:
     def seconds(self, bandwidth: float, matrix_rate: float, fp8_rate: float | None = None) -> float:
         """Time at these rates, in bytes and FLOPs per second; see `Work.seconds`."""
         return sum(work.seconds(bandwidth, matrix_rate, fp8_rate) for work in self.works)
+
+    def parts(self, drafts: bool) -> Mapping[Part, float]:
+        """Bytes by what they belong to, of the drafts or of everything else."""
+        found = Counter[Part]()
+        for phase, works in self.phases.items():
+            if phase.startswith("draft") == drafts:
+                for work in works:
+                    found.update(work.parts)
+        return found
 
     def limit_tokens_per_s(
         self, bandwidth: float, matrix_rate: float, fp8_rate: float | None = None
@@ -306,7 +322,10 @@ class Roofline:
         cut = caching_length(pattern) if repeated else len(pattern)
         works = [
             _multiplied(
-                passes * head.eh_proj.bytes, eh_proj_matrix(self.config), head.eh_proj.fp8, fed
+                {"other matrices": passes * head.eh_proj.bytes},
+                eh_proj_matrix(self.config),
+                head.eh_proj.fp8,
+                fed,
             ),
             *self._layers(layers[:cut], fed, context_len, cached, states, passes),
             *self._layers(
@@ -338,26 +357,33 @@ class Roofline:
         for letter, held in layers:
             # Of the experts, a pass reads only those that its tokens choose, fewer with fewer
             # tokens.
-            read = held.read(fed / passes)
+            read: dict[Part, float] = {
+                "experts": passes * held.experts_read(fed / passes),
+                "other matrices": passes * held.always.bytes,
+            }
             used = KINDS[letter].matrices(self.config).used
-            yield _multiplied(passes * read, used, held.fp8, fed)
+            yield _multiplied(read, used, held.fp8, fed)
         kept = [KINDS[letter].memory(self.config) for letter, _ in layers]
         if update := sum(layer.state_flops for layer in kept):
             state_bytes = sum(layer.state for layer in kept) * self.state_dtype.itemsize
-            yield Work("state", states * state_bytes, fed * update)
+            moved = states * state_bytes
+            yield Work("state", moved, fed * update, parts={"state": moved})
         # Latent attention takes fewer FLOPs among the tokens of one prompt, where keys and values
         # are expanded, than on cached latents.
         if scores := sum(
             (prompt and layer.prompt_score_flops) or layer.score_flops for layer in kept
         ):
             kv_bytes = sum(layer.kv for layer in kept) * (self.kv_dtype or self.dtype).itemsize
-            yield Work("attention", cached * kv_bytes, fed * scores * context_len)
+            read_kv = cached * kv_bytes
+            flops = fed * scores * context_len
+            yield Work("attention", read_kv, flops, parts={"attention": read_kv})
 
     def _output(self, fed: float, passes: int = 1) -> Work:
         """Work of the lm_head over `fed` tokens; a pass without any of the tokens reads nothing."""
         held = self.weights.output
         elements = self.config.vocab_size * self.config.hidden_size
-        return _multiplied(min(passes, math.ceil(fed)) * held.bytes, elements, held.fp8, fed)
+        read = min(passes, math.ceil(fed)) * held.bytes
+        return _multiplied({"lm_head": read}, elements, held.fp8, fed)
 
     def _draft_output(self, fed: float, passes: int) -> Work:
         """Work of the rows that drafts are chosen by over `fed` tokens, as in `_output`."""
@@ -365,28 +391,37 @@ class Roofline:
             return self._output(fed, passes)
         hidden = self.config.hidden_size
         rows = self.draft_vocab_size or self.config.vocab_size
-        read = rows * (self.draft_row_bytes or hidden * self.dtype.itemsize)
-        return _multiplied(min(passes, math.ceil(fed)) * read, rows * hidden, 0.0, fed)
+        held = rows * (self.draft_row_bytes or hidden * self.dtype.itemsize)
+        read = min(passes, math.ceil(fed)) * held
+        return _multiplied({"lm_head": read}, rows * hidden, 0.0, fed)
 
 
-def _multiplied(read: float, used: float, fp8: float, fed: float) -> Work:
-    """Work of matrices: `read` bytes, and products of `fed` tokens with `used` elements, of which
-    `fp8` have inputs in fp8."""
-    return Work("matrices", read, FORWARD * used * fed, FORWARD * fp8 * fed)
+def _multiplied(read: Mapping[Part, float], used: float, fp8: float, fed: float) -> Work:
+    """Work of matrices: bytes that are read, and products of `fed` tokens with `used` elements, of
+    which `fp8` have inputs in fp8."""
+    return Work("matrices", sum(read.values()), FORWARD * used * fed, FORWARD * fp8 * fed, read)
 
 
 def _join(works: Sequence[Work]) -> list[Work]:
     """Add up the works of a phase that have the same name."""
-    groups = {work.name: [other for other in works if other.name == work.name] for work in works}
-    return [
-        Work(
-            name,
-            sum(w.bytes for w in own),
-            sum(w.flops for w in own),
-            sum(w.fp8_flops for w in own),
+    groups: dict[str, list[Work]] = {}
+    for work in works:
+        groups.setdefault(work.name, []).append(work)
+    joined = []
+    for own in groups.values():
+        parts = Counter[Part]()
+        for work in own:
+            parts.update(work.parts)
+        joined.append(
+            Work(
+                own[0].name,
+                sum(w.bytes for w in own),
+                sum(w.flops for w in own),
+                sum(w.fp8_flops for w in own),
+                parts,
+            )
         )
-        for name, own in groups.items()
-    ]
+    return joined
 
 
 @dataclass(frozen=True)
@@ -448,16 +483,15 @@ def tabulate_limits(
         depth_rates(config.acceptance, k)
         for k in choose_drafts(model, config.num_speculative_tokens, USUAL_DRAFTS)
     ]
-    fp8_rate = 2 * config.matrix_rate if config.fp8_rate is None else config.fp8_rate
-    rates = (config.bandwidth * 1e12, config.matrix_rate * 1e12, fp8_rate * 1e12)
-    bandwidth, matrix_rate, _ = rates
+    rates = config.rates
+    bandwidth, matrix_rate, fp8_rate = rates
     held = roofline.weights
     settings = {
         "model": name,
         "context_length": config.context_length,
         "bandwidth": bandwidth,
         "matrix_rate": matrix_rate,
-        "fp8_rate": fp8_rate * 1e12,
+        "fp8_rate": fp8_rate,
         "weight_formats": [*held.formats],
         "acceptance": acceptance,
         "kv_cache_dtype": config.engine.kv_cache_dtype,
@@ -482,7 +516,7 @@ def tabulate_limits(
         f"{significant(bandwidth / 1e12, 3)} TB/s and {significant(matrix_rate / 1e12, 3)} TFLOP/s"
     )
     if any(work.fp8_flops for work in roofline.decode(1).works):
-        speeds += f" ({significant(fp8_rate, 3)} in fp8)"
+        speeds += f" ({significant(fp8_rate / 1e12, 3)} in fp8)"
     matrices = held.said(dtypes[0]) if held.formats else f"all matrices in {config.dtype}"
     title = f"decoding at {speeds}: {name}, {matrices}"
     return (

@@ -63,6 +63,10 @@ Qwen), int4 in groups with inputs as they are (W4A16), NVFP4 likewise, and what 
 Lightning is published in: experts and lm_head in NVFP4, Mamba2's matrices in fp8 with one scale
 and inputs in fp8, attention and heads in bf16."""
 
+HeadFormat = Literal["fp8", "fp8-blocks", "int4", "nvfp4"]
+"""Formats of the layers of heads: fp8 with a scale per row and inputs in fp8, and those of
+`PublishedFormat`."""
+
 USUAL_ACCEPTANCE = (0.85,)
 """Synthetic rate of every depth where none is given."""
 
@@ -151,6 +155,9 @@ class DecodeConfig(StepsConfig, SyntheticConfig):
     ] = EngineOptions(max_num_batched_tokens=8192, enable_prefix_caching=False)
     """Options of all engines. Prompts are not timed, so that steps may have more of their tokens
     than by default, and all are computed."""
+    draft_cost: bool = False
+    """Time steps that verify drafts but make none, too, and report what drafts read and take beside
+    verification; for chains on one pipeline stage."""
     trace: bool = True
     """On a GPU, trace kernels after all timing; without the trace, host gaps are not reported."""
     seed: FirstSeed = 0
@@ -408,14 +415,11 @@ class TrainBenchConfig:
     """Tokens of a document; by default each sequence is one document."""
 
 
-@checked("roofline")
-class RooflineConfig(StepsConfig):
-    """Settings of `mtpkit bench roofline`."""
+@checked("limits")
+class LimitsConfig:
+    """Settings of benchmarks that compute times from rates."""
 
-    num_speculative_tokens: DraftCounts = None
-    """Numbers of drafts per step (K); by default 0, 1 and 3, up to the depths that the heads were
-    trained for."""
-    acceptance: Rates = (0.85,)
+    acceptance: Rates = USUAL_ACCEPTANCE
     """Rate at which the draft of each depth is accepted, given that all before it were. The last
     rate holds for all further depths."""
     context_length: Annotated[float, Field(ge=0)] = 512
@@ -436,6 +440,38 @@ class RooflineConfig(StepsConfig):
     fp8_rate: Annotated[float, Field(ge=0.001)] | None = None
     """Matrix rate in TFLOP/s of products whose inputs are in fp8, too; by default twice the matrix
     rate."""
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Bandwidth, matrix rate and fp8 rate, in bytes and FLOPs per second."""
+        fp8_rate = 2 * self.matrix_rate if self.fp8_rate is None else self.fp8_rate
+        return self.bandwidth * 1e12, self.matrix_rate * 1e12, fp8_rate * 1e12
+
+
+@checked("roofline")
+class RooflineConfig(LimitsConfig, StepsConfig):
+    """Settings of `mtpkit bench roofline`."""
+
+    num_speculative_tokens: DraftCounts = None
+    """Numbers of drafts per step (K); by default 0, 1 and 3, up to the depths that the heads were
+    trained for."""
+
+
+@checked("heads")
+class HeadsConfig(LimitsConfig):
+    """Settings of `mtpkit bench heads`."""
+
+    head: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None
+    """Layers of heads, such as '*E', or '*-:3712' for a dense FFN of that width where the base has
+    none. By default the model's own."""
+    head_format: Annotated[tuple[HeadFormat, ...] | None, Field(min_length=1)] = None
+    """Formats of the heads' layers, beside `dtype`, which is always listed."""
+    batch_size: Counts = (1, 16, 64)
+    """Numbers of requests that run at once."""
+    most_drafts: Positive = 7
+    """Largest number of drafts per step (K) to be considered."""
+    draft_vocab_sizes: Annotated[tuple[FromZero, ...], Field(min_length=1)] = (0,)
+    """Numbers of tokens that drafts are chosen among; 0: all."""
 
 
 _LIGHTNING_SEVEN = (1.0, 1.0, 0.687, 0.0)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from mtpkit.bench.drawn import DrawnModel, draw_model
-from mtpkit.bench.settings import LARGE_SHAPES, PublishedFormat
+from mtpkit.bench.settings import LARGE_SHAPES, HeadFormat, PublishedFormat
 from mtpkit.bench.sizes import SHAPES
 from mtpkit.bench.weights import ModelWeights
 from mtpkit.checkpoint import load_config, load_model, open_directory
@@ -125,6 +125,7 @@ def open_model(
     balance: StageBalance = "memory",
     quantization: Literal["fp8"] | None = None,
     weight_format: PublishedFormat | None = None,
+    head_format: HeadFormat | None = None,
 ) -> HybridModel:
     """A shape with random weights drawn on the device, or the model of a directory.
 
@@ -137,6 +138,7 @@ def open_model(
             divided among them.
         quantization: see `EngineOptions`.
         weight_format: format of a shape's matrices; None: as `quantization` says.
+        head_format: format of the layers of a shape's heads; None: as `weight_format` says.
 
     Raises:
         UserError: the model is neither a known shape nor a directory, or it cannot be built, or a
@@ -149,8 +151,11 @@ def open_model(
     if whole_experts:
         parallel |= dict(expert_parallel=ranks, expert_tensor_parallel=1)
     if model in SHAPES:
-        return draw_model(config, chosen, device, weight_format or quantization, **parallel)
+        return draw_model(
+            config, chosen, device, weight_format or quantization, head_format, **parallel
+        )
     _refuse_format(model, weight_format)
+    _refuse_format(model, head_format, "head_format")
     parallel |= dict(quantization=quantization)
     return load_model(_directory(model), chosen, device, **parallel).requires_grad_(False)
 
@@ -161,6 +166,7 @@ def held_weights(
     pattern: str | None = None,
     quantization: Literal["fp8"] | None = None,
     weight_format: PublishedFormat | None = None,
+    head_format: HeadFormat | None = None,
 ) -> ModelWeights:
     """The matrices of a model as memory would hold them on one device; none is made or read.
 
@@ -173,18 +179,30 @@ def held_weights(
     chosen = weight_format or quantization
     if model not in SHAPES:
         _refuse_format(model, weight_format)
+        _refuse_format(model, head_format, "head_format")
         directory = open_directory(_directory(model))
         # Without settings of a quantiser, the config alone tells the sizes.
         if quantization is None and directory.recipe is None:
             return ModelWeights.in_dtype(config, dtype)
         return ModelWeights.of(load_sizes(directory, dtype, quantization))
-    if chosen is None:
+    return drawn_weights(config, dtype, chosen, head_format)
+
+
+def drawn_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    weight_format: PublishedFormat | Literal["fp8"] | None = None,
+    head_format: HeadFormat | None = None,
+) -> ModelWeights:
+    """The matrices that `draw_model` would make; none is made."""
+    if weight_format is None and head_format is None:
         return ModelWeights.in_dtype(config, dtype)
 
     # Layers of a kind have the same sizes in a shape, so that one of each is enough: a model of
     # tens of thousands of experts takes minutes to make, without a value, too.
     letters = "".join(dict.fromkeys(config.pattern))
-    few = draw_model(config.replace(pattern=letters), dtype, torch.device("meta"), chosen)
+    meta = torch.device("meta")
+    few = draw_model(config.replace(pattern=letters), dtype, meta, weight_format, head_format)
     found = ModelWeights.of(few)
     layers = dict(zip(letters, found.base, strict=True))
     return replace(found, base=[layers[letter] for letter in config.pattern])
@@ -233,11 +251,11 @@ def to_serve(
     return DrawnModel(name, config, weight_format)
 
 
-def _refuse_format(model: str, weight_format: PublishedFormat | None) -> None:
+def _refuse_format(model: str, given: str | None, name: str = "weight_format") -> None:
     """Refuse a format that is given for a directory."""
-    if weight_format is not None:
+    if given is not None:
         raise UserError(
-            f"weight format {weight_format} is for a shape ({listed(SHAPES)}), not for a model"
+            f"{name.replace('_', ' ')} {given} is for a shape ({listed(SHAPES)}), not for a model"
             f" directory as {model}, whose files say theirs"
         )
 

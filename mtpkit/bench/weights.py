@@ -52,10 +52,10 @@ class LayerWeights:
     counted: Matrices
     """Their elements."""
 
-    def read(self, tokens: float) -> float:
-        """The expected bytes that a batch of `tokens` tokens reads, if each draws experts
-        at random."""
-        return self.always.bytes + self.expert.bytes * self.counted.experts.touched(tokens)
+    def experts_read(self, tokens: float) -> float:
+        """The expected bytes of routed experts that a batch of `tokens` tokens reads, if each draws
+        experts at random."""
+        return self.expert.bytes * self.counted.experts.touched(tokens)
 
     @property
     def fp8(self) -> float:

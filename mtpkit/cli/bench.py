@@ -16,6 +16,8 @@ from mtpkit.bench.settings import (
     USUAL_DRAFTS,
     AgentConfig,
     DecodeConfig,
+    HeadFormat,
+    HeadsConfig,
     LoadConfig,
     PrefillConfig,
     PublishedFormat,
@@ -69,6 +71,16 @@ WeightFormat = Annotated[
         show_default=False,
     ),
 ]
+Heads = Annotated[
+    HeadFormat | None,
+    typer.Option(
+        help=(
+            "Format of the layers of a shape's heads, such as nvfp4; by default as --weight-format"
+            " says."
+        ),
+        show_default=False,
+    ),
+]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -87,6 +99,7 @@ def decode(
         bool, typer.Option("--distinct", help="Give a shape one head per depth.")
     ] = False,
     weight_format: WeightFormat = None,
+    head_format: Heads = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -117,7 +130,7 @@ def decode(
     pipeline stages for the largest K and batch size given. To time each K with its own balance,
     give one K at a time.
     """
-    from mtpkit.bench.decode import kernel_shares, measure_decode
+    from mtpkit.bench.decode import draft_parts, kernel_shares, measure_decode
     from mtpkit.bench.shapes import choose_drafts, get_config, read_token_ids
     from mtpkit.bench.timing import can_trace
     from mtpkit.engine.ranks import reports
@@ -161,12 +174,15 @@ def decode(
         if output is not None and first:
             result.save(output)
             kernel_shares(result).save(output)
+            draft_parts(result).save(output)
 
-    opened = _open(model, engine, pattern, distinct, balance, weight_format)
+    opened = _open(model, engine, pattern, distinct, balance, weight_format, head_format)
     result = measure_decode(opened, config, token_ids, model, keep)
     _say(small)
     if kernels:
         kernel_shares(result).show_tables()
+    if config.draft_cost:
+        draft_parts(result).show_tables()
     result.show(as_json)
 
 
@@ -177,6 +193,7 @@ def load(
     model: FittingModel = None,
     pattern: Pattern = None,
     weight_format: WeightFormat = None,
+    head_format: Heads = None,
     workload: Annotated[
         Literal["mixed", "stall", "turns", "prefill", "long-agent"],
         typer.Option(
@@ -251,7 +268,9 @@ def load(
     model, (config, *fitted), small = _fitting(context, model, default_device(), config, *chosen)
     drafts = choose_drafts(get_config(model, pattern), config.num_speculative_tokens, LOAD_DRAFTS)
     config = replace(config, num_speculative_tokens=drafts)
-    opened = _open(model, config.engine, pattern, weight_format=weight_format)
+    opened = _open(
+        model, config.engine, pattern, weight_format=weight_format, head_format=head_format
+    )
     rule = fitted[0] if fitted else None
     result = measure_load(opened, config, rule, model, _keep(output))
     _say(small)
@@ -315,6 +334,7 @@ def roofline(
     model: Model = NVIDIA_8B,
     pattern: Pattern = None,
     weight_format: WeightFormat = None,
+    head_format: Heads = None,
     *,
     config: Annotated[RooflineConfig, options.Fields()],
     works: Annotated[
@@ -337,11 +357,33 @@ def roofline(
     quantization = config.engine.quantization
     refuse_both(weight_format, quantization)
     dtype = getattr(torch, config.dtype)
-    weights = held_weights(model, dtype, pattern, quantization, weight_format)
+    weights = held_weights(model, dtype, pattern, quantization, weight_format, head_format)
     steps, pieces = tabulate_limits(get_config(model, pattern), config, model, weights)
     if works:
         pieces.show_tables()
     _finish(steps, output, as_json)
+
+
+@app.command(cls=Command)
+@options.takes_options
+def heads(
+    model: Model = NVIDIA_8B,
+    weight_format: WeightFormat = None,
+    *,
+    config: Annotated[HeadsConfig, options.Fields()],
+    output: Output = None,
+    as_json: options.PrintJson = False,
+) -> None:
+    """Compare what heads for a base would cost, without measuring anything: bytes and time of a
+    draft by layers, format and vocabulary, and the K that pays at a given acceptance.
+
+    Every head is listed in every format with every number of draft tokens. Acceptance is the same
+    for all: what a cheaper head loses of it must be measured.
+    """
+    from mtpkit.bench.heads import compare_heads
+
+    refuse_both(weight_format, config.engine.quantization)
+    _finish(compare_heads(model, config, weight_format), output, as_json)
 
 
 def _given(context: typer.Context, config: object) -> dict[str, str]:
@@ -409,6 +451,7 @@ def _open(
     distinct: bool = False,
     balance: "StageBalance" = "memory",
     weight_format: PublishedFormat | None = None,
+    head_format: HeadFormat | None = None,
 ) -> "HybridModel":
     from mtpkit.bench.shapes import open_model, require_gpu
     from mtpkit.platform import default_device
@@ -428,6 +471,7 @@ def _open(
         balance,
         engine.quantization,
         weight_format,
+        head_format,
     )
 
 

@@ -117,7 +117,9 @@ PLACES = {
     "convert stitch destination": "out",
     "speedup --output": "out",
     "acceptance --output": "out.json",
-    **{f"bench {name} --output": "out" for name in ("decode", "load", "train", "roofline")},
+    **{
+        f"bench {name} --output": "out" for name in ("decode", "load", "train", "roofline", "heads")
+    },
     "bench load --save-requests": "out.json",
     "demo --output": "out",
 }

@@ -1,0 +1,144 @@
+"""What heads of different layers, formats and vocabularies cost a base, computed from bytes and
+FLOPs: nothing is measured, and no head is trained."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+
+from mtpkit.bench.report import Column, Result, significant
+from mtpkit.bench.roofline import Roofline
+from mtpkit.bench.settings import HeadsConfig, PublishedFormat, depth_rates
+from mtpkit.bench.shapes import drawn_weights, get_config, held_weights, with_pattern
+from mtpkit.config import ModelConfig
+from mtpkit.config.parts import options_of
+from mtpkit.engine.loading import KV_DTYPES
+from mtpkit.errors import UserError
+from mtpkit.model.flops import eh_proj_matrix
+from mtpkit.model.kinds import KINDS
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """One head at one batch size."""
+
+    pattern: Annotated[str, Column("head", key=True)]
+    format: Annotated[str, Column("format", key=True)]
+    """Format of its layers; their dtype if they are not quantised."""
+    draft_vocab_size: Annotated[int, Column("draft tokens", ",", key=True)]
+    """Tokens that drafts are chosen among."""
+    batch_size: Annotated[int, Column("batch", key=True)]
+    parameters: Annotated[float, Column("M parameters", lambda row: f"{row.parameters / 1e6:,.0f}")]
+    """Elements of its matrices, without the lm_head."""
+    draft_bytes: Annotated[float, Column("MB a draft", lambda row: f"{row.draft_bytes / 1e6:,.0f}")]
+    """Bytes of a draft after the first of a step."""
+    draft_seconds: Annotated[
+        float, Column("ms a draft", lambda row: significant(row.draft_seconds * 1e3, 3))
+    ]
+    """Time of those bytes and their FLOPs."""
+    draft_share: Annotated[float, Column("drafts / verification", ".0%")]
+    """Bytes of all drafts of a step with the most drafts, over those of their verification."""
+    best_drafts: Annotated[int, Column("K that pays")]
+    """The number of drafts with the most tokens per second."""
+    tokens_per_s: Annotated[float, Column("tokens/s", ",.0f")]
+    """With that number of drafts."""
+    gain: Annotated[float, Column("over K = 0", ".2f")]
+    """The same over the tokens per second without drafts."""
+
+
+def compare_heads(
+    model: str,
+    config: HeadsConfig,
+    weight_format: PublishedFormat | None = None,
+) -> Result[HeadRow]:
+    """Tabulate heads for a base: every pattern in every format with every number of draft tokens.
+
+    Args:
+        model: a shape or a directory, whose own heads do not matter.
+        weight_format: format of a shape's base.
+
+    Raises:
+        UserError: the model cannot have such a head, or has fewer tokens; see `held_weights`.
+    """
+    dtype = getattr(torch, config.dtype)
+    base = held_weights(
+        model, dtype, quantization=config.engine.quantization, weight_format=weight_format
+    )
+    own = get_config(model)
+    rows = []
+    for head in config.head or (own.mtp.pattern,):
+        shape = _config_with(own, head, config.most_drafts)
+        for format_ in (None, *(config.head_format or ())):
+            drawn = drawn_weights(shape, dtype, head_format=format_)
+            held = replace(base, heads=drawn.heads)
+            for size in config.draft_vocab_sizes:
+                roofline = Roofline(
+                    shape,
+                    dtype,
+                    getattr(torch, config.engine.state_dtype),
+                    config.engine.state_rollback,
+                    config.ring_entries,
+                    size or None,
+                    KV_DTYPES[config.engine.kv_cache_dtype],
+                    held=held,
+                )
+                named = head, format_ or config.dtype, size or shape.vocab_size
+                rows += [_row(roofline, config, *named, batch) for batch in config.batch_size]
+    bandwidth, matrix_rate, _ = config.rates
+    title = (
+        f"heads at {significant(bandwidth / 1e12, 3)} TB/s and"
+        f" {significant(matrix_rate / 1e12, 3)} TFLOP/s: {model},"
+        f" {significant(config.context_length, 6)} tokens of context, acceptance"
+        f" {' '.join(map(str, config.acceptance))}"
+    )
+    settings = {"model": model, "weight_format": weight_format, **options_of(config)}
+    return Result("heads", title, HeadRow, rows, settings=settings)
+
+
+def _config_with(config: ModelConfig, head: str, depths: int) -> ModelConfig:
+    """The config with this head, repeated."""
+    pattern, _, width = head.partition(":")
+    changes: dict[str, int | bool] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": True}
+    if width and not width.isdecimal():
+        raise UserError(f"head {head!r}: {width!r} is no width of a dense FFN, give a number")
+    if width:
+        changes["ffn_hidden_size"] = int(width)
+    found = with_pattern(config, pattern, **changes)
+    kinds = [KINDS[letter] for letter in {*config.pattern}]
+    if any(kind.matrices(config) != kind.matrices(found) for kind in kinds):
+        raise UserError(
+            f"head {head!r}: the base has dense FFNs of its own, and heads have the same width:"
+            " leave the width out"
+        )
+    return found
+
+
+def _row(
+    roofline: Roofline, config: HeadsConfig, head: str, format_: str, tokens: int, batch: int
+) -> HeadRow:
+    shape = roofline.config
+    most = config.most_drafts
+    rates = config.rates
+    steps = [
+        roofline.decode(batch, depth_rates(config.acceptance, k), config.context_length)
+        for k in range(most + 1)
+    ]
+    speeds = [step.limit_tokens_per_s(*rates) for step in steps]
+    best = max(range(most + 1), key=speeds.__getitem__)
+    # The first draft of a step also makes entries of the tokens that were accepted.
+    draft = steps[-1].phases[f"draft {most}"]
+    layers = (KINDS[letter].matrices(shape) for letter in shape.mtp.pattern)
+    return HeadRow(
+        pattern=head,
+        format=format_,
+        draft_vocab_size=tokens,
+        batch_size=batch,
+        parameters=eh_proj_matrix(shape) + sum(layer.held for layer in layers),
+        draft_bytes=sum(work.bytes for work in draft),
+        draft_seconds=sum(work.seconds(*rates) for work in draft),
+        draft_share=sum(steps[-1].parts(drafts=True).values())
+        / sum(steps[-1].parts(drafts=False).values()),
+        best_drafts=best,
+        tokens_per_s=speeds[best],
+        gain=speeds[best] / speeds[0],
+    )
