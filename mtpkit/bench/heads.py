@@ -88,7 +88,7 @@ def compare_heads(
     title = (
         f"heads at {significant(bandwidth / 1e12, 3)} TB/s and"
         f" {significant(matrix_rate / 1e12, 3)} TFLOP/s: {model},"
-        f" {significant(config.context_length, 6)} tokens of context, acceptance"
+        f" {config.context_length:,.0f} tokens of context, acceptance"
         f" {' '.join(map(str, config.acceptance))}"
     )
     settings = {"model": model, "weight_format": weight_format, **options_of(config)}

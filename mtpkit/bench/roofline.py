@@ -183,14 +183,16 @@ class Roofline:
             others: `ring_entries` and `draft_vocab_size`.
         """
         weights = ModelWeights.of(model)
-        copied = engine.draft_lm_head_dtype != "auto" and not weights.output_quantized
+        copied: str | None = engine.draft_lm_head_dtype
+        if copied == "auto" or weights.output_quantized:
+            copied = None
         return cls(
             model.mtpkit_config,
             next(model.parameters()).dtype,
             getattr(torch, engine.state_dtype),
             engine.state_rollback,
             kv_dtype=KV_DTYPES[engine.kv_cache_dtype],
-            draft_row_bytes=draft_row_bytes(model) if copied else None,
+            draft_row_bytes=None if copied is None else draft_row_bytes(model, copied),
             held=weights,
             **others,
         )

@@ -134,10 +134,10 @@ class ModelWeights:
         )
 
 
-def draft_row_bytes(model: HybridModel) -> float:
+def draft_row_bytes(model: HybridModel, dtype: str) -> float:
     """Bytes of a row of the copy of the lm_head that drafts may have, see `for_drafts`."""
     width = model.mtpkit_config.hidden_size
-    return _held(for_drafts(torch.zeros(1, width))).bytes
+    return _held(for_drafts(torch.zeros(1, width), dtype)).bytes
 
 
 def _held(weight: Weight) -> Held:

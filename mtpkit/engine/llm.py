@@ -126,7 +126,7 @@ class LLM:
             config.draft_sampling,
             draft_ids,
             tree,
-            loading.drafts_by_fp8(self.model, head_dtype, own_depths),
+            loading.draft_head_dtype(self.model, head_dtype, own_depths),
         )
         acceptance = options.synthetic_acceptance
         loading.report_unused(

@@ -323,23 +323,23 @@ def check_draft_lm_head_dtype(options: LLMOptions, depths: int) -> None:
         _require_fp8(setting, _place(options), "leave it 'auto'")
 
 
-def drafts_by_fp8(model: HybridModel, dtype: str, depths: int) -> bool:
-    """Whether a model's drafts are chosen by a copy of its lm_head in fp8; log why if there is none
-    in spite of the setting.
+def draft_head_dtype(model: HybridModel, dtype: str, depths: int) -> str | None:
+    """Type of the copy of a model's lm_head that drafts are chosen by; None: they are chosen by
+    itself, and if that is in spite of the setting, the log says why.
 
     Args:
         dtype: `EngineOptions.draft_lm_head_dtype`.
         depths: the largest K; 0 on a pipeline stage that drafts nothing.
     """
     if dtype == "auto" or not depths:
-        return False
+        return None
     if isinstance(output_weight(model), QuantizedWeight):
         _logger.warning(
             "draft_lm_head_dtype has no effect: the lm_head of this model is quantised, and drafts"
             " are chosen by it as it is"
         )
-        return False
-    return True
+        return None
+    return dtype
 
 
 def _place(options: LLMOptions) -> torch.device:

@@ -128,14 +128,14 @@ def first_token(model: HybridModel) -> int:
 
 
 def draft_output_weight(
-    model: HybridModel, token_ids: Tensor | None, fp8: bool = False
+    model: HybridModel, token_ids: Tensor | None, dtype: str | None = None
 ) -> tuple[Weight, Tensor | None]:
     """Copy the lm_head's rows for drafts; tensor-parallel ranks split these rows as they split the
     lm_head.
 
     Args:
         token_ids: [D] int64, the tokens that drafts are chosen from; None: all.
-        fp8: quantise the rows, see `mtpkit.model.quantized.for_drafts`; else they are widened.
+        dtype: type of the rows, see `mtpkit.model.quantized.for_drafts`; None: they are widened.
 
     Returns:
         [d, h], the rows that this rank holds, and [d] int64, their tokens; None for all.
@@ -147,8 +147,8 @@ def draft_output_weight(
         rows = rows[local[held]]
         token_ids = token_ids[held]
     # A rank may hold none of the tokens; a matrix without rows has no groups to scale.
-    if fp8 and len(rows):
-        return for_drafts(rows), token_ids
+    if dtype is not None and len(rows):
+        return for_drafts(rows, dtype), token_ids
     return rows, token_ids
 
 

@@ -1,6 +1,6 @@
 """Linears of a model whose weights are quantised, and linears that wait for such weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,12 +9,15 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from mtpkit.model.formats import ONLINE, WEIGHTS_ALONE, Format, Quantized
+from mtpkit.errors import UserError
+from mtpkit.model.formats import ONLINE, WEIGHTS_ALONE, Format, Nvfp4, Quantized
 from mtpkit.model.formats.weight import QuantizedWeight
 
 _MULTIPLE = 16
 """Matrices of the base are quantised only if both their sizes are multiples of this, as fp8
 products need."""
+_FOR_DRAFTS: Mapping[str, Format] = {"fp8_e4m3": WEIGHTS_ALONE, "nvfp4": Nvfp4()}
+"""Formats of the lm_head's copy for drafts."""
 _ROWS_AT_ONCE = 4096
 """Rows of an lm_head that are quantised at once, which bounds the memory that this takes."""
 
@@ -66,11 +69,23 @@ def online(weight: Tensor) -> Quantized:
     return Quantized(ONLINE, tuple(weight.shape), ONLINE.quantize(weight.detach()))
 
 
-def for_drafts(rows: Tensor) -> QuantizedWeight:
-    """Quantise rows [N, h] of the lm_head to fp8 for drafts; see
-    `mtpkit.model.formats.WEIGHTS_ALONE`."""
+def for_drafts(rows: Tensor, dtype: str) -> QuantizedWeight:
+    """Quantise rows [N, h] of the lm_head for drafts.
+
+    Args:
+        dtype: "fp8_e4m3" for a scale per row, or "nvfp4".
+
+    Raises:
+        UserError: NVFP4 has no groups for rows of this width.
+    """
+    kind = _FOR_DRAFTS[dtype]
+    if dtype == "nvfp4" and rows.shape[1] % _MULTIPLE:
+        raise UserError(
+            f"draft_lm_head_dtype is nvfp4, but the lm_head's rows have {rows.shape[1]} numbers, no"
+            f" multiple of {_MULTIPLE}: take fp8_e4m3"
+        )
     pieces = [
-        Quantized(WEIGHTS_ALONE, tuple(some.shape), WEIGHTS_ALONE.quantize(some))
+        Quantized(kind, tuple(some.shape), kind.quantize(some))
         for some in rows.split(_ROWS_AT_ONCE)
     ]
     return QuantizedWeight(pieces, rows.dtype)

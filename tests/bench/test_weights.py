@@ -181,7 +181,9 @@ def test_drafts_by_a_copy_in_fp8_read_its_bytes() -> None:
     plain = build_model(config, torch.bfloat16, "cpu")
     quantized = filled(config, stored(config, everywhere(WEIGHT_ONLY["nvfp4"])))
     options = EngineOptions(draft_lm_head_dtype="fp8_e4m3")
-    copy = sum(each.nbytes for each in for_drafts(plain.output_layer.weight.detach()).buffers())
+    copy = sum(
+        each.nbytes for each in for_drafts(plain.output_layer.weight.detach(), "fp8_e4m3").buffers()
+    )
     for size, rows in ((None, 48), (8, 8)):
         whole, copied = (
             Roofline.of(plain, each, draft_vocab_size=size).decode(2, [0.5])

@@ -21,7 +21,7 @@ def make_drafter(
     sample: bool,
     draft_token_ids: Tensor | None = None,
     tree: Tree | None = None,
-    fp8_head: bool = False,
+    head_dtype: str | None = None,
 ) -> Drafter:
     """Make the drafter that fits the heads of `model`.
 
@@ -30,14 +30,15 @@ def make_drafter(
         sample: draw drafts from the heads' distribution.
         draft_token_ids: [D] int64, the tokens that drafts are chosen from; None: all tokens.
         tree: shape of the drafts; None: chains.
-        fp8_head: choose drafts by a copy of the lm_head in fp8.
+        head_dtype: type of a copy of the lm_head that drafts are chosen by, see
+            `mtpkit.model.quantized.for_drafts`; None: they are chosen by itself.
     """
     config = model.mtpkit_config
     depths = num_speculative_tokens
     if depths == 0:
         return NoDrafter()
     repeated = config.mtp.repeated or depths == 1
-    settings = (model, depths, block_size, sample, draft_token_ids, fp8_head)
+    settings = (model, depths, block_size, sample, draft_token_ids, head_dtype)
     if tree is not None:
         return (RepeatedTreeDrafter if repeated else DistinctTreeDrafter)(*settings, tree)
     return (RepeatedDrafter if repeated else DistinctDrafter)(*settings)

@@ -69,7 +69,7 @@ class MtpDrafter:
         block_size: int,
         sample: bool,
         draft_token_ids: Tensor | None,
-        fp8_head: bool = False,
+        head_dtype: str | None = None,
     ) -> None:
         self.model = model
         self.num_speculative_tokens = num_speculative_tokens
@@ -77,8 +77,8 @@ class MtpDrafter:
         self.sample = sample
         self.draft_token_ids = draft_token_ids
         self._draft_weight: Weight | None = None
-        if draft_token_ids is not None or fp8_head:
-            copied = draft_output_weight(model, draft_token_ids, fp8_head)
+        if draft_token_ids is not None or head_dtype is not None:
+            copied = draft_output_weight(model, draft_token_ids, head_dtype)
             self._draft_weight, self.draft_token_ids = copied
 
     @property

@@ -38,11 +38,11 @@ class _Trees(MtpDrafter):
         block_size: int,
         sample: bool,
         draft_token_ids: Tensor | None,
-        fp8_head: bool,
+        head_dtype: str | None,
         tree: Tree,
     ) -> None:
         super().__init__(
-            model, num_speculative_tokens, block_size, sample, draft_token_ids, fp8_head
+            model, num_speculative_tokens, block_size, sample, draft_token_ids, head_dtype
         )
         self.shape = Shape(tree, next(model.parameters()).device)
 

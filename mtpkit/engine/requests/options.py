@@ -182,10 +182,11 @@ class EngineOptions:
     """Type of the draft embedding on the last of several pipeline stages. "int8" takes half of
     bfloat16's memory and "int4" about a quarter, with scales; both change only the drafts. "auto":
     the type of the model."""
-    draft_lm_head_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    draft_lm_head_dtype: Literal["auto", "fp8_e4m3", "nvfp4"] = "auto"
     """Type of the lm_head that drafts are chosen by. "fp8_e4m3" reads half of bfloat16's bytes for
-    each draft, from a copy with a scale per row, and changes only the drafts: the base verifies
-    them with the lm_head itself. "auto": the lm_head itself."""
+    each draft, from a copy with a scale per row, and "nvfp4" little more than a quarter. Both
+    change only the drafts: the base verifies them with the lm_head itself. "auto": the lm_head
+    itself."""
     async_scheduling: bool | None = None
     """Launch a step before the results of the last one are read. This is the default on a GPU and
     with pipeline stages."""
