@@ -157,7 +157,8 @@ def check_greedy_tokens(model) -> None:
     part = hidden @ online(output_weight(model)).widen().t()
     rounded = torch.cat(all_gather(part, model.pg_collection.tp).unbind(), -1)
     for ids in (torch.arange(rounded.shape[1]), token_ids):
-        copied = draft_output_weight(model, None if len(ids) > len(token_ids) else ids, fp8=True)
+        chosen = None if len(ids) > len(token_ids) else ids
+        copied = draft_output_weight(model, chosen, "fp8_e4m3")
         want = ids[rounded[:, ids].argmax(-1)]
         assert greedy_tokens(model, hidden, *copied).tolist() == want.tolist()
 
