@@ -125,12 +125,13 @@ async def _measure(engine: Any, load: Load, size: int, k: int, start: float) -> 
     """Compute the prefixes, then run all sessions at once."""
     # Other tokens for every number of sessions, whose prefixes would be in the cache.
     draw = random.Random(size)
-    sessions = [_prompts(load, draw) for _ in range(size)]
-    prefixes = [next(prompts) for prompts in sessions]
+    drawn = [list(_prompts(load, draw)) for _ in range(size)]
+    prefixes = [prompts[0] for prompts in drawn]
+    sessions = [prompts[1:] for prompts in drawn]
     for number, prefix in enumerate(prefixes):
         await _request(engine, prefix, 1, f"{size} {number} prefix")
 
-    async def session(number: int, prompts: Iterator[list[int]]) -> list[Request]:
+    async def session(number: int, prompts: list[list[int]]) -> list[Request]:
         return [
             await _request(engine, prompt, load.output_length, f"{size} {number} {place}")
             for place, prompt in enumerate(prompts)

@@ -1,6 +1,7 @@
 """The speed of decoding once all prompts are computed, and how close it is to the machine's own
 rates."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -18,6 +19,8 @@ from mtpkit.config.parts import options_of
 from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.errors import counted, raise_problems
 from mtpkit.model.hybrid import HybridModel
+
+_logger = logging.getLogger(__name__)
 
 _NAME_WIDTH = 80
 
@@ -203,11 +206,20 @@ def _measure(
         limit_tokens_per_s=limit,
         limit_share=window.tokens_per_s / limit,
     )
-    return _with_draft_cost(row, contender) if contender.drafts_a_chain else row
+    if contender.drafts_a_chain:
+        return _with_draft_cost(row, contender)
+    if contender.config.draft_cost and contender.k != 0:
+        _logger.warning(
+            "draft_cost has no effect for batch %d, K = %s: it is for chains of a fixed number of"
+            " drafts on one pipeline stage",
+            contender.batch_size,
+            contender.k,
+        )
+    return row
 
 
 def _with_draft_cost(row: DecodeRow, contender: Contender) -> DecodeRow:
-    """The row with what the drafts of its steps read, and if it is asked for take."""
+    """The row with the bytes of its drafts, and with their time if `draft_cost` asks for it."""
     cost = contender.cost(row.conditional_acceptance)
     verify = dict(cost.parts(drafts=False))
     drafts = dict(cost.parts(drafts=True))

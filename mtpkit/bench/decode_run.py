@@ -15,7 +15,7 @@ from mtpkit.bench.plain import check_greedy, kv_as_cached
 from mtpkit.bench.roofline import Cost, Roofline, expected_length, length_deviation
 from mtpkit.bench.settings import DecodeConfig, engine_arguments
 from mtpkit.bench.shapes import random_prompts
-from mtpkit.bench.timing import Trace, synchronize, trace_kernels
+from mtpkit.bench.timing import Trace, release_memory, synchronize, trace_kernels
 from mtpkit.engine import LLM, require_whole
 from mtpkit.engine.device.graphs import StepGraphs
 from mtpkit.engine.drafting import Drafter
@@ -198,16 +198,12 @@ class Contender:
         return self.k not in (0, "auto") and chain and engine.pipeline_parallel_size == 1
 
     def without_drafting(self) -> Window:
-        """A run whose steps verify as many drafts and make none. Its tokens mean nothing."""
+        """A run whose steps verify as many drafts and make none; its tokens mean nothing. The
+        engine drafts again afterwards, and captures its graphs anew."""
         executor = self.llm.engine.executor
         drafter = executor.drafter
-        graphs = executor.graphs
         executor.drafter = _Undrafted(drafter)
-        if graphs is not None:
-            config = self.llm.engine.config
-            executor.graphs = StepGraphs(
-                executor.builder, config, executor.num_blocks, executor.runner.shortened
-            )
+        self._forget_graphs()
         try:
             # The first run captures what the second one is timed with.
             self._window()
@@ -215,7 +211,21 @@ class Contender:
             return self.run()
         finally:
             executor.drafter = drafter
-            executor.graphs = graphs
+            self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        """Capture all steps anew. There is memory for one set of graphs."""
+        executor = self.llm.engine.executor
+        if executor.graphs is None:
+            return
+        executor.graphs = None
+        release_memory(self.device)
+        executor.graphs = StepGraphs(
+            executor.builder,
+            self.llm.engine.config,
+            executor.num_blocks,
+            executor.runner.shortened,
+        )
 
     def limit(self, machine: Machine, rates: Sequence[float]) -> float:
         """Tokens per second at the machine's copy bandwidth and matrix rates, at the mean context

@@ -28,7 +28,8 @@ _GROUPS = (128, 64, 32, 16)
 
 
 _INPUT_SCALE = 1 / 16
-"""Scale of inputs that have a fixed one: codes reach up to 28, and what a norm leaves does not."""
+"""Scale of inputs that have a fixed one. Inputs up to 448 / 16 = 28 are not cut, and those of
+random models are smaller."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ from mtpkit.engine.loading import KV_DTYPES
 from mtpkit.errors import UserError
 from mtpkit.model.flops import eh_proj_matrix
 from mtpkit.model.kinds import KINDS
+from mtpkit.model.kinds.base import Matrices
+
+_WIDTH = "ffn_hidden_size"
+"""Setting of the width of dense FFNs."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class HeadRow:
     parameters: Annotated[float, Column("M parameters", lambda row: f"{row.parameters / 1e6:,.0f}")]
     """Elements of its matrices, without the lm_head."""
     draft_bytes: Annotated[float, Column("MB a draft", lambda row: f"{row.draft_bytes / 1e6:,.0f}")]
-    """Bytes of a draft after the first of a step."""
+    """Bytes of the last draft of a step; the first one makes entries of accepted tokens, too."""
     draft_seconds: Annotated[
         float, Column("ms a draft", lambda row: significant(row.draft_seconds * 1e3, 3))
     ]
@@ -54,7 +58,7 @@ def compare_heads(
     """Tabulate heads for a base: every pattern in every format with every number of draft tokens.
 
     Args:
-        model: a shape or a directory, whose own heads do not matter.
+        model: a shape or a directory; its own heads matter only if `config.head` is None.
         weight_format: format of a shape's base.
 
     Raises:
@@ -97,20 +101,34 @@ def compare_heads(
 
 def _config_with(config: ModelConfig, head: str, depths: int) -> ModelConfig:
     """The config with this head, repeated."""
-    pattern, _, width = head.partition(":")
-    changes: dict[str, int | bool] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": True}
-    if width and not width.isdecimal():
+    pattern, colon, width = head.partition(":")
+    if not pattern:
+        raise UserError(f"head {head!r} has no layers: give some by --head, such as '*'")
+    if colon and not width.isdecimal():
         raise UserError(f"head {head!r}: {width!r} is no width of a dense FFN, give a number")
-    if width:
-        changes["ffn_hidden_size"] = int(width)
-    found = with_pattern(config, pattern, **changes)
-    kinds = [KINDS[letter] for letter in {*config.pattern}]
-    if any(kind.matrices(config) != kind.matrices(found) for kind in kinds):
+    changes: dict[str, int | bool] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": True}
+    if not colon:
+        try:
+            return with_pattern(config, pattern, **changes)
+        except UserError as error:
+            hint = f"; a width may follow it, as in '{pattern}:4096'"
+            raise UserError(f"{error}{hint if _WIDTH in str(error) else ''}") from error
+
+    found = with_pattern(config, pattern, **changes, **{_WIDTH: int(width)})
+    wider = found.replace(**{_WIDTH: int(width) + 1})
+    if _sizes(found.mtp.pattern, found) == _sizes(found.mtp.pattern, wider):
+        raise UserError(f"head {head!r} has no dense FFN: leave the width out")
+    if _sizes(config.pattern, config) != _sizes(config.pattern, found):
         raise UserError(
             f"head {head!r}: the base has dense FFNs of its own, and heads have the same width:"
             " leave the width out"
         )
     return found
+
+
+def _sizes(pattern: str, config: ModelConfig) -> set[Matrices]:
+    """The sizes of all kinds of layers in a pattern."""
+    return {KINDS[letter].matrices(config) for letter in pattern}
 
 
 def _row(

@@ -279,7 +279,12 @@ class LoadConfig(SyntheticConfig):
 
     def rates(self, k: int) -> list[float]:
         """Synthetic acceptance rates of K depths."""
-        return depth_rates(self.acceptance or USUAL_ACCEPTANCE, k)
+        return depth_rates(self.usual_acceptance, k)
+
+    @property
+    def usual_acceptance(self) -> tuple[float, ...]:
+        """`acceptance`, or where none is given that of all workloads but `long-agent`."""
+        return self.acceptance or USUAL_ACCEPTANCE
 
 
 @checked("stall benchmark")
@@ -383,7 +388,7 @@ class AgentConfig:
         """Synthetic acceptance rates of K drafts, of which the largest number is `depths`.
 
         NVIDIA's runs accept two drafts of seven, and a third one at a rate of 0.687, in every step.
-        For other K there are rates per depth with the acceptance lengths that it gives: 2.874,
+        For other K the rates of the depths make the acceptance lengths that NVIDIA gives: 2.874,
         3.421 and 3.687 with three, five and seven drafts.
         """
         return depth_rates(_LIGHTNING_SEVEN if k == 7 else _LIGHTNING_RATES, depths)

@@ -35,8 +35,9 @@ class Engine:
     """Runs requests step by step; reads no files and has no command line.
 
     With `async_scheduling`, a step is launched before the results of the previous one are read:
-    unless blocks run out, the device does not wait for the host, and the host learns one step late
-    that a request has stopped. With several batches, each step belongs to one batch, and its
+    unless blocks run out, or many requests are constrained (`Scheduler.batch_to_await`), the device
+    does not wait for the host, and the host learns one step late that a request has stopped. With
+    several batches, each step belongs to one batch, and its
     previous step is that of the same batch: until the results of a batch arrive, steps of the other
     batches are planned and launched. With `graphs`, steps are replayed CUDA graphs.
     """

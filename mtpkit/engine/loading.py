@@ -324,8 +324,8 @@ def check_draft_lm_head_dtype(options: LLMOptions, depths: int) -> None:
 
 
 def draft_head_dtype(model: HybridModel, dtype: str, depths: int) -> str | None:
-    """Type of the copy of a model's lm_head that drafts are chosen by; None: they are chosen by
-    itself, and if that is in spite of the setting, the log says why.
+    """Type of the copy of a model's lm_head that drafts are chosen by; None: drafts are chosen by
+    the lm_head itself. A warning says why, where the setting asks for a copy.
 
     Args:
         dtype: `EngineOptions.draft_lm_head_dtype`.

@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from mtpkit.bench.drawn import draw_model
 from mtpkit.bench.load import agent, measure_load
 from mtpkit.bench.load.serving import Stream
 from mtpkit.bench.roofline import Roofline, expected_length, length_deviation
 from mtpkit.bench.settings import AgentConfig, LoadConfig
 from mtpkit.bench.shapes import open_model
+from mtpkit.bench.sizes import NEMOTRON_3_TINY
 from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.errors import MtpkitError, UserError
 
@@ -93,15 +95,21 @@ def test_acceptance_goes_with_the_number_of_drafts(model):
     assert expected_length(RULE.rates("auto", 7)) == pytest.approx(3.687, abs=1e-3)
     assert length_deviation(RULE.rates("auto", 7)) > 2
 
-    deep = model.mtpkit_config
-    result = measure_load(
-        open_model("nemotron-3-tiny", torch.device("cpu"), "float32", "*E"),
-        replace(CONFIG, num_speculative_tokens=(3,)),
-        replace(RULE, output_length=90, concurrency=(4,)),
-    )
-    assert deep.mtp.default_drafts == 3
-    assert result.rows[0].acceptance_length == pytest.approx(2.874, abs=0.35)
-    assert result.settings["acceptance"] == {"3": [0.7825] * 3}
+
+@pytest.mark.parametrize("k", [3, 7])
+def test_the_engine_accepts_what_goes_with_the_number_of_drafts(k):
+    """With seven drafts, two or three of them in every step that the end does not cut."""
+    config = NEMOTRON_3_TINY.replace(mtp_pattern="*E", mtp_num_depths=7)
+    deep = draw_model(config, torch.float32, torch.device("cpu"))
+    rule = replace(RULE, output_length=200, concurrency=(4,), session_requests=2)
+    result = measure_load(deep, replace(CONFIG, num_speculative_tokens=(k,)), rule)
+    rates = rule.rates(k, k)
+    assert result.settings["acceptance"] == {str(k): rates}
+    # Four standard errors of 8 x 200 tokens, of which the last step of each output may be cut.
+    error = 4 * length_deviation(rates) / (1600 / expected_length(rates)) ** 0.5
+    assert result.rows[0].acceptance_length == pytest.approx(expected_length(rates), abs=error)
+    usual = expected_length([0.85] * k)
+    assert abs(result.rows[0].acceptance_length - usual) > error / 2
 
 
 def test_a_cache_without_room_is_refused(model):

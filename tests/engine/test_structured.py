@@ -477,20 +477,75 @@ def test_rows_that_wait_for_results_do_not_halve_the_steps(k, free, constrained,
         engine.add_request([65] * 25, params)
     while engine.scheduler.num_prefilled < 25 * (free + constrained):
         engine.step()
+    launched = [rows for rows, _ in launches(engine)]
+    repeated = rows * 12
+    assert launched[-10:] in (repeated[:10], repeated[1:11])
+    assert len(run(engine)) == free + constrained
 
+
+def launches(engine) -> list[tuple[int, int]]:
+    """How many decode rows each of the next launched steps has, and how many steps are under way
+    then."""
     launched = []
     launch = engine.executor.launch
 
     def launching(plan):
-        launched.append(plan.num_decode_rows)
+        launched.append((plan.num_decode_rows, len(engine._under_way)))
         return launch(plan)
 
     engine.executor.launch = launching
     for _ in range(20):
         engine.step()
-    repeated = rows * 12
-    assert launched[-10:] in (repeated[:10], repeated[1:11])
-    assert len(run(engine)) == free + constrained
+    engine.executor.launch = launch
+    return launched
+
+
+def test_a_batch_without_requests_is_not_waited_for_in_place_of_another():
+    """Of two batches, all requests of one are aborted: the other's decode in one step."""
+    engine = fake_engine(
+        MODEL,
+        num_blocks=400,
+        num_batches=2,
+        max_num_seqs=8,
+        max_num_batched_tokens=40,
+        eos=(END,),
+        tokenizer=TOKENIZER,
+        async_scheduling=True,
+    )
+    text = StructuredOutputsParams(regex="[a-z]{400}")
+    lasting = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    names = [
+        engine.add_request([65] * 25, asked(0, text, max_tokens=120) if index % 2 else lasting)
+        for index in range(4)
+    ]
+    while engine.scheduler.num_prefilled < 100:
+        engine.step()
+    others = {one.request_id for one in engine.scheduler.admission.running_in(0)}
+    for name in others:
+        engine.abort(name)
+    assert len(others) == 2 and others < {*names}
+    assert [rows for rows, _ in launches(engine)][-10:] == [2] * 10
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_step_that_is_full_does_not_wait(k):
+    """Rows that take turns fill every step: results are read while the next step runs."""
+    engine = fake_engine(
+        MODEL,
+        num_speculative_tokens=k,
+        num_blocks=400,
+        max_num_seqs=8,
+        max_num_batched_tokens=4 * (1 + k),
+        eos=(END,),
+        tokenizer=TOKENIZER,
+        async_scheduling=True,
+    )
+    text = StructuredOutputsParams(regex="[a-z]{400}")
+    for _ in range(8):
+        engine.add_request([65], asked(0, text, max_tokens=120))
+    engine.step()
+    assert len(engine.scheduler.running) == 8
+    assert launches(engine)[-8:] == [(4, 1)] * 8
 
 
 def test_a_constraint_is_a_request_s_own():

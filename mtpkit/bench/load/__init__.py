@@ -20,7 +20,6 @@ from mtpkit.bench.load.workload import Workload, shown_rate
 from mtpkit.bench.report import Result
 from mtpkit.bench.settings import (
     LOAD_DRAFTS,
-    USUAL_ACCEPTANCE,
     AgentConfig,
     LoadConfig,
     PrefillConfig,
@@ -72,8 +71,8 @@ def measure_load(
     check_has_experts(config.random_experts, model.mtpkit_config)
     drafts = choose_drafts(model.mtpkit_config, config.num_speculative_tokens, LOAD_DRAFTS)
     config = replace(config, num_speculative_tokens=drafts)
-    if config.acceptance is None and not isinstance(rule, AgentConfig):
-        config = replace(config, acceptance=USUAL_ACCEPTANCE)
+    if not isinstance(rule, AgentConfig):
+        config = replace(config, acceptance=config.usual_acceptance)
     workload = WORKLOADS[type(rule)](model, config, rule, clock or WallClock())
     weights = ModelWeights.of(model)
     about = {

@@ -130,7 +130,7 @@ class LongAgent(Workload[AgentRow]):
         if k != "auto":
             check_acceptance(stats.acceptance, rates)
         hit = stats.cached_tokens / stats.prompt_tokens
-        self._require_hits(case, stats.cached_tokens, hit)
+        self._require_hits(case, stats.cached_tokens, hit, stats.preemptions)
         return self._row(case, sessions, step, hit, stats.acceptance_length)
 
     def _rates(self, k: Drafts) -> list[float]:
@@ -185,11 +185,11 @@ class LongAgent(Workload[AgentRow]):
         ]
         return statistics.mean(gaps) if gaps else None
 
-    def _require_hits(self, case: Case, cached: int, hit: float) -> None:
+    def _require_hits(self, case: Case, cached: int, hit: float, preemptions: int) -> None:
         """Refuse a run in which prefixes were computed once more."""
         wanted = case[0] * self.rule.session_requests * self.rule.prefix_length
-        # A cache gives whole checkpoints, of which one is where the prefix ends.
-        if cached < wanted:
+        # A preempted request would count its tokens twice.
+        if cached < wanted or preemptions:
             raise MtpkitError(
                 f"{self.label(case)}: the prefix cache had {hit:.1%} of the prompts' tokens, fewer"
                 " than the prefixes have: it has too little room, lower --concurrency or raise"

@@ -127,7 +127,7 @@ class Mixed(Workload[LoadRow]):
         return (
             f"load of {len(self.requests)} requests, {sums['prompt_tokens']:,} prompt and"
             f" {sums['output_tokens']:,} output tokens: {name}, synthetic acceptance"
-            f" {' '.join(map(str, self.config.acceptance or ()))}"
+            f" {' '.join(map(str, self.config.usual_acceptance))}"
         )
 
     @property

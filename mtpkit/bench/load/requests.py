@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mtpkit.bench.roofline import Roofline
-from mtpkit.bench.settings import USUAL_ACCEPTANCE, LoadConfig
+from mtpkit.bench.settings import LoadConfig
 from mtpkit.files import write_file
 
 
@@ -86,7 +86,7 @@ def save_requests(path: Path, config: LoadConfig, vocab_size: int) -> str:
         "seed": config.seed,
         "max_num_seqs": config.engine.max_num_seqs,
         "max_num_batched_tokens": config.engine.max_num_batched_tokens,
-        "acceptance": config.acceptance or USUAL_ACCEPTANCE,
+        "acceptance": config.usual_acceptance,
     }
     write_file(
         path, json.dumps({**settings, "vocab_size": vocab_size, **sums, "requests": listed}) + "\n"

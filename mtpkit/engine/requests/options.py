@@ -227,7 +227,7 @@ class LLMOptions(HubOptions, EngineOptions, ModelOptions):
         default=None, title="a list of rates, one per draft, or of such lists, or None"
     )
     """Rates at which drafts are accepted at random, one per depth; for benchmarks with random
-    weights. Of several lists, a request with seed s has that at place s modulo their number."""
+    weights. Of n lists, a request with seed s has number s modulo n, counted from 0."""
     device: Any = None
     """"cuda", "cpu", a `torch.device`, or a GPU's number. By default the GPU, or the CPU where
     there is none."""

@@ -119,19 +119,29 @@ class Scheduler:
         return self.admission.num_ready_to_decode
 
     def batch_to_await(self) -> int | None:
-        """The batch whose turn it is, if its launched steps are to be committed before it is
-        planned; None: plan it at once.
+        """The batch that is planned next, if its launched steps are to be committed before; None:
+        plan it at once.
 
         A plan that does not wait has none of the rows that need those results: constrained requests
         decode in every other step, or one half of them in each. Where at least half of all rows are
         constrained, a step of all of them is worth the wait for the host, since each step reads all
         weights.
         """
-        rows = [one for one in self.admission.running_in(self._batch) if one.decodes_on]
-        constrained = [one for one in rows if one.constraint]
-        if 2 * len(constrained) < len(rows) or all(one.ready_to_decode for one in constrained):
-            return None
-        return self._batch
+        count = self.config.num_batches
+        for batch in ((self._batch + turn) % count for turn in range(count)):
+            # One without requests is skipped.
+            if running := self.admission.running_in(batch):
+                return batch if self._gains_by_waiting(running) else None
+        return None
+
+    def _gains_by_waiting(self, running: Sequence[Request]) -> bool:
+        """Whether a step of these requests is to wait for those that need results."""
+        rows = [one for one in running if one.decodes_on]
+        ready = sum(one.ready_to_decode for one in rows)
+        constrained = sum(one.constraint is not None for one in rows)
+        # A step that is full as it is has no room for more.
+        room = self.config.max_num_batched_tokens // self.config.decode_width
+        return ready < min(len(rows), room) and 2 * constrained >= len(rows)
 
     def add(self, request: Request) -> None:
         """Queue a request, see `Admission.add`."""

@@ -241,8 +241,8 @@ class SyntheticAcceptance:
     request's seed and the position.
 
     Args:
-        conditional_rates: a rate for each depth. Several such lists: a request with seed s has that
-            at place s modulo their number.
+        conditional_rates: a rate for each depth. Of n such lists, a request with seed s has number
+            s modulo n, counted from 0.
 
     Raises:
         UserError: fewer rates than drafts, or a rate outside 0 to 1.
