@@ -59,7 +59,7 @@ class DecodeRow:
     draft_byte_share: Annotated[float | None, Column("drafts / verification", ".0%")] = None
     """Bytes of a step's drafts over those of everything else, from `Roofline`; None without drafts,
     and for "auto" and trees."""
-    draft_time_share: Annotated[float | None, Column("in time", ".0%")] = None
+    draft_time_share: Annotated[float | None, Column("the same in time", ".0%")] = None
     """Measured time of a step's drafts over that of a step that makes none; None unless
     `draft_cost` is asked for."""
     verify_bytes: dict[Part, float] = field(default_factory=dict)
@@ -287,7 +287,7 @@ class DraftPart:
     draft_bytes: Annotated[
         float, Column("MB of all drafts", lambda row: significant(row.draft_bytes / 1e6))
     ]
-    share: Annotated[float, Column("of verification", ".1%")]
+    share: Annotated[float, Column("of all of verification", ".1%")]
     """The drafts' bytes over all bytes of verification."""
 
 

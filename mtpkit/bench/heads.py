@@ -32,16 +32,20 @@ class HeadRow:
     draft_vocab_size: Annotated[int, Column("draft tokens", ",", key=True)]
     """Tokens that drafts are chosen among."""
     batch_size: Annotated[int, Column("batch", key=True)]
-    parameters: Annotated[float, Column("M parameters", lambda row: f"{row.parameters / 1e6:,.0f}")]
+    parameters: Annotated[
+        float, Column("M parameters", lambda row: significant(row.parameters / 1e6))
+    ]
     """Elements of its matrices, without the lm_head."""
-    draft_bytes: Annotated[float, Column("MB a draft", lambda row: f"{row.draft_bytes / 1e6:,.0f}")]
+    draft_bytes: Annotated[
+        float, Column("MB a draft", lambda row: significant(row.draft_bytes / 1e6))
+    ]
     """Bytes of the last draft of a step; the first one makes entries of accepted tokens, too."""
     draft_seconds: Annotated[
         float, Column("ms a draft", lambda row: significant(row.draft_seconds * 1e3, 3))
     ]
     """Time of those bytes and their FLOPs."""
-    draft_share: Annotated[float, Column("drafts / verification", ".0%")]
-    """Bytes of all drafts of a step with the most drafts, over those of their verification."""
+    draft_share: Annotated[float, Column("most drafts / verification", ".0%")]
+    """Bytes of a step's drafts over those of their verification, with the most drafts."""
     best_drafts: Annotated[int, Column("K that pays")]
     """The number of drafts with the most tokens per second."""
     tokens_per_s: Annotated[float, Column("tokens/s", ",.0f")]
@@ -69,6 +73,8 @@ def compare_heads(
         model, dtype, quantization=config.engine.quantization, weight_format=weight_format
     )
     own = get_config(model)
+    if config.head is None and not own.mtp.pattern:
+        raise UserError(f"{model} has no heads: name some with --head, such as '*'")
     rows = []
     for head in config.head or (own.mtp.pattern,):
         shape = _config_with(own, head, config.most_drafts)
@@ -90,10 +96,9 @@ def compare_heads(
                 rows += [_row(roofline, config, *named, batch) for batch in config.batch_size]
     bandwidth, matrix_rate, _ = config.rates
     title = (
-        f"heads at {significant(bandwidth / 1e12, 3)} TB/s and"
-        f" {significant(matrix_rate / 1e12, 3)} TFLOP/s: {model},"
-        f" {config.context_length:,.0f} tokens of context, acceptance"
-        f" {' '.join(map(str, config.acceptance))}"
+        f"heads for {model}, {base.said(dtype)}, up to {config.most_drafts} drafts, acceptance"
+        f" {' '.join(map(str, config.acceptance))}, {config.context_length:,.0f} tokens of context,"
+        f" {significant(bandwidth / 1e12, 3)} TB/s, {significant(matrix_rate / 1e12, 3)} TFLOP/s"
     )
     settings = {"model": model, "weight_format": weight_format, **options_of(config)}
     return Result("heads", title, HeadRow, rows, settings=settings)

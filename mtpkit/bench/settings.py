@@ -287,6 +287,25 @@ class LoadConfig(SyntheticConfig):
         return self.acceptance or USUAL_ACCEPTANCE
 
 
+OF_MIXED = frozenset(
+    {
+        "num_prompts",
+        "prompt_median",
+        "prompt_sigma",
+        "prompt_min",
+        "prompt_max",
+        "output_median",
+        "output_sigma",
+        "output_min",
+        "output_max",
+        "request_rate",
+        "max_num_seqs",
+    }
+)
+"""Settings of a `LoadConfig` that only the workload `mixed` has: others say themselves which
+requests arrive, and how many run at once."""
+
+
 @checked("stall benchmark")
 class StallConfig:
     """Settings of the workload `stall`, besides those of a `LoadConfig`."""

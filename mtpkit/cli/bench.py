@@ -1,7 +1,7 @@
 """Time decoding, serving and training; the same run times a copy and a matrix product."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +11,7 @@ import typer
 from mtpkit.bench.settings import (
     LARGE_SHAPES,
     LOAD_DRAFTS,
+    OF_MIXED,
     ON_CPU,
     SMALL_SHAPES,
     USUAL_DRAFTS,
@@ -181,8 +182,8 @@ def decode(
     _say(small)
     if kernels:
         kernel_shares(result).show_tables()
-    if config.draft_cost:
-        draft_parts(result).show_tables()
+    if config.draft_cost and (parts := draft_parts(result)).rows:
+        parts.show_tables()
     result.show(as_json)
 
 
@@ -247,12 +248,14 @@ def load(
         "prefill": prefill_rule,
         "long-agent": agent_rule,
     }
-    for name, rule in rules.items():
-        unused = sorted(_given(context, rule)) if name != workload else []
-        if unused:
+    of_workloads = {name: sorted(_given(context, rule)) for name, rule in rules.items()}
+    of_load = _given(context, config) | _given(context, config.engine)
+    of_workloads["mixed"] = sorted(name for name, field in of_load.items() if field in OF_MIXED)
+    for name, given in of_workloads.items():
+        if given and name != workload:
             raise typer.BadParameter(
                 f"this is for --workload {name}, but the workload is {workload}",
-                param_hint=listed(unused, separator=" / "),
+                param_hint=listed(given, separator=" / "),
             )
     if save_requests is not None:
         if workload != "mixed":
@@ -265,7 +268,9 @@ def load(
         return
 
     chosen = [rule for name, rule in rules.items() if name == workload]
-    model, (config, *fitted), small = _fitting(context, model, default_device(), config, *chosen)
+    model, (config, *fitted), small = _fitting(
+        context, model, default_device(), config, *chosen, unsaid=OF_MIXED if chosen else ()
+    )
     drafts = choose_drafts(get_config(model, pattern), config.num_speculative_tokens, LOAD_DRAFTS)
     config = replace(config, num_speculative_tokens=drafts)
     opened = _open(
@@ -401,12 +406,14 @@ def _fitting(
     device: "torch.device",
     *configs: Any,
     settings: Sequence[str] = (),
+    unsaid: Collection[str] = (),
 ) -> tuple[str, list[Any], str]:
     """Fit the model and the settings to a device: without a GPU, settings that were not given
     become small ones.
 
     Args:
         settings: `key=value` settings that were made small before.
+        unsaid: names of settings that this run does not have.
 
     Returns:
         The model, the settings, and a sentence that says which small numbers stand in, empty on a
@@ -424,6 +431,8 @@ def _fitting(
         small = {name: value for name, value in ON_CPU[type(config)].items() if name not in given}
         fitted.append(replace(config, **small))
         for name, value in small.items():
+            if name in unsaid:
+                continue
             texts = map(str, value) if isinstance(value, tuple) else [str(value)]
             said.append(f"--{keys[name].replace('_', '-')} {' '.join(texts)}")
     said += settings

@@ -114,8 +114,13 @@ def test_the_engine_accepts_what_goes_with_the_number_of_drafts(k):
 
 def test_a_cache_without_room_is_refused(model):
     config = replace(CONFIG, engine=EngineOptions(block_size=8, prefix_cache_bytes=0))
-    with pytest.raises(MtpkitError, match=r"1 sessions, K = 0: the prefix cache had 0\.0%"):
+    with pytest.raises(UserError, match="prefix_cache_bytes is 0, but the workload long-agent"):
         measure_load(model, config, RULE)
+    # Room for the requests alone: what a request leaves is evicted by the next.
+    one = -(-(RULE.longest + 8) // 8)
+    config = replace(CONFIG, engine=EngineOptions(block_size=8, num_blocks=one))
+    with pytest.raises(MtpkitError, match=r"K = 3: the prefix cache had .* too little"):
+        measure_load(model, replace(config, num_speculative_tokens=(3,)), RULE)
 
 
 def test_what_cannot_be_drawn_is_refused():

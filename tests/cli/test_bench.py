@@ -248,10 +248,8 @@ def test_prefill(call, capsys):
     )
 
 
-LOAD = (
-    "--model nemotron-h-tiny --num-prompts 3 --prompt-max 20 --output-max 12 --repeats 1 --k 1"
-    " --max-num-seqs 2"
-)
+TINY_LOAD = "--model nemotron-h-tiny --repeats 1 --k 1"
+LOAD = f"{TINY_LOAD} --num-prompts 3 --prompt-max 20 --output-max 12 --max-num-seqs 2"
 
 
 def test_load(call, capsys, tmp_path):
@@ -272,7 +270,7 @@ def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
         "--workload stall --decoding-requests 2 --arriving-prompts 1 --arriving-length 30"
         " --lone-length 8 20"
     )
-    assert call(app, "load", *LOAD.split(), *options.split(), "--output", tmp_path) == 0
+    assert call(app, "load", *TINY_LOAD.split(), *options.split(), "--output", tmp_path) == 0
     (row,) = last_line(capsys)["rows"]
     assert row["k"] == 1 and len(row["lone_ms"]) == 2 and row["stall"] > 0
     assert (tmp_path / "load_stall.json").exists()
@@ -280,7 +278,7 @@ def test_load_with_arriving_prompts(call, capsys, tmp_path, monkeypatch):
 
 def test_load_of_conversations(call, capsys, tmp_path):
     options = (
-        f"{LOAD} --workload turns --turns 3 --turn-length 9 --conversations 2"
+        f"{TINY_LOAD} --workload turns --turns 3 --turn-length 9 --conversations 2"
         " --prefix-cache-dtype bfloat16"
     ).split()
     assert call(app, "load", *options, "--output", tmp_path) == 0
@@ -298,6 +296,13 @@ def test_load_of_conversations(call, capsys, tmp_path):
         ("--workload stall --turn-length 9 --turns 3", "--turn-length / --turns", "turns"),
         ("--workload turns --batch-size 2", "--batch-size", "prefill"),
         ("--workload prefill --lone-length 9", "--lone-length", "stall"),
+        ("--workload stall --concurrency 9", "--concurrency", "long-agent"),
+        ("--workload long-agent --request-rate 3", "--request-rate", "mixed"),
+        (
+            "--workload turns --num-prompts 3 --max-num-seqs 2",
+            "--max-num-seqs / --num-prompts",
+            "mixed",
+        ),
     ],
 )
 def test_an_option_of_another_workload_is_refused(options, unused, workload, call, capsys):
@@ -439,7 +444,11 @@ class Done:
 
 @pytest.mark.parametrize(
     "command",
-    ["load", *(f"load --workload {name}" for name in ("stall", "turns", "prefill")), "train"],
+    [
+        "load",
+        *(f"load --workload {name}" for name in ("stall", "turns", "prefill", "long-agent")),
+        "train",
+    ],
 )
 def test_every_benchmark_is_small_on_a_cpu(command, call, capsys, monkeypatch):
     """Each takes the small model and at least one small number."""

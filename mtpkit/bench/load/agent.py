@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from mtpkit.bench.load.run import check_acceptance
-from mtpkit.bench.load.serving import Stream, percentiles_ms, serve
+from mtpkit.bench.load.serving import Clock, Stream, percentiles_ms, serve
 from mtpkit.bench.load.workload import (
     Drafts,
     Workload,
@@ -25,10 +25,11 @@ from mtpkit.bench.load.workload import (
 )
 from mtpkit.bench.report import Column, significant
 from mtpkit.bench.roofline import Roofline
-from mtpkit.bench.settings import AgentConfig, depth_rates
+from mtpkit.bench.settings import AgentConfig, LoadConfig, depth_rates
 from mtpkit.bench.shapes import random_prompts
 from mtpkit.engine import LLM
-from mtpkit.errors import MtpkitError
+from mtpkit.errors import MtpkitError, UserError
+from mtpkit.model.hybrid import HybridModel
 
 Case = tuple[int, Drafts]
 """Number of sessions, and K."""
@@ -86,6 +87,16 @@ class LongAgent(Workload[AgentRow]):
     row = AgentRow
     rule: AgentConfig
 
+    def __init__(
+        self, model: HybridModel, config: LoadConfig, rule: AgentConfig, clock: Clock
+    ) -> None:
+        if config.engine.prefix_cache_bytes == 0:
+            raise UserError(
+                "prefix_cache_bytes is 0, but the workload long-agent goes on from prefixes in the"
+                " cache: leave it out"
+            )
+        super().__init__(model, config, rule, clock)
+
     @property
     def cases(self) -> Sequence[Case]:
         """Each number of sessions with each K."""
@@ -101,7 +112,7 @@ class LongAgent(Workload[AgentRow]):
         return (
             f"sessions of {rule.session_requests} requests, each with {rule.prefix_length:,} prompt"
             f" tokens in the cache, {rule.fresh_length:,} new ones and {rule.output_length:,}"
-            f" output tokens: {name}"
+            f" output tokens: {name}, synthetic acceptance"
         )
 
     @property
@@ -192,8 +203,8 @@ class LongAgent(Workload[AgentRow]):
         if cached < wanted or preemptions:
             raise MtpkitError(
                 f"{self.label(case)}: the prefix cache had {hit:.1%} of the prompts' tokens, fewer"
-                " than the prefixes have: it has too little room, lower --concurrency or raise"
-                " --prefix-cache-bytes or --gpu-memory-utilization"
+                " than the prefixes have: there is too little room for it, lower --concurrency or"
+                " raise --gpu-memory-utilization, --num-blocks or --prefix-cache-bytes"
             )
 
     def _row(

@@ -259,9 +259,10 @@ class SyntheticAcceptance:
         for rates in lists:
             valid = all(0 <= rate <= 1 for rate in rates)
             if len(rates) < depths or not valid:
+                each = ", in each of its lists" if lists is given else ""
                 raise UserError(
                     f"synthetic_acceptance is {given}, must be {depths} rates from 0 to 1, one per"
-                    " draft"
+                    f" draft{each}"
                 )
         kept = [rates[:depths] for rates in lists]
         self._rates = torch.tensor(kept, dtype=torch.float64, device=device)
