@@ -1,8 +1,6 @@
 """The training benchmark times the trainer's own steps, and its figures hang together."""
 
 import dataclasses
-import json
-import os
 import shutil
 
 import pytest
@@ -126,11 +124,10 @@ def test_losses_are_those_of_a_run_from_files(settings, tokenizer_dir, tmp_path,
     assert row.mean_loss == losses[-1] and len(set(losses)) == 3
 
 
-def measured_by_two(rank, parallel):
+def measured_by_two(rank, parallel, alone):
     result = results(*CONSTANT, "data.global_batch_size=2", *parallel)
     if has_results():
         (row,) = result.rows
-        alone = json.loads(os.environ["ALONE"])
         assert row.mean_loss == pytest.approx(alone["mean_loss"], rel=1e-5)
         assert row.tokens == 64 and row.flops_per_token == alone["flops_per_token"]
         assert row.flops_per_s == pytest.approx(row.flops_per_token * row.tokens_per_s / 2)
@@ -140,10 +137,9 @@ def measured_by_two(rank, parallel):
 @pytest.mark.parametrize(
     "parallel", [[], ["parallel.tensor=2"], ["parallel.pipeline=2", "parallel.balance=time"]]
 )
-def test_two_ranks_share_the_work_of_one(parallel, monkeypatch):
+def test_two_ranks_share_the_work_of_one(parallel):
     row = measure(*CONSTANT, "data.global_batch_size=2")
-    monkeypatch.setenv("ALONE", json.dumps(dataclasses.asdict(row)))
-    run_ranks(measured_by_two, parallel)
+    run_ranks(measured_by_two, parallel, dataclasses.asdict(row))
 
 
 def test_each_pair_of_a_length_and_a_loss_has_its_row():
