@@ -444,6 +444,20 @@ def test_a_request_waits_for_its_grammar_and_lets_others_pass(monkeypatch):
     assert ended == [free, constrained] and len(slow) == 1
 
 
+def one_ahead(max_num_batched_tokens: int, **settings):
+    """An engine a step ahead of the host, with eight slots."""
+    return fake_engine(
+        MODEL,
+        num_blocks=400,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        eos=(END,),
+        tokenizer=TOKENIZER,
+        async_scheduling=True,
+        **settings,
+    )
+
+
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize(
     ("free", "constrained", "num_batches", "rows"),
@@ -459,17 +473,7 @@ def test_a_request_waits_for_its_grammar_and_lets_others_pass(monkeypatch):
 def test_rows_that_wait_for_results_do_not_halve_the_steps(k, free, constrained, num_batches, rows):
     """Prompts end in different steps, so that constrained requests would decode in two groups in
     turn. Where most rows are free, they go on in every step."""
-    engine = fake_engine(
-        MODEL,
-        num_speculative_tokens=k,
-        num_blocks=400,
-        num_batches=num_batches,
-        max_num_seqs=8,
-        max_num_batched_tokens=40,
-        eos=(END,),
-        tokenizer=TOKENIZER,
-        async_scheduling=True,
-    )
+    engine = one_ahead(40, num_speculative_tokens=k, num_batches=num_batches)
     text = StructuredOutputsParams(regex="[a-z]{400}")
     lasting = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     for index in range(free + constrained):
@@ -502,16 +506,7 @@ def launches(engine) -> list[tuple[int, int]]:
 
 def test_a_batch_without_requests_is_not_waited_for_in_place_of_another():
     """Of two batches, all requests of one are aborted: the other's decode in one step."""
-    engine = fake_engine(
-        MODEL,
-        num_blocks=400,
-        num_batches=2,
-        max_num_seqs=8,
-        max_num_batched_tokens=40,
-        eos=(END,),
-        tokenizer=TOKENIZER,
-        async_scheduling=True,
-    )
+    engine = one_ahead(40, num_batches=2)
     text = StructuredOutputsParams(regex="[a-z]{400}")
     lasting = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     names = [
@@ -530,16 +525,7 @@ def test_a_batch_without_requests_is_not_waited_for_in_place_of_another():
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_step_that_is_full_does_not_wait(k):
     """Rows that take turns fill every step: results are read while the next step runs."""
-    engine = fake_engine(
-        MODEL,
-        num_speculative_tokens=k,
-        num_blocks=400,
-        max_num_seqs=8,
-        max_num_batched_tokens=4 * (1 + k),
-        eos=(END,),
-        tokenizer=TOKENIZER,
-        async_scheduling=True,
-    )
+    engine = one_ahead(4 * (1 + k), num_speculative_tokens=k)
     text = StructuredOutputsParams(regex="[a-z]{400}")
     for _ in range(8):
         engine.add_request([65], asked(0, text, max_tokens=120))

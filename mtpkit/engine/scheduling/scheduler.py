@@ -136,6 +136,9 @@ class Scheduler:
 
     def _gains_by_waiting(self, running: Sequence[Request]) -> bool:
         """Whether a step of these requests is to wait for those that need results."""
+        # Steps without constrained requests are to pay no more than this look.
+        if not any(one.constraint for one in running):
+            return False
         rows = [one for one in running if one.decodes_on]
         ready = sum(one.ready_to_decode for one in rows)
         constrained = sum(one.constraint is not None for one in rows)
