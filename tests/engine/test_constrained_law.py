@@ -116,5 +116,5 @@ def test_drafts_that_the_host_chose_are_not_taken_for_drawn_ones(certain, monkey
     assert (p_value(tokens) > 1e-3) == certain
 
 
-def _forget_drafts(request, _) -> None:
+def _forget_drafts(request, *_) -> None:
     request.drafts_in_flight = max(0, request.drafts_in_flight - 1)

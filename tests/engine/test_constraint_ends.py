@@ -91,7 +91,8 @@ def test_drafts_that_are_all_illegal_cost_nothing_else(shape):
 
     found = outputs_of(asked, rule=digits, **shape)
     assert texts(found) == want
-    assert all(not output.stats.accepted and output.stats.drafted for output in found)
+    # But for the end, which is forced.
+    assert all(output.stats.accepted <= 1 and output.stats.drafted for output in found)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)

@@ -75,7 +75,7 @@ class TableDrafter(MtpDrafter):
             if not self.sample:
                 tokens.append(self.logits(state).argmax(-1))
                 continue
-            token, drawn_from = self.choose(state, depth, batch, newest)
+            token, drawn_from, _ = self.choose(state, depth, batch, newest)
             tokens.append(token)
             probs.append(drawn_from)
         return Drafts(torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None)

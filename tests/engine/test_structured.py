@@ -7,24 +7,30 @@ import random
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema_rs
 import pytest
+import torch
 from llguidance import LLMatcher, LLParserLimits
 
 from mtpkit import LLM, SamplingParams
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.engine import StructuredOutputsParams
+from mtpkit.engine.drafting.protocol import MtpDrafter
 from mtpkit.engine.requests import walk
 from mtpkit.engine.requests.grammar import Constraint, Grammars
 from mtpkit.engine.requests.tree import DynamicTree, parse_tree
 from mtpkit.engine.requests.walk import masks_along
+from mtpkit.engine.steps import runners_up
 from mtpkit.engine.steps.plan import Drafts
+from mtpkit.engine.steps.processor import GRAMMAR
 from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
-from mtpkit.model import build_model
-from tests.engine.fakes import HashModel, RuleDrafter, fake_engine, run
+from mtpkit.kernels.draft_head.reference import to_token_ids
+from mtpkit.model import build_model, normed_states
+from tests.engine.fakes import HashModel, RuleDrafter, extend_hash, fake_engine, run
 from tests.engine.rank_cases import config
 from tests.engine.replayed import replay_on_cpu
 from tests.engine.tiny import tiny_config
@@ -251,6 +257,95 @@ def test_forced_text_follows_legal_drafts():
     # Where no sibling has it, the first one gets it.
     found = constraint.walk([0, *b"acyjxky"], [-1, 0, 0, 1, 1, 2, 3, 3], 3)
     assert bytes(found.token_ids[1:]) == b"acxjxky" and found.written == [3, 7]
+
+
+def test_legal_runners_up_replace_illegal_drafts():
+    """The first that is legal. What replaces the end of a chain may be an end."""
+    grammars = Grammars(TOKENIZER, SIZE, [END])
+    constraint = grammars.constraint(StructuredOutputsParams(regex="[ab][xy]z?[cd]"), None)
+    constraint.wait()
+
+    def walked(drafts: bytes, *runners_up) -> tuple[list[int], list[int], list[int]]:
+        found = constraint.walk([0, *drafts], range(-1, len(drafts)), 9, runners_up=runners_up)
+        return found.token_ids[1:], found.written, found.places
+
+    assert walked(b"?yz?", b"zab", b"xyz", b"c", b"?d") == ([*b"ayzd"], [1, 4], [*range(5)])
+    assert walked(b"?yz", b"z?", b"x", b"c") == ([*b"?yz"], [], [0])
+    assert walked(b"ax??", b"b", b"y", b"dc", [*b"y", END]) == ([*b"axd", END], [3, 4], [*range(5)])
+    # Those of later drafts may be missing.
+    assert walked(b"?yz?", b"b") == ([*b"byz?"], [1], [*range(4)])
+    # Forced text has the first word.
+    constraint = grammars.constraint(StructuredOutputsParams(regex="[ab]xyz"), None)
+    constraint.wait()
+    assert walked(b"?q?", b"b", b"x", b"z") == ([*b"bxy"], [1, 2, 3], [*range(4)])
+
+
+class SecondBest(RuleDrafter):
+    """Drafts a letter, and knows of the digit that the base says where letters are forbidden."""
+
+    def draft(self, hidden, batch, verdict) -> Drafts:
+        drafted = super().draft(hidden, batch, verdict)
+        others = drafted.token_ids[..., None].repeat(1, 1, runners_up.COUNT)
+        others[..., 0] = NO_TOKEN
+        others[..., 2] = ord("b")
+        letters = torch.full_like(drafted.token_ids, ord("a"))
+        return Drafts(letters, runners_up=others)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_legal_runners_up_are_accepted(ahead):
+    """Also beside requests without a constraint, whose drafts they do not change."""
+    params = SamplingParams(
+        temperature=0, structured_outputs=StructuredOutputsParams(regex="[0-9]{60}")
+    )
+    free = SamplingParams(temperature=0, max_tokens=30)
+    settings = dict(eos=(END,), tokenizer=TOKENIZER, num_blocks=99, async_scheduling=ahead)
+    digits = range(*b"0:")
+
+    def rule(tokens: list[int]) -> int:
+        value = functools.reduce(extend_hash, tokens, 0)
+        return max(digits, key=MODEL.logits([value])[0].tolist().__getitem__)
+
+    found = []
+    for k in (0, 3):
+        engine = fake_engine(MODEL, num_speculative_tokens=k, **settings)
+        if k:
+            engine.executor.drafter = SecondBest(rule, k, SIZE, None)
+        names = [engine.add_request(prompt, one) for prompt in PROMPTS for one in (params, free)]
+        outputs = run(engine)
+        found.append([outputs[name].outputs[0].token_ids for name in names])
+    assert found[0] == found[1]
+    for name in names[::2]:
+        assert outputs[name].stats.acceptance_length > 3.5
+    for name in names[1::2]:
+        assert outputs[name].stats.acceptance_length < 1.5
+
+
+@pytest.mark.parametrize("some", [None, list(range(40, 190))], ids=["all", "draft vocabulary"])
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
+def test_heads_report_their_next_best_tokens(heads, some, monkeypatch):
+    """And draft what they do in steps without constrained rows."""
+    model = build_model(tiny_config(heads).replace(vocab_size=SIZE), device="cpu", seed=1)
+    compared = 0
+    choose = MtpDrafter.choose
+
+    def checked(self, state, depth, batch, newest):
+        nonlocal compared
+        found = choose(self, state, depth, batch, newest)
+        if GRAMMAR in batch.sampling.use:
+            logits = self.logits(normed_states(self.model, state, depth))
+            order = logits.float().argsort(-1, descending=True)[:, : 1 + runners_up.COUNT]
+            want = to_token_ids(order.flatten(), self.draft_token_ids).view_as(order)
+            assert (torch.cat([found.token_ids[:, None], found.runners_up], 1) == want).all()
+            plain = replace(batch, sampling=replace(batch.sampling, use=frozenset()))
+            alone = choose(self, state, depth, plain, newest)
+            assert (alone.token_ids == found.token_ids).all() and alone.runners_up is None
+            compared += len(want)
+        return found
+
+    monkeypatch.setattr(MtpDrafter, "choose", checked)
+    tokens_of(model, 2, draft_vocab=some)
+    assert compared > 20
 
 
 def test_a_constraint_begins_after_its_token():
@@ -553,9 +648,9 @@ SIZES = [
 
 
 def rank_decodes(rank: int, model_dir: str, path: str, sizes: dict, k: int | None) -> None:
-    tokens = tokens_of(model_dir, k, **sizes)
+    found = decoded_by(model_dir, k, **sizes)
     if rank == 0:
-        Path(path).write_text(json.dumps(tokens))
+        Path(path).write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize(("sizes", "k"), SIZES, ids=str)
@@ -564,12 +659,21 @@ def test_ranks_constrain_as_one_does(sizes, k, tmp_path):
     save_hf_model(build_model(wide, device="cpu", seed=1), tmp_path / "model")
     path = tmp_path / "tokens.json"
     run_ranks(rank_decodes, str(tmp_path / "model"), str(path), sizes, k)
-    want = tokens_of(str(tmp_path / "model"), 2)
-    assert json.loads(path.read_text()) == want and len(set(map(len, want))) > 3
+    tokens, counts = json.loads(path.read_text())
+    want, accepted = decoded_by(str(tmp_path / "model"), 2)
+    assert tokens == want and len(set(map(len, want))) > 3
+    # What replaces drafts gets to all ranks. A step ahead may launch a few drafts more.
+    assert sum(accepted) > 5 and (k is None or counts == accepted)
 
 
 def tokens_of(model, k: int | None, **settings) -> list[list[int]]:
-    """Tokens of constrained and free requests of a real model."""
+    """See `decoded_by`."""
+    return decoded_by(model, k, **settings)[0]
+
+
+def decoded_by(model, k: int | None, **settings) -> tuple[list[list[int]], list[int]]:
+    """Tokens of constrained and free requests of a real model, and the drafts that each
+    accepted."""
     small = dict(num_blocks=99, block_size=8, max_num_seqs=3, warm_up=False)
     llm = LLM(model, k, tokenizer=byte_level(), **small | settings)
     params = [
@@ -577,7 +681,11 @@ def tokens_of(model, k: int | None, **settings) -> list[list[int]]:
         for index, one in enumerate(cases()[196:208])
     ]
     prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(params))]
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    outputs = llm.generate(prompts, params)
+    return (
+        [output.outputs[0].token_ids for output in outputs],
+        [output.stats.accepted for output in outputs],
+    )
 
 
 @pytest.mark.parametrize(

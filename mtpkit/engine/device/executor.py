@@ -18,10 +18,10 @@ from mtpkit.engine.drafting import Drafter
 from mtpkit.engine.ranks import Ranks
 from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.steps import log_probs, runners_up
 from mtpkit.engine.steps.batch import BatchBuilder
 from mtpkit.engine.steps.constrained import constrained_rows, slots_of
 from mtpkit.engine.steps.device_state import DeviceState
-from mtpkit.engine.steps.log_probs import columns_of, pack_chosen, pack_prompts
 from mtpkit.engine.steps.plan import (
     Batch,
     Drafts,
@@ -85,8 +85,13 @@ class Launched:
             check(packed, plan)
         ranked = plan.trees and plan.num_decode_rows > 0
         depths = plan.num_speculative_tokens
-        reported = columns_of(plan.processors, depths)
-        result = StepResult.unpack(packed, depths, ranked, reported)
+        result = StepResult.unpack(
+            packed,
+            depths,
+            ranked,
+            runners_up=runners_up.columns_of(plan.processors, plan.drafts),
+            reported=log_probs.columns_of(plan.processors, depths),
+        )
         if self._of_prompts is not None:
             result = replace(result, of_prompts=self._of_prompts.numpy())
         if self._trees is not None:
@@ -196,7 +201,7 @@ class Executor:
         if batch.reported is None:
             return self.execute(batch), None
         out = self.runner.run(batch)
-        of_prompts = pack_prompts(self.runner.logits, out.hidden, batch)
+        of_prompts = log_probs.pack_prompts(self.runner.logits, out.hidden, batch)
         return self._decide(batch, out), of_prompts
 
     def _as_graph(self, plan: Plan) -> bool:
@@ -209,15 +214,15 @@ class Executor:
         reads. Graphs capture this function, so that nothing in it waits for the device.
 
         Returns:
-            The results for the host, see `pack`, followed by log-probabilities, see
-            `steps.log_probs.pack_chosen`.
+            The results for the host, see `pack`, followed by runners-up of drafts and by
+            log-probabilities, see `steps.runners_up.pack` and `steps.log_probs.pack_chosen`.
         """
         return self._decide(batch, self.runner.run(batch))
 
     def _decide(self, batch: Batch, out: StepOutput) -> Tensor:
         """Verify and draft, given what the base computed."""
         verdict = self.verifier(out.logits, batch)
-        log_probs = pack_chosen(out.logits, batch, verdict, self.config.logprobs_mode)
+        reported = log_probs.pack_chosen(out.logits, batch, verdict, self.config.logprobs_mode)
 
         # From here on an accepted path of a tree is a chain, for the heads and for the next step.
         batch, order = batch.along(verdict)
@@ -225,11 +230,11 @@ class Executor:
 
         drafts = self.drafter.draft(hidden, batch, verdict)
         self.state.step(batch, verdict, drafts, hidden)
-        packed = self.pack(verdict, drafts)
-        return packed if log_probs is None else torch.cat([packed, log_probs], 1)
+        parts = [self.pack(verdict, drafts), runners_up.pack(drafts, batch), reported]
+        return torch.cat([part for part in parts if part is not None], 1)
 
     def pack(self, verdict: Verdict, drafts: Drafts) -> Tensor:
-        """Pack the results of a step, but for log-probabilities, see `pack_result`."""
+        """Pack the results of a step that all steps have, see `pack_result`."""
         return pack_result(verdict, drafts)
 
     def prepare(self, plan: Plan) -> None:

@@ -29,7 +29,7 @@ from mtpkit.engine.ranks.returned import (
 )
 from mtpkit.engine.requests.config import EngineConfig
 from mtpkit.engine.requests.tree import DraftShape
-from mtpkit.engine.steps import log_probs
+from mtpkit.engine.steps import log_probs, runners_up
 from mtpkit.engine.steps.plan import Batch, Drafts, Plan, StepResult, StepShape, Verdict
 from mtpkit.model.state import StateLayout
 
@@ -181,7 +181,7 @@ class StageExecutor(Executor):
         check_returned(packed[:, : num_columns(columns)], columns)
 
     def _columns_of(self, shape: StepShape) -> dict[str, Column]:
-        """See `columns_of`; log-probabilities follow these columns."""
+        """See `columns_of`; what only the host reads follows these columns."""
         return columns_of(shape.drafts, shape.decode_rows > 0, self.vocab_size)
 
     def drain(self) -> None:
@@ -197,6 +197,7 @@ class StageExecutor(Executor):
         plan = first.launched.plan
         stored = num_columns(self._columns_of(StepShape.of(plan)))
         reported = log_probs.columns_of(plan.processors, plan.num_speculative_tokens)
+        reported += runners_up.columns_of(plan.processors, plan.drafts)
         message = self.stage.receive_results(
             plan.num_sampling_rows, stored + reported, self.builder.device
         )

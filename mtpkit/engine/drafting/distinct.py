@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.drafting.protocol import MtpDrafter
+from mtpkit.engine.drafting.protocol import Choice, MtpDrafter
 from mtpkit.engine.steps.batch import token_rows
 from mtpkit.engine.steps.plan import Batch, Drafts, HeadSpan, Verdict, embeddable
 from mtpkit.kernels.step_rows import kv_slots
@@ -51,7 +51,7 @@ class DistinctDrafter(MtpDrafter):
         state = window.hidden
         newest = window.newest[:count]
         flat = window.flat_newest[:count]
-        chosen: list[tuple[Tensor, Tensor | None]] = []
+        chosen: list[Choice] = []
         for depth in range(1, self.num_speculative_tokens + 1):
             drafting = flat if depth <= batch.shape.num_speculative_tokens else flat[:0]
             tokens = window.token_ids(depth)[None]
@@ -63,7 +63,7 @@ class DistinctDrafter(MtpDrafter):
             if len(drafting):
                 kept = state[:, 0] if last else state[flat, 0]
                 chosen.append(self.choose(kept, depth, batch, newest))
-                window.future[:count, depth] = embeddable(chosen[-1][0])
+                window.future[:count, depth] = embeddable(chosen[-1].token_ids)
         return self.drafts(chosen, batch)
 
 

@@ -4,13 +4,14 @@ Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V voca
 size. p is a row's newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mtpkit.engine.steps import sampler
+from mtpkit.engine.steps import runners_up, sampler
 from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, HeadSpan, Verdict
+from mtpkit.engine.steps.processor import GRAMMAR
 from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
 from mtpkit.model.formats.weight import QuantizedWeight, Weight, multiply, weight_bytes
 from mtpkit.model.hybrid import HybridModel
@@ -54,6 +55,17 @@ class NoDrafter:
         return Drafts(verdict.token_ids.new_zeros(batch.shape.sampling_rows, 0))
 
 
+class Choice(NamedTuple):
+    """The drafts of one depth."""
+
+    token_ids: Tensor
+    """[S] int64, or `NO_TOKEN`."""
+    probs: Tensor | None = None
+    """[S, v] the distributions that they were drawn from; None: they are the heads' best tokens."""
+    runners_up: Tensor | None = None
+    """[S, n] int64, see `mtpkit.engine.steps.runners_up`; None: no row needs them."""
+
+
 class MtpDrafter:
     """Base class of drafters with heads: chooses a draft from the hidden state of a depth."""
 
@@ -92,22 +104,20 @@ class MtpDrafter:
         weight = self._draft_weight
         return widened_bytes(weight) if isinstance(weight, QuantizedWeight) else 0
 
-    def choose(
-        self, state: Tensor, depth: int, batch: Batch, newest: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Choose draft `depth` of each row from `state` [S, h], the output of that depth.
-
-        Returns:
-            [S] tokens or `NO_TOKEN`; and [S, v] the distributions that they were drawn from, or
-            None.
-        """
+    def choose(self, state: Tensor, depth: int, batch: Batch, newest: Tensor) -> Choice:
+        """Choose draft `depth` of each row from `state` [S, h], the output of that depth."""
         state = normed_states(self.model, state, depth)
+        if not self.sample and GRAMMAR in batch.sampling.use:
+            top_tokens = batch.sampling.vocabulary.top_tokens
+            tokens, _ = top_tokens(self.logits(state), 1 + runners_up.COUNT, self.draft_token_ids)
+            return Choice(tokens[:, 0], runners_up=tokens[:, 1:])
         if not self.sample:
-            return greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids), None
+            best = greedy_tokens(self.model, state, self._draft_weight, self.draft_token_ids)
+            return Choice(best)
         rows = torch.arange(len(state), device=state.device)
         probs = self.distributions(state, batch, rows)
         numbers = sampler.uniforms(batch.sampling, rows, newest + 1 + depth, sampler.DRAFT_STREAM)
-        return batch.sampling.vocabulary.sample(probs, numbers), probs
+        return Choice(batch.sampling.vocabulary.sample(probs, numbers), probs)
 
     def logits(self, state: Tensor) -> Tensor:
         """[M, d] logits, given normed states [M, h], of `draft_token_ids` or of all tokens, as far
@@ -128,7 +138,7 @@ class MtpDrafter:
             logits[:, self.draft_token_ids - vocabulary.first] = drafted
         return sampler.probabilities(logits, batch.sampling, rows)
 
-    def drafts(self, chosen: list[tuple[Tensor, Tensor | None]], batch: Batch) -> Drafts:
+    def drafts(self, chosen: list[Choice], batch: Batch) -> Drafts:
         """Stack the results of `choose` for each depth; without any, the result is an empty [S,
         K]."""
         if not chosen:
@@ -137,8 +147,6 @@ class MtpDrafter:
                     batch.shape.sampling_rows, batch.shape.num_speculative_tokens
                 )
             )
-        probs = [p for _, p in chosen if p is not None]
-        return Drafts(
-            torch.stack([tokens for tokens, _ in chosen], 1),
-            torch.stack(probs, 1) if probs else None,
-        )
+        token_ids, *optional = zip(*chosen, strict=True)
+        probs, others = (None if None in parts else torch.stack(parts, 1) for parts in optional)
+        return Drafts(torch.stack(token_ids, 1), probs, runners_up=others)

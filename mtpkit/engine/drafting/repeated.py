@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.drafting.protocol import MtpDrafter
+from mtpkit.engine.drafting.protocol import Choice, MtpDrafter
 from mtpkit.engine.steps.plan import Batch, Drafts, Verdict, embeddable
 from mtpkit.kernels.step_rows import kv_slots
 from mtpkit.model import mtp_forward
@@ -36,7 +36,7 @@ class RepeatedDrafter(MtpDrafter):
         shifted = shifted_token_ids(batch, verdict)[None]
         state = mtp_forward(self.model, 1, hidden, shifted, batch.inputs, keep=drafting)
 
-        chosen: list[tuple[Tensor, Tensor | None]] = []
+        chosen: list[Choice] = []
         if len(drafting):
             chosen.append(self.choose(state[:, 0], 1, batch, newest))
 
@@ -47,7 +47,7 @@ class RepeatedDrafter(MtpDrafter):
 
             for depth in range(2, depths + 1):
                 inputs = self._one_token(inputs, newest + (depth - 1))
-                draft = embeddable(chosen[-1][0])[None]
+                draft = embeddable(chosen[-1].token_ids)[None]
                 state = mtp_forward(self.model, depth, state, draft, inputs)
                 chosen.append(self.choose(state[:, 0], depth, batch, newest))
                 inputs = inputs.advanced()

@@ -149,13 +149,18 @@ class Constraint:
         return self._matcher.compute_ff_tokens()[:most]
 
     def walk(
-        self, token_ids: list[int], parents: Sequence[int], depth: int, writes: bool = True
+        self,
+        token_ids: list[int],
+        parents: Sequence[int],
+        depth: int,
+        writes: bool = True,
+        runners_up: Sequence[Sequence[int]] = (),
     ) -> Walk:
         """Walk along the drafts of a step, see `Walk`; the constraint itself stays where it is."""
         matcher = None if self.error is not None else self._matcher
         start_after = None if self._began else self._start_after
         position = Position(matcher, start_after, self._end_token_ids, self._end_mask)
-        return Walk(position, token_ids, parents, depth, writes)
+        return Walk(position, token_ids, parents, depth, writes, runners_up)
 
 
 class Grammars:

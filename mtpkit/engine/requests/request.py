@@ -126,6 +126,9 @@ class Request:
     newest_draft_ids: list[int] = field(default_factory=list)
     """The drafts of the newest committed step: a chain, or one per depth of a tree. In an engine
     with trees, constrained requests have what `StepResult.trees` says."""
+    runners_up: list[int] = field(default_factory=list)
+    """Of a constrained request, the runners-up of each of these drafts, see
+    `mtpkit.engine.steps.runners_up`; empty: they are unknown."""
     block_table: array = field(default_factory=lambda: array("q"))
     """int64 array, which numpy reads without conversion: tables of many thousand tokens go to the
     device every step."""
@@ -236,11 +239,12 @@ class Request:
         if found_stop and self.finish_reason == "stop":
             self.stop_reason = self.detokenizer.stop_string
 
-    def note_drafts(self, token_ids: list[int]) -> None:
-        """Note the drafts of a step that is committed."""
+    def note_drafts(self, token_ids: list[int], runners_up: list[int]) -> None:
+        """Note the drafts of a step that is committed, and their runners-up."""
         # A step from before a preemption may come late.
         self.drafts_in_flight = max(0, self.drafts_in_flight - 1)
         self.newest_draft_ids = token_ids
+        self.runners_up = runners_up
 
     def note_tree(self, drafts: list[int]) -> None:
         """Note all drafts of a step in place of one per depth, see `StepResult.trees`."""
@@ -295,6 +299,7 @@ class Request:
         self.in_flight = 0
         self.drafts_in_flight = 0
         self.newest_draft_ids = []
+        self.runners_up = []
         self.num_published = 0
         self.bad_draft = None
 

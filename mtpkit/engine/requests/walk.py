@@ -1,5 +1,5 @@
-"""Walks of grammars along the drafts of a step: which drafts are legal, what the grammar forces
-instead, and the masks of tokens that may follow.
+"""Walks of grammars along the drafts of a step: which drafts are legal, what takes the place of
+others, and the masks of tokens that may follow.
 
 The drafts of a request are a tree, of which a chain is the simplest, see
 `mtpkit.engine.requests.tree`. A walk goes along all paths and cuts drafts that are not legal, with
@@ -57,11 +57,13 @@ class Walk:
         parents: T indices of tokens.
         depth: most drafts of a path that are verified.
         writes: whether drafts may be replaced.
+        runners_up: for the tokens after the newest output token, what the heads found best after
+            the draft. The first that is legal replaces a draft that is not. Chains may have them.
 
     Attributes:
         places: for each mask, the token of the tree that it follows. Tokens that are left out are
             not legal, or follow one that is not.
-        written: places of the drafts that the grammar forces.
+        written: places of the drafts that were replaced, or that the grammar forces.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class Walk:
         parents: Sequence[int],
         depth: int,
         writes: bool = True,
+        runners_up: Sequence[Sequence[int]] = (),
     ) -> None:
         self.token_ids = token_ids
         self.written: list[int] = []
         self._position = position
         self._matcher = position.matcher
         self._writes = writes
+        self._runners_up = runners_up if writes else ()
         self._runs: list[_Run] = []
         self._free: list[int] = []
         """Tokens that any token may follow, as the grammar has not begun."""
@@ -140,9 +144,9 @@ class Walk:
                 self._write(children, forced[0])
         following: _Run | None = run
         for child in children:
-            token = self.token_ids[child]
-            if not matcher.validate_tokens([token]):
+            if not self._is_legal(matcher, child):
                 continue
+            token = self.token_ids[child]
             if token in self._position.end_token_ids:
                 # Reading an end cannot be undone in all states, and says nothing that is not known.
                 self._end(child, depth - 1)
@@ -154,6 +158,17 @@ class Walk:
             # Siblings begin runs of their own.
             following = None
 
+    def _is_legal(self, matcher: "LLMatcher", place: int) -> bool:
+        """Whether the draft at a place is legal, or a runner-up that replaces it."""
+        others = self._runners_up[place - 1] if place <= len(self._runners_up) else ()
+        for token in (self.token_ids[place], *others):
+            if matcher.validate_tokens([token]):
+                if token != self.token_ids[place]:
+                    self.token_ids[place] = token
+                    self.written.append(place)
+                return True
+        return False
+
     def _write(self, children: list[int], token: int) -> None:
         """Let one of several drafts be the token that is forced there."""
         place = next((one for one in children if self.token_ids[one] == token), children[0])
@@ -163,8 +178,17 @@ class Walk:
     def _end(self, place: int, depth: int) -> None:
         """Walk on from a token that only an end may follow."""
         self._ended.append(place)
-        for child in self._children[place] if depth else ():
-            if self.token_ids[child] in self._position.end_token_ids:
+        children = self._children[place] if depth else []
+        ends = self._position.end_token_ids
+        if (
+            children
+            and self._writes
+            and not any(self.token_ids[child] in ends for child in children)
+        ):
+            # Which end it is, the base says. Most models have one.
+            self._write(children, min(ends))
+        for child in children:
+            if self.token_ids[child] in ends:
                 self._end(child, depth - 1)
 
     @property

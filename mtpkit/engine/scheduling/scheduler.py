@@ -39,6 +39,8 @@ class _RowResult(NamedTuple):
     """See `StepResult.drafts`."""
     ranks: list[int] | None
     """For trees, one per depth, see `Verdict.ranks`."""
+    runners_up: list[int] | None
+    """See `StepResult.runners_up`."""
     log_probs: np.ndarray | None
     """[columns], see `StepResult.log_probs`."""
 
@@ -327,7 +329,7 @@ class Scheduler:
         for index, (row, outcome) in enumerate(zip(plan.rows, _by_row(result), strict=False)):
             if row.request.slot is None:
                 continue
-            row.request.note_drafts(outcome.drafts)
+            row.request.note_drafts(outcome.drafts, outcome.runners_up or [])
             if not row.request.params.speculate:
                 # Its drafts are never read.
                 outcome = outcome._replace(bad_draft=0)
@@ -438,8 +440,9 @@ def _by_row(result: StepResult) -> list[_RowResult]:
     columns = [array.tolist() for array in arrays]
     none = [None] * len(result.token_ids)
     ranks = none if result.ranks is None else result.ranks.tolist()
+    others = none if result.runners_up is None else result.runners_up.tolist()
     log_probs = none if result.log_probs is None else list(result.log_probs)
-    return [_RowResult(*values) for values in zip(*columns, ranks, log_probs, strict=True)]
+    return [_RowResult(*values) for values in zip(*columns, ranks, others, log_probs, strict=True)]
 
 
 def _record(stats: AcceptanceStats, row: Row, outcome: _RowResult, num_emitted: int) -> None:

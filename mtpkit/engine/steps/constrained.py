@@ -14,9 +14,11 @@ import numpy as np
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.tree import DynamicTree, TokenTree, width_of
 from mtpkit.engine.requests.walk import Walk, masks_along
+from mtpkit.engine.steps import runners_up
 from mtpkit.engine.steps.host_drafts import HostDrafts
 from mtpkit.engine.steps.plan import Plan
 from mtpkit.engine.steps.token_rules import BITS
+from mtpkit.kernels import NO_TOKEN
 
 
 class Masks(NamedTuple):
@@ -78,13 +80,15 @@ class _Tree(NamedTuple):
     parents: Sequence[int]
     chosen: int | None = None
     """The first token that the heads did not draft; None: there is none."""
+    runners_up: Sequence[Sequence[int]] = ()
+    """See `Walk`."""
 
 
 def _walk(request: Request, tree: _Tree, plan: Plan, writes: bool) -> Walk:
     assert request.constraint is not None
     # The drafts of a request that does not speculate are rejected, whatever they are.
     depth = plan.num_speculative_tokens if request.params.speculate else 0
-    return request.constraint.walk(tree.token_ids, tree.parents, depth, writes)
+    return request.constraint.walk(tree.token_ids, tree.parents, depth, writes, tree.runners_up)
 
 
 def slots_of(requests: Sequence[Request]) -> list[int]:
@@ -100,7 +104,7 @@ def _tree_of(request: Request, plan: Plan, writes: bool) -> _Tree:
     token_ids = known + [0] * (width - len(known))
     chain = range(-1, width - 1)
     if not plan.trees:
-        return _Tree(token_ids, chain, len(known))
+        return _Tree(token_ids, chain, len(known), _runners_up(request))
     if isinstance(plan.drafts, TokenTree):
         return _Tree(token_ids, plan.drafts.parents)
     # The parents follow the drafts.
@@ -113,6 +117,14 @@ def _tree_of(request: Request, plan: Plan, writes: bool) -> _Tree:
             token_ids[1 : 1 + len(forced)] = forced
             parents = chain
     return _Tree(token_ids, parents)
+
+
+def _runners_up(request: Request) -> list[list[int]]:
+    """The runners-up of each draft of a chain."""
+    flat = request.runners_up
+    count = runners_up.COUNT
+    each = [flat[first : first + count] for first in range(0, len(flat), count)]
+    return [[token for token in tokens if token != NO_TOKEN] for tokens in each]
 
 
 def _has_path(token_ids: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpkit.engine.requests.params import SamplingParams
-from mtpkit.engine.steps.processor import Column, Columns, Processor, Seen
+from mtpkit.engine.steps.processor import GRAMMAR, Column, Columns, Processor, Seen
 from mtpkit.engine.steps.token_rules import BITS, unpacked
 from mtpkit.engine.steps.vocabulary import Vocabulary
 
@@ -18,7 +18,7 @@ class Grammar(Processor):
     written before each step, see `mtpkit.engine.steps.constrained`; tokens after a draft that is
     not legal keep masks of earlier steps, which have no effect."""
 
-    name = "grammar"
+    name = GRAMMAR
 
     def columns(self, vocabulary: Vocabulary, masks: int) -> dict[str, Column]:
         words = -(-vocabulary.size // BITS) if vocabulary.width else 0

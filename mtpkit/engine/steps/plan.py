@@ -413,6 +413,8 @@ class Drafts:
     """[S, tokens of a tree] int64, the parent of each token, for trees that differ between rows."""
     best: Tensor | None = None
     """[S, K] int64, for trees: one draft per depth, `NO_TOKEN` where logits are invalid."""
+    runners_up: Tensor | None = None
+    """[S, K, n] int64, see `steps.runners_up`; None: not computed."""
 
 
 def embeddable(token_ids: Tensor) -> Tensor:
@@ -453,27 +455,44 @@ class StepResult:
     trees: np.ndarray | None = None
     """[C, T - 1 or 2T - 1] int64, for `Plan.constrained_requests` of an engine with trees: what
     `DeviceState.drafts_at` returns; None: there are no such requests."""
+    runners_up: np.ndarray | None = None
+    """[S, K * n] int64, see `steps.runners_up.pack`; None: not computed."""
     of_prompts: np.ndarray | None = None
     """[M, columns] int64, log-probabilities after `Row.reported` tokens of each chunk, see
     `steps.log_probs.unpack`; None: not computed."""
 
     @classmethod
     def unpack(
-        cls, packed: np.ndarray, depths: int, ranked: bool = False, reported: int = 0
+        cls,
+        packed: np.ndarray,
+        depths: int,
+        ranked: bool = False,
+        runners_up: int = 0,
+        reported: int = 0,
     ) -> "StepResult":
         """Unpack the tensor of `pack_result`, for a step with K = `depths`; further columns are
         ignored.
 
         Args:
             ranked: whether the tensor has ranks, as in steps of trees with decode rows.
+            runners_up: number of columns with runners-up of drafts, before those of `reported`.
             reported: number of columns with log-probabilities, the last ones.
         """
-        log_probs = packed[:, packed.shape[1] - reported :] if reported else None
+        end = packed.shape[1] - reported
+        log_probs = packed[:, end:] if reported else None
+        others = packed[:, end - runners_up : end] if runners_up else None
         ends = [1, 2 + depths, 2 + 2 * depths, 2 + (3 if ranked else 2) * depths]
         accepted, token_ids, drafts, ranks, _ = np.split(packed, ends, axis=1)
         place = np.arange(1 + depths)
         path = np.where(place <= accepted, place, -1)
-        return cls(path, token_ids, drafts, ranks if ranks.shape[1] else None, log_probs)
+        return cls(
+            path,
+            token_ids,
+            drafts,
+            ranks if ranks.shape[1] else None,
+            log_probs,
+            runners_up=others,
+        )
 
     @property
     def accepted(self) -> np.ndarray:

@@ -24,6 +24,9 @@ Use = frozenset[str]
 """Names of the processors that at least one of a set of requests uses; a step may skip all other
 processors. `LOG_PROBS` stands among them."""
 
+GRAMMAR = "grammar"
+"""Name of the processor that applies constraints."""
+
 LOG_PROBS = "log_probs"
 """Name in `Use` of a step that reports log-probabilities, which change nothing."""
 
