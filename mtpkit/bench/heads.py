@@ -1,6 +1,7 @@
 """What heads of different layers, formats and vocabularies cost a base, computed from bytes and
 FLOPs: nothing is measured, and no head is trained."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -31,6 +32,8 @@ class HeadRow:
     """Format of its layers; their dtype if they are not quantised."""
     draft_vocab_size: Annotated[int, Column("draft tokens", ",", key=True)]
     """Tokens that drafts are chosen among."""
+    attention_window: Annotated[int, Column("window", ",", key=True)]
+    """Positions that its attention sees; 0: the whole context."""
     batch_size: Annotated[int, Column("batch", key=True)]
     parameters: Annotated[
         float, Column("M parameters", lambda row: significant(row.parameters / 1e6))
@@ -59,7 +62,8 @@ def compare_heads(
     config: HeadsConfig,
     weight_format: PublishedFormat | None = None,
 ) -> Result[HeadRow]:
-    """Tabulate heads for a base: every pattern in every format with every number of draft tokens.
+    """Tabulate heads for a base: every pattern in every format with every number of draft tokens
+    and every window.
 
     Args:
         model: a shape or a directory; its own heads matter only if `config.head` is None.
@@ -81,9 +85,11 @@ def compare_heads(
         for format_ in (None, *(config.head_format or ())):
             drawn = drawn_weights(shape, dtype, head_format=format_)
             held = replace(base, heads=drawn.heads)
-            for size in config.draft_vocab_sizes:
+            for size, window in itertools.product(
+                config.draft_vocab_sizes, config.attention_windows
+            ):
                 roofline = Roofline(
-                    shape,
+                    shape.replace(mtp_attention_window=window),
                     dtype,
                     getattr(torch, config.engine.state_dtype),
                     config.engine.state_rollback,
@@ -92,7 +98,7 @@ def compare_heads(
                     KV_DTYPES[config.engine.kv_cache_dtype],
                     held=held,
                 )
-                named = head, format_ or config.dtype, size or shape.vocab_size
+                named = head, format_ or config.dtype, size or shape.vocab_size, window
                 rows += [_row(roofline, config, *named, batch) for batch in config.batch_size]
     bandwidth, matrix_rate, _ = config.rates
     title = (
@@ -137,7 +143,13 @@ def _sizes(pattern: str, config: ModelConfig) -> set[Matrices]:
 
 
 def _row(
-    roofline: Roofline, config: HeadsConfig, head: str, format_: str, tokens: int, batch: int
+    roofline: Roofline,
+    config: HeadsConfig,
+    head: str,
+    format_: str,
+    tokens: int,
+    window: int,
+    batch: int,
 ) -> HeadRow:
     shape = roofline.config
     most = config.most_drafts
@@ -155,6 +167,7 @@ def _row(
         pattern=head,
         format=format_,
         draft_vocab_size=tokens,
+        attention_window=window,
         batch_size=batch,
         parameters=eh_proj_matrix(shape) + sum(layer.held for layer in layers),
         draft_bytes=sum(work.bytes for work in draft),

@@ -31,7 +31,7 @@ from mtpkit.bench.shapes import choose_drafts
 from mtpkit.bench.weights import LayerWeights, ModelWeights, draft_row_bytes
 from mtpkit.config import ModelConfig
 from mtpkit.engine.drafting import check_depths
-from mtpkit.engine.loading import KV_DTYPES
+from mtpkit.engine.loading import KV_DTYPES, windowed
 from mtpkit.engine.requests.options import EngineOptions, Rollback
 from mtpkit.errors import UserError
 from mtpkit.kernels.ring import ring_capacity, ring_length
@@ -187,7 +187,7 @@ class Roofline:
         if copied == "auto" or weights.output_quantized:
             copied = None
         return cls(
-            model.mtpkit_config,
+            windowed(model.mtpkit_config, engine),
             next(model.parameters()).dtype,
             getattr(torch, engine.state_dtype),
             engine.state_rollback,
@@ -317,6 +317,11 @@ class Roofline:
         In a repeated head, only the `drafted` tokens go through the layers after the last cache,
         see `mtp_forward`.
         """
+        heads = self.config.mtp
+        if heads.attention_window:
+            seen = min(context_len, heads.attention_window + heads.attention_sinks)
+            cached *= seen / max(1.0, context_len)
+            context_len = seen
         pattern = self.config.mtp.pattern
         repeated = self.config.mtp.repeated
         head = self.weights.heads[0 if repeated else depth - 1]

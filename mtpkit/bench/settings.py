@@ -496,6 +496,8 @@ class HeadsConfig(LimitsConfig):
     """Largest number of drafts per step (K) to be considered."""
     draft_vocab_sizes: Annotated[tuple[FromZero, ...], Field(min_length=1)] = (0,)
     """Numbers of tokens that drafts are chosen among; 0: all."""
+    attention_windows: Annotated[tuple[FromZero, ...], Field(min_length=1)] = (0,)
+    """Positions that the heads' attention sees; 0: the whole context."""
 
 
 _LIGHTNING_SEVEN = (1.0, 1.0, 0.687, 0.0)
@@ -539,6 +541,8 @@ _OF_DRAFTS = (
     "draft_vocab",
     "draft_embedding_dtype",
     "draft_lm_head_dtype",
+    "draft_attention_window",
+    "draft_attention_sinks",
 )
 
 

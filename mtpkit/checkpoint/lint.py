@@ -203,10 +203,11 @@ def _fed(subject: Subject, family: Family) -> Iterator[Finding]:
             or value != family.usual_rules[key]
             or key == "mtp_reads_of_base"
         )
-        if deaf and told:
+        # A window is said once, with its sinks.
+        if deaf and told and key != "mtp_attention_sinks":
             trained = f"the heads were trained with {key} {json.dumps(value)}"
-            text = f"{trained}, but are fed otherwise: fewer drafts are accepted"
-            yield Finding(text, False, deaf)
+            served = "see the whole context" if "window" in key else "are fed otherwise"
+            yield Finding(f"{trained}, but {served}: fewer drafts are accepted", False, deaf)
 
 
 def _unmet(need: Need, found: object) -> Finding | None:

@@ -24,7 +24,7 @@ from mtpkit.config.sections import (
     sections_of,
     up_to,
 )
-from mtpkit.config.words import HiddenState
+from mtpkit.config.words import LARGEST_COUNT, HiddenState
 from mtpkit.errors import listed, shown
 from mtpkit.files import JsonObject
 
@@ -35,7 +35,13 @@ _UNKNOWN_DEPTHS_MOST = 7
 """Default K, and the largest K of `auto`, for a repeated head if it is unknown for how many depths
 it was trained."""
 
-HEAD_RULES = ("reads_of_base", "reads_of_depth", "zero_first_embedding")
+HEAD_RULES = (
+    "reads_of_base",
+    "reads_of_depth",
+    "zero_first_embedding",
+    "attention_window",
+    "attention_sinks",
+)
 """Fields of `MtpConfig` in which implementations of one model differ; the right values are those of
 the training."""
 
@@ -65,9 +71,24 @@ class MtpConfig(Part):
     """Whether a depth reads zeros in place of the embedding at position 0 of a document. In
     decoding, a repeated head is at position 0 only at depth 1, whose first entry then lacks the
     document's second token."""
+    attention_window: Annotated[int, up_to(LARGEST_COUNT)] = 0
+    """Positions up to its own that a query of the heads' attention layers sees, its own among them.
+    0: all of its document."""
+    attention_sinks: Annotated[int, up_to(LARGEST_COUNT)] = 0
+    """With a window: first positions of the document that each query sees as well."""
 
     def problems(self) -> Iterator[str]:
         """Yield one clause for every setting that cannot be built."""
+        if self.attention_sinks and not self.attention_window:
+            yield (
+                f"mtp_attention_sinks {self.attention_sinks} without mtp_attention_window: every"
+                " query sees the whole document"
+            )
+        if 0 < self.attention_window < self.num_depths:
+            yield (
+                f"mtp_attention_window {self.attention_window} must not be less than mtp_num_depths"
+                f" {self.num_depths}: a depth sees the entries of all depths before it"
+            )
         if bool(self.pattern) != bool(self.num_depths):
             yield (
                 f"mtp_pattern {shown(self.pattern)} and mtp_num_depths {self.num_depths} must be"
@@ -101,7 +122,8 @@ class MtpConfig(Part):
     def most_adaptive_drafts(self) -> int:
         """The largest K that `auto` tries: the number of depths the heads are trained for, or 7 if
         that is unknown."""
-        return self.num_depths if self.depths_known else _UNKNOWN_DEPTHS_MOST
+        most = self.num_depths if self.depths_known else _UNKNOWN_DEPTHS_MOST
+        return min(most, self.attention_window or most)
 
 
 @checked(_WHAT)
@@ -162,6 +184,14 @@ class ModelConfig:
         """Yield one clause for every setting that cannot be built."""
         if not self.pattern:
             yield "pattern is empty"
+        heads = self.mtp
+        windowed = any(SECTIONS[letter].windowed for letter in heads.pattern)
+        if heads.attention_window and heads.pattern and not windowed:
+            kinds = listed(section.title for section in SECTIONS.values() if section.windowed)
+            yield (
+                f"mtp_attention_window {heads.attention_window} is for layers of {kinds}, which the"
+                f" heads {shown(heads.pattern)} have none of"
+            )
         # Physical layers: a repeated head has its experts once, however many depths it has.
         layers = self.pattern + self.mtp.pattern * self.mtp.num_layers
         for letter, section in SECTIONS.items():

@@ -40,7 +40,13 @@ from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import Tree, width_of
 from mtpkit.engine.steps.verifier import SyntheticAcceptance
 from mtpkit.errors import UserError
-from mtpkit.model import draft_embedding_bytes, layer_numbers, stack_experts, state_specs
+from mtpkit.model import (
+    attention_window,
+    draft_embedding_bytes,
+    layer_numbers,
+    stack_experts,
+    state_specs,
+)
 from mtpkit.model.quantized import widened_bytes
 from mtpkit.model.stages import Decoding
 from mtpkit.model.state import StateLayout, StateSizes
@@ -72,7 +78,7 @@ class LLM:
         """Load a model and allocate its caches."""
         options = loading.located(options)
         source = loading.opened(options.model)
-        model_config = loading.config_of(source)
+        model_config = loading.windowed(loading.config_of(source), options)
         adaptive = options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
         # With "auto", each K would need its own graphs of mixed steps.
@@ -127,6 +133,7 @@ class LLM:
             draft_ids,
             tree,
             loading.draft_head_dtype(self.model, head_dtype, own_depths),
+            attention_window(model_config.mtp),
         )
         acceptance = options.synthetic_acceptance
         loading.report_unused(
@@ -134,6 +141,8 @@ class LLM:
             model_config,
             draft_vocab=options.draft_vocab,
             draft_lm_head_dtype=None if head_dtype == "auto" else head_dtype,
+            draft_attention_window=options.draft_attention_window,
+            draft_attention_sinks=options.draft_attention_sinks,
             synthetic_acceptance=acceptance,
         )
 

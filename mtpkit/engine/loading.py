@@ -38,6 +38,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KV_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "fp8_e4m3": FP8}
 """`kv_cache_dtype` -> dtype of keys and values in their cache; None: that of the activations."""
 DRAFT_EMBEDDING_BITS: dict[str, IntegerBits] = {"int8": 8, "int4": 4}
+_USUAL_SINKS = 4
+"""Sinks of heads that were trained without a window (Xiao et al. 2023, arXiv:2309.17453)."""
 _FIRST_FP8_GPU = (8, 9)
 """Lowest compute capability of the GPUs for which Triton compiles conversions to e4m3."""
 _logger = logging.getLogger(__name__)
@@ -354,6 +356,24 @@ def _require_fp8(setting: str, place: torch.device, remedy: str) -> None:
         raise UserError(
             f"{setting}, but {torch.cuda.get_device_name(place)} cannot convert to fp8: {remedy}"
         )
+
+
+def windowed(config: ModelConfig, options: EngineOptions) -> ModelConfig:
+    """The config with the window that the options give the heads' attention.
+
+    Raises:
+        UserError: the heads have no attention layer, or the window is less than their depths.
+    """
+    heads = config.mtp
+    window = options.draft_attention_window
+    sinks = options.draft_attention_sinks
+    if not heads.pattern or (window is None and sinks is None):
+        return config
+    if window is None:
+        window = heads.attention_window
+    if sinks is None:
+        sinks = heads.attention_sinks if heads.attention_window else _USUAL_SINKS
+    return config.replace(mtp_attention_window=window, mtp_attention_sinks=sinks if window else 0)
 
 
 def round_embedding(model: HybridModel, dtype: str, depths: int, stages: int) -> None:

@@ -7,6 +7,7 @@ from mtpkit.model.layers.embedding import draft_embedding_bytes, round_draft_emb
 from mtpkit.model.layers.moe import draw_experts, stack_experts
 from mtpkit.model.layers.recurrent import fold_rings
 from mtpkit.model.mtp import (
+    attention_window,
     base_forward,
     compute_logits,
     depth_embedding,
@@ -28,6 +29,7 @@ __all__ = [
     "DepthInput",
     "SequenceInput",
     "StepInput",
+    "attention_window",
     "base_forward",
     "build_model",
     "compute_logits",

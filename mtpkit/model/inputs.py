@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.model.state import Committed, States, StepPlaces
 from mtpkit.platform import to_device
 
@@ -46,12 +47,13 @@ class SequenceInput(LayerInput):
     convolution and state never cross from one document to the next. None: each row is one document.
     `positions` [b, s] int: rotary position of each token inside its document. None: 0, 1, 2, ...
     `document_lens`: lengths of the documents, row after row. None: computed from `documents` when
-    needed.
+    needed. `window`: see `StepInput`.
     """
 
     documents: Tensor | None = None
     positions: Tensor | None = None
     document_lens: tuple[int, ...] | None = None
+    window: AttentionWindow | None = None
 
     def starts(self, batch: int, length: int, device: torch.device) -> Tensor:
         """First token of each document of `batch` rows of `length` tokens, row after row, then the
@@ -209,6 +211,9 @@ class StepInput(LayerInput):
     """None: every row is a chain, in which each token follows the one before it."""
     noise_keys: Tensor | None = None
     """[R] int64, `Noise.requests` of the rows; None: no state is in float16."""
+    window: AttentionWindow | None = None
+    """What queries of attention layers see; None: all of their document. Only heads have
+    windows."""
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
         return self.positions[None]

@@ -25,6 +25,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mtpkit.config import MtpConfig
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.kernels.draft_head import argmax, best, linear_argmax, linear_best
 from mtpkit.kernels.draft_head.reference import to_token_ids
 from mtpkit.kernels.embedding import embedding_part
@@ -411,9 +413,10 @@ def unroll_depths(
     # Entries that each depth leaves for the next ones, with the `serving` mask
     streams = DepthStreams()
     for depth in range(1, num_depths + 1):
-        inputs: LayerInput = SequenceInput(documents, positions, document_lens)
+        sequences = documents, positions, document_lens, attention_window(rules)
+        inputs: LayerInput = SequenceInput(*sequences)
         if serving:
-            inputs = DepthInput(documents, positions, document_lens, depth=depth, streams=streams)
+            inputs = DepthInput(*sequences, depth=depth, streams=streams)
 
         arguments = (model, depth, hidden, shift_tokens(token_ids, depth), inputs)
         if recompute:
@@ -427,6 +430,13 @@ def unroll_depths(
         yield normed
         if mix is not None and depth < num_depths:
             hidden = mix(hidden, shift_states(model, base, depth))
+
+
+def attention_window(heads: MtpConfig) -> AttentionWindow | None:
+    """What queries of the heads' attention layers see; None: all of their document."""
+    if not heads.attention_window:
+        return None
+    return AttentionWindow(heads.attention_window, heads.attention_sinks)
 
 
 def _keeping_inputs(

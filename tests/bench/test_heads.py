@@ -116,6 +116,19 @@ def test_a_head_is_compared_as_the_roofline_says() -> None:
             assert by_head[head, "nvfp4", tokens, batch].draft_bytes < one.draft_bytes
 
 
+def test_a_window_bounds_what_a_draft_reads() -> None:
+    config = HeadsConfig(
+        head=("*",), attention_windows=(0, 64), context_length=4096, batch_size=(2,), bandwidth=0.01
+    )
+    for head, cheaper in (("*", True), ("*E", True)):
+        rows = compare_heads("nemotron-3-tiny", replace(config, head=(head,))).rows
+        assert [row.attention_window for row in rows] == [0, 64]
+        whole, part = (row.draft_bytes for row in rows)
+        attention = get_config("nemotron-3-tiny").attention
+        entry = 2 * attention.num_query_groups * attention.kv_channels * 2  # bytes in bfloat16
+        assert (whole - part == pytest.approx(2 * entry * (4096 - 64))) == cheaper
+
+
 @each(
     ("model", "head", "message"),
     [

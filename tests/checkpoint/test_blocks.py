@@ -269,6 +269,16 @@ def test_lint_names_heads_that_servers_feed_something_else(tmp_path, family, own
     assert not any(finding.fatal for finding in found)
 
 
+def test_lint_names_windows_that_servers_do_not_have(tmp_path):
+    write, add_heads, _ = FAMILIES["glm"]
+    write(tmp_path)
+    add_heads(tmp_path)
+    edit_config(tmp_path, mtpkit={"mtp_attention_window": 64, "mtp_attention_sinks": 4})
+    for server in ("vllm", "sglang"):
+        texts = [finding.text for finding in lint(tmp_path, server) if "attention" in finding.text]
+        assert len(texts) == 1 and "mtp_attention_window 64, but see the whole context" in texts[0]
+
+
 CODE = {
     "AutoConfig": "configuration_mimo.MiMoConfig",
     "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",

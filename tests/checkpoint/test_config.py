@@ -102,6 +102,7 @@ BEFORE = "before_final_norm"
         ({"mtp_reads_of_depth": BEFORE}, {"mtp_reads_of_depth": "after_final_norm"}, {}),
         ({"mtp_zero_first_embedding": True}, {"mtp_zero_first_embedding": False}, {}),
         ({}, {"mtp_zero_first_embedding": True}, {"mtp_zero_first_embedding": True}),
+        ({}, {"mtp_attention_window": 9}, {"mtp_attention_window": 9}),
         (
             {"mtp_reads_of_base": BEFORE},
             {"mtp_reads_of_depth": BEFORE},

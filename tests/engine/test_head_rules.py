@@ -4,6 +4,7 @@ sequences."""
 import pytest
 
 import mtpkit.model.mtp as recurrence
+from mtpkit.errors import UserError
 from tests.engine.replayed import replay_on_cpu
 from tests.engine.tiny import (
     Recorder,
@@ -16,6 +17,7 @@ from tests.engine.tiny import (
     record_drafts,
     ruled_model,
     teacher_forced_drafts,
+    tiny_model,
 )
 
 PROMPTS = make_prompts((1, 2, 9))
@@ -24,13 +26,16 @@ MOST = 4
 BASE = {"reads_of_base": "before_final_norm"}
 DEPTH = {"reads_of_depth": "before_final_norm"}
 ZEROED = {"zero_first_embedding": True}
+WINDOW = {"attention_window": 5, "attention_sinks": 2}
 RULES = {
     "mimo": BASE | ZEROED,
     "glm": DEPTH | ZEROED,
     "deepseek": ZEROED,
     "all before": BASE | DEPTH,
+    "window": WINDOW,
+    "narrow": {"attention_window": MOST},
 }
-"""Those of vLLM for three families, and one more."""
+"""Those of vLLM for three families, and others."""
 HEADS = [("repeated", "*-"), ("distinct", "*-"), ("distinct", "M*")]
 
 
@@ -73,11 +78,36 @@ def test_each_rule_has_drafts_of_its_own(heads, mtp_pattern, rules):
 
 
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])
+def test_an_engine_may_give_heads_a_window(heads):
+    """The drafts are those of heads with this window; by default it has four sinks."""
+    for settings, window in [
+        (dict(draft_attention_window=5, draft_attention_sinks=2), WINDOW),
+        (dict(draft_attention_window=4), {"attention_window": 4, "attention_sinks": 4}),
+    ]:
+        model = ruled_model(heads)
+        drafts = record_drafts(make_llm(model, 3, **settings), PROMPTS, TOKENS)
+        assert same_drafts(ruled_model(heads, **window), drafts)
+    # And may take one away.
+    model = ruled_model(heads, **WINDOW)
+    drafts = record_drafts(make_llm(model, 3, draft_attention_window=0), PROMPTS, TOKENS)
+    assert same_drafts(ruled_model(heads), drafts)
+    assert not same_drafts(ruled_model(heads, **WINDOW), drafts)
+
+
+def test_windows_that_heads_cannot_have_are_refused():
+    narrow = "num_speculative_tokens is 4, but the heads attend to the last 3 positions"
+    with pytest.raises(UserError, match=narrow):
+        make_llm(ruled_model("repeated"), 4, draft_attention_window=3)
+    with pytest.raises(UserError, match="mtp_attention_window 8 is for layers of attention"):
+        make_llm(tiny_model("repeated", "M-", "M-"), 2, draft_attention_window=8)
+
+
+@pytest.mark.parametrize("heads", ["repeated", "distinct"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_steps_that_graphs_replay(heads, device, monkeypatch):
     if device == "cpu":
         replay_on_cpu(monkeypatch)
-    model = ruled_model(heads, device=device, **BASE | DEPTH | ZEROED)
+    model = ruled_model(heads, device=device, **BASE | DEPTH | ZEROED | WINDOW)
     runs = []
     for settings in ({"enforce_eager": True}, {}):
         llm = make_llm(model, 3, max_num_batched_tokens=6, **settings)

@@ -24,6 +24,7 @@ from tests.engine.tiny import (
     make_llm,
     make_prompts,
     penalised,
+    ruled_model,
     tiny_model,
 )
 from tests.shared import each
@@ -198,11 +199,18 @@ def best_after(model, known: tuple[int, ...], path: tuple[int, ...], count: int)
 
 @pytest.mark.parametrize("tree", [FIXED, GROWN], ids=["fixed", "grown"])
 @pytest.mark.parametrize(
-    ("heads", "pattern"),
-    [("repeated", "*-"), ("repeated", "*M"), ("distinct", "*-"), ("distinct", "M*")],
+    ("heads", "pattern", "rules"),
+    [
+        ("repeated", "*-", {}),
+        ("repeated", "*M", {}),
+        ("repeated", "*-", {"attention_window": 4, "attention_sinks": 1}),
+        ("distinct", "*-", {}),
+        ("distinct", "M*", {}),
+        ("distinct", "*-", {"attention_window": 4, "attention_sinks": 1}),
+    ],
 )
-def test_drafts_are_those_of_whole_sequences(heads, pattern, tree):
-    model = tiny_model(heads, "M*M-", pattern)
+def test_drafts_are_those_of_whole_sequences(heads, pattern, rules, tree):
+    model = ruled_model(heads, pattern, **rules) if rules else tiny_model(heads, "M*M-", pattern)
     prompts = make_prompts((1, 2, 9))
     llm = tree_llm(model, tree, max_num_batched_tokens=12)
     trees = watched(llm, [prompt + decode(model, prompt, 26) for prompt in prompts])

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mtpkit.kernels.ancestors import seen_tokens
 from mtpkit.kernels.attention import depth_attention, sequence_attention
+from mtpkit.kernels.attention.reference import AttentionWindow
 from tests.kernels.conftest import Twin
 from tests.kernels.inputs import block_tables, write_history
 from tests.kernels.recurrence import relative
@@ -111,14 +113,19 @@ def prefill(twin, q, caches, tables, contexts, lens, first=0, **options):
     return twin("attention").prefill_attention(*tensors, **options).cpu()
 
 
-def error(out, q, histories) -> float:
+def error(out, q, histories, window: AttentionWindow | None = None) -> float:
     """The worst relative error over rows, given out and q [t, heads, d] of each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     errors = []
     for row in zip(out, q, histories, strict=True):
         have, queries, history = (t.to(device) for t in row)
         length = history.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()[-len(queries) :]
+        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        if window is not None:
+            mask &= mask.triu(1 - window.size) | (
+                torch.arange(length, device=device) < window.sinks
+            )
+        mask = mask[-len(queries) :]
         errors.append(relative(have, dense(queries, *history, mask)))
     return max(errors)
 
@@ -220,6 +227,65 @@ def test_null_rows_are_finite_and_change_nothing(twin):
     out = paged(twin, q, caches, tables, [5, 0, 0])
     assert out.isfinite().all()
     assert error(out[:1], q[:1], histories) < TOLERANCE
+
+
+WINDOWS = [
+    AttentionWindow(1),
+    AttentionWindow(3, 1),
+    AttentionWindow(7, 4),
+    AttentionWindow(40),
+    AttentionWindow(64, 64),
+    AttentionWindow(33, 70),
+]
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.size}+{window.sinks}")
+def test_windows(twin, window, splits):
+    """What no query of a row sees may be NaN: whole blocks of it are not read."""
+    contexts = [0, 2, 31, 64, 65, 190, 250]
+    for tokens in (1, 4):
+        caches, tables, histories = make_paged(contexts, [tokens] * len(contexts), 8)
+        for table, context in zip(tables, contexts, strict=True):
+            unread = table[-(-window.sinks // 64) * 8 : max(0, context + 1 - window.size) // 64 * 8]
+            caches[:, unread] = torch.nan
+        q = torch.randn(len(contexts), tokens, 4, WIDTH)
+        options = dict(splits=splits) if splits and twin.device != "cpu" else {}
+        out = paged(twin, q, caches, tables, contexts, window=window, **options)
+        assert error(out, q, histories, window) < TOLERANCE
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.size}+{window.sinks}")
+def test_windows_of_a_prefill(twin, window):
+    contexts, lens = [0, 3, 200, 130], [90, 1, 37, 5]
+    caches, tables, histories = make_paged(contexts, lens, 8)
+    q = torch.randn(sum(lens), 4, WIDTH)
+    out = prefill(twin, q, caches, tables, contexts, lens, window=window)
+    assert error(out.split(lens), q.split(lens), histories, window) < TOLERANCE
+    # One row alone is computed like a decode row.
+    out = prefill(twin, q[:90], caches, tables[:1], contexts[:1], lens[:1], window=window)
+    assert error([out], [q[:90]], histories[:1], window) < TOLERANCE
+
+
+@pytest.mark.parametrize("window", WINDOWS[1:], ids=lambda window: f"{window.size}+{window.sinks}")
+def test_windows_of_trees(twin, window):
+    """A token's position is that of its depth, whatever its place in the tree."""
+    contexts = [0, 5, 40, 190]
+    parents = [-1, 0, 0, 1, 2, 3]
+    masks = torch.zeros(6, dtype=torch.int64)
+    for token, parent in enumerate(parents):
+        masks[token] = (1 << token) | (masks[parent] if parent >= 0 else 0)
+    caches, tables, histories = make_paged(contexts, [6] * 4, 8)
+    q = torch.randn(4, 6, 4, WIDTH)
+    ancestors = masks.expand(4, -1).to(twin.device)
+    out = paged(twin, q, caches, tables, contexts, ancestors=ancestors, window=window)
+    own = seen_tokens(masks, 6)
+    for row, (context, history) in enumerate(zip(contexts, histories, strict=True)):
+        mask = torch.cat([torch.ones(6, context, dtype=torch.bool), own], 1)
+        place = torch.arange(context + 6)
+        near = context + own.sum(1)[:, None] - 1 - place < window.size
+        mask &= near | (place < window.sinks)
+        assert relative(out[row], dense(q[row], *history, mask)) < TOLERANCE
 
 
 def split_of(rows: int, tables: torch.Tensor, block_size: int) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.model import SequenceInput, base_forward, build_model, unroll_depths
 from tests.kernels.conftest import Twin
 from tests.kernels.recurrence import relative
@@ -64,7 +65,12 @@ def documents(*rows: tuple[int, ...]) -> Tensor:
     )
 
 
-def plain(inputs: Inputs, docs: Tensor | None, scale: float | None = None) -> Tensor:
+def plain(
+    inputs: Inputs,
+    docs: Tensor | None,
+    scale: float | None = None,
+    window: AttentionWindow | None = None,
+) -> Tensor:
     """[b, s, heads, e], in the dtype of the inputs."""
     q, k, v, later = inputs
     length = q.shape[1]
@@ -79,19 +85,40 @@ def plain(inputs: Inputs, docs: Tensor | None, scale: float | None = None) -> Te
     )
     if docs is not None:
         first = first & (docs[:, :, None] == docs[:, None, :])
+    if window is not None:
+        first = first & in_window(window, length, count, docs).to(q.device)
     own = torch.eye(length, dtype=torch.bool, device=q.device).expand(len(q), -1, -1)
     mask = torch.cat([first] + [own] * count, 2)[:, None]
     scores = torch.einsum("bshd,bthd->bhst", q, keys) * (scale or 1 / math.sqrt(q.shape[-1]))
     return torch.einsum("bhst,bthd->bshd", scores.masked_fill(~mask, -math.inf).softmax(-1), values)
 
 
-def attend(twin: Twin, inputs: Inputs, docs: Tensor | None, scale: float | None = None) -> Tensor:
+def in_window(window: AttentionWindow, length: int, later: int, docs: Tensor | None) -> Tensor:
+    """[b, s, s] bool, by a plain loop: the keys of depth 1 that queries see, whose positions are
+    `later` ahead."""
+    rows = [[0] * length] if docs is None else docs.tolist()
+    seen = torch.zeros(len(rows), length, length, dtype=torch.bool)
+    for own, row in zip(seen, rows, strict=True):
+        for i in range(length):
+            for j in range(i + 1):
+                sunk = j - row.index(row[i]) < window.sinks
+                own[i, j] = sunk or i + later - j < window.size
+    return seen
+
+
+def attend(
+    twin: Twin,
+    inputs: Inputs,
+    docs: Tensor | None,
+    scale: float | None = None,
+    window: AttentionWindow | None = None,
+) -> Tensor:
     ops, (q, k, v, later) = twin("attention"), inputs
     docs = docs if docs is None else docs.to(q.device)
     count = len(later) // 2
     if not count:
-        return ops.sequence_attention(q, k, v, docs, scale)
-    return ops.depth_attention(q, k, v, later[:count], later[count:], docs, scale)
+        return ops.sequence_attention(q, k, v, docs, scale, window)
+    return ops.depth_attention(q, k, v, later[:count], later[count:], docs, scale, window)
 
 
 def with_gradients(out: Tensor, pull: Tensor, inputs: Inputs) -> list[Tensor]:
@@ -101,14 +128,19 @@ def with_gradients(out: Tensor, pull: Tensor, inputs: Inputs) -> list[Tensor]:
 
 
 def errors(
-    twin: Twin, inputs: Inputs, docs: Tensor | None, dtype=torch.float32, scale: float | None = None
+    twin: Twin,
+    inputs: Inputs,
+    docs: Tensor | None,
+    dtype=torch.float32,
+    scale: float | None = None,
+    window: AttentionWindow | None = None,
 ) -> list[float]:
     """Errors of the output and of every gradient."""
     pull = torch.randn(*inputs.q.shape[:3], inputs.v.shape[3])
     leaves = inputs.leaves(twin.device, dtype)
     exact = inputs.leaves(dtype=dtype).leaves(dtype=torch.float64)
-    have = with_gradients(attend(twin, leaves, docs, scale), pull.to(dtype), leaves)
-    want = with_gradients(plain(exact, docs, scale), pull.to(dtype), exact)
+    have = with_gradients(attend(twin, leaves, docs, scale, window), pull.to(dtype), leaves)
+    want = with_gradients(plain(exact, docs, scale, window), pull.to(dtype), exact)
     assert all(h.dtype == dtype for h in have)
     return [distance(h, w) for h, w in zip(have, want, strict=True)]
 
@@ -132,6 +164,25 @@ SIZES = {  # in fp32 the kernels take 32 queries against 16 keys
     "documents of blocks": (32, 16, 16),
     "long documents": (36, 35),
 }
+
+
+WINDOWS = [
+    AttentionWindow(4),
+    AttentionWindow(5, 2),
+    AttentionWindow(16, 16),
+    AttentionWindow(40, 1),
+    AttentionWindow(20, 17),
+    AttentionWindow(99, 9),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.size}+{window.sinks}")
+@pytest.mark.parametrize("depths", [1, 4])
+def test_windows(twin, depths, window):
+    """Of the last keys of a document, and of its first ones."""
+    for lengths in [(131,), (64, 2, 65), (36, 35, 1, 1, 58), (130, 1)]:
+        docs = documents(lengths) if len(lengths) > 1 else None
+        assert max(errors(twin, make(131, depths), docs, window=window)) < TOLERANCE
 
 
 @pytest.mark.parametrize("depths", [1, 2, 3, 4])

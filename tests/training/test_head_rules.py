@@ -31,6 +31,7 @@ RULES = {
     "glm": DEPTH | ZEROED,
     "deepseek": ZEROED,
     "all before": BASE | DEPTH,
+    "window": {"mtp_attention_window": 6, "mtp_attention_sinks": 2},
 }
 KINDS = [("serving", {}), ("per_depth", {}), ("per_depth", {"mtp_use_repeated_layer": False})]
 

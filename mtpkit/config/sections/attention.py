@@ -15,6 +15,7 @@ class AttentionConfig(Section):
 
     letter = "*"
     title = "attention"
+    windowed = True
     positive = ("num_attention_heads", "num_query_groups", "kv_channels")
     multiples = (("num_attention_heads", "num_query_groups"),)
 

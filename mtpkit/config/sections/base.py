@@ -51,6 +51,8 @@ class Section(Part):
     """Fields that must be positive where the model has such layers."""
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of a field and a field that must divide it."""
+    windowed: ClassVar[bool] = False
+    """Whether layers of heads can attend to a window, see `MtpConfig.attention_window`."""
     at_most: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of a field and a field that it must not exceed."""
 

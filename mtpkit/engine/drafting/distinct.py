@@ -46,6 +46,7 @@ class DistinctDrafter(MtpDrafter):
         return HeadSpan(depths - 1, depths, self.model.mtpkit_config.hidden_size)
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        batch = self.windowed(batch)
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
         count = batch.shape.sampling_rows
         state = window.hidden

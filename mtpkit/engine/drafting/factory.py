@@ -11,6 +11,7 @@ from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.drafting.trees import DistinctTreeDrafter, RepeatedTreeDrafter
 from mtpkit.engine.requests.tree import Tree
 from mtpkit.errors import UserError
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.model.hybrid import HybridModel
 
 
@@ -22,6 +23,7 @@ def make_drafter(
     draft_token_ids: Tensor | None = None,
     tree: Tree | None = None,
     head_dtype: str | None = None,
+    window: AttentionWindow | None = None,
 ) -> Drafter:
     """Make the drafter that fits the heads of `model`.
 
@@ -32,13 +34,14 @@ def make_drafter(
         tree: shape of the drafts; None: chains.
         head_dtype: type of a copy of the lm_head that drafts are chosen by, see
             `mtpkit.model.quantized.for_drafts`; None: they are chosen by itself.
+        window: what the heads' attention layers see.
     """
     config = model.mtpkit_config
     depths = num_speculative_tokens
     if depths == 0:
         return NoDrafter()
     repeated = config.mtp.repeated or depths == 1
-    settings = (model, depths, block_size, sample, draft_token_ids, head_dtype)
+    settings = (model, depths, block_size, sample, draft_token_ids, head_dtype, window)
     if tree is not None:
         return (RepeatedTreeDrafter if repeated else DistinctTreeDrafter)(*settings, tree)
     return (RepeatedDrafter if repeated else DistinctDrafter)(*settings)
@@ -59,4 +62,10 @@ def check_depths(config: ModelConfig, depths: int | Literal["auto"]) -> None:
         raise UserError(
             f"{given} the model has {config.mtp.num_depths} distinct MTP heads: set it to"
             f" {config.mtp.num_depths} or less"
+        )
+    window = config.mtp.attention_window
+    if depths != "auto" and 0 < window < depths:
+        raise UserError(
+            f"{given} the heads attend to the last {window} positions, and a draft to all drafts"
+            f" before it: set it to {window} or less"
         )

@@ -4,6 +4,7 @@ Shape legend: T tokens of the step, R rows, S rows that sample, K drafts, V voca
 size. p is a row's newest accepted position: h_p is known and t_{p+1} was just chosen.
 """
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from mtpkit.engine.steps import runners_up, sampler
 from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, HeadSpan, Verdict
 from mtpkit.engine.steps.processor import GRAMMAR
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
 from mtpkit.model.formats.weight import QuantizedWeight, Weight, multiply, weight_bytes
 from mtpkit.model.hybrid import HybridModel
@@ -82,8 +84,10 @@ class MtpDrafter:
         sample: bool,
         draft_token_ids: Tensor | None,
         head_dtype: str | None = None,
+        window: AttentionWindow | None = None,
     ) -> None:
         self.model = model
+        self.window = window
         self.num_speculative_tokens = num_speculative_tokens
         self.block_size = block_size
         self.sample = sample
@@ -92,6 +96,10 @@ class MtpDrafter:
         if draft_token_ids is not None or head_dtype is not None:
             copied = draft_output_weight(model, draft_token_ids, head_dtype)
             self._draft_weight, self.draft_token_ids = copied
+
+    def windowed(self, batch: Batch) -> Batch:
+        """The batch as the heads' attention layers see it."""
+        return replace(batch, inputs=replace(batch.inputs, window=self.window))
 
     @property
     def head_bytes(self) -> int:

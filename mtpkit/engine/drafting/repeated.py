@@ -28,6 +28,7 @@ class RepeatedDrafter(MtpDrafter):
     """
 
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
+        batch = self.windowed(batch)
         flat, newest = batch.newest(verdict.accepted)
         depths = batch.shape.num_speculative_tokens
 

@@ -22,6 +22,7 @@ from mtpkit.engine.drafting.repeated import RepeatedDrafter, shifted_token_ids
 from mtpkit.engine.requests.tree import DynamicTree, Tree
 from mtpkit.engine.steps import sampler
 from mtpkit.engine.steps.plan import Batch, Drafts, Verdict, embeddable
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.kernels.step_rows import kv_slots
 from mtpkit.model import mtp_forward, normed_states
 from mtpkit.model.hybrid import HybridModel
@@ -39,10 +40,11 @@ class _Trees(MtpDrafter):
         sample: bool,
         draft_token_ids: Tensor | None,
         head_dtype: str | None,
+        window: AttentionWindow | None,
         tree: Tree,
     ) -> None:
         super().__init__(
-            model, num_speculative_tokens, block_size, sample, draft_token_ids, head_dtype
+            model, num_speculative_tokens, block_size, sample, draft_token_ids, head_dtype, window
         )
         self.shape = Shape(tree, next(model.parameters()).device)
 
@@ -159,6 +161,7 @@ class RepeatedTreeDrafter(_Trees, RepeatedDrafter):
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         if not batch.shape.trees:
             return super().draft(hidden, batch, verdict)
+        batch = self.windowed(batch)
         flat, newest = batch.newest(verdict.accepted)
         growth = self.shape.start()
         probs = list[Tensor]()
@@ -186,6 +189,7 @@ class DistinctTreeDrafter(_Trees, DistinctDrafter):
     def draft(self, hidden: Tensor, batch: Batch, verdict: Verdict) -> Drafts:
         if not batch.shape.trees:
             return super().draft(hidden, batch, verdict)
+        batch = self.windowed(batch)
         window = Window(batch, verdict, hidden, self.num_speculative_tokens, self.block_size)
         count = batch.shape.sampling_rows
         state = window.hidden

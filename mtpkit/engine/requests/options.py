@@ -187,6 +187,13 @@ class EngineOptions:
     each draft, from a copy with a scale per row, and "nvfp4" little more than a quarter. Both
     change only the drafts: the base verifies them with the lm_head itself. "auto": the lm_head
     itself."""
+    draft_attention_window: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = None
+    """Positions up to its own that the heads' attention layers see: a draft then reads so many keys
+    and values, however long the context is. 0: all; by default as the heads were trained. Only the
+    drafts change."""
+    draft_attention_sinks: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = None
+    """With a window: first positions that are seen as well; by default as many as in training, or 4
+    for heads that were trained without a window."""
     async_scheduling: bool | None = None
     """Launch a step before the results of the last one are read. This is the default on a GPU and
     with pipeline stages."""

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mtpkit.kernels.attention.flash_backward import attend_backward
+from mtpkit.kernels.attention.reference import AttentionWindow, window_before
 from mtpkit.kernels.attention.tile import (
     Bounds,
     Inputs,
@@ -26,11 +27,13 @@ from mtpkit.kernels.attention.tile import (
     document_bounds,
     empty_state,
     fold,
+    gap_of,
     load_numbers,
     load_rows,
     row_dot,
     rows_of,
     score_scale,
+    sees,
     store_rows,
 )
 from mtpkit.kernels.device import padded, with_rows
@@ -49,7 +52,7 @@ def forward_tiles(width: int, dtype: torch.dtype) -> Tiles:
 def _attend(
     queries,
     token,
-    oldest,
+    begin,
     state,
     inputs,
     batch,
@@ -61,11 +64,12 @@ def _attend(
     WIDTHS,
     N,
     MASKED,
+    window=None,
 ):
     """Fold the keys first .. last - 1 into a running softmax; first is a multiple of N.
 
-    If MASKED, query m sees the keys oldest[m] .. token[m]. If not, it sees all keys, and last is a
-    multiple of N. WIDTHS: the channels of a key and of a value.
+    If MASKED, `sees` says which keys a query sees. If not, it sees all keys, and last is a multiple
+    of N. WIDTHS: the channels of a key and of a value.
     """
     D: tl.constexpr = queries.shape[1]
     E: tl.constexpr = state[0].shape[1]
@@ -74,10 +78,8 @@ def _attend(
         values = load_rows(inputs.v, batch, group, start, length, WIDTHS[1], N, E)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if MASKED:
-            place = (start + tl.arange(0, N))[None, :]
-            scores = tl.where(
-                (place <= token[:, None]) & (place >= oldest[:, None]), scores, float("-inf")
-            )
+            place = start + tl.arange(0, N)
+            scores = tl.where(sees(place, token, begin, window), scores, float("-inf"))
         state = fold(state, scores, values, scale, MASKED)
     return state
 
@@ -89,6 +91,7 @@ def _forward_kernel(
     out,
     lse_ptr,
     scale,
+    window,
     length,
     REP: tl.constexpr,
     WIDTHS: tl.constexpr,
@@ -98,7 +101,8 @@ def _forward_kernel(
     E: tl.constexpr,
 ):
     """Compute M queries of one head per program; queries with the most keys run first. Keys have
-    WIDTHS[0] channels, padded to D in a tile; values have WIDTHS[1], padded to E."""
+    WIDTHS[0] channels, padded to D in a tile; values have WIDTHS[1], padded to E. `window`: see
+    `sees`."""
     # A long program that starts last would run alone at the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head = tl.program_id(1)
@@ -126,21 +130,44 @@ def _forward_kernel(
     # are seen by all queries.
     full_end = (first + 1) // N * N
     if start_ptr is None:
-        oldest = tl.zeros([M], tl.int32)
-        low = 0
+        begin = tl.zeros([M], tl.int32)
+        oldest = 0
         full_low = 0
     else:
         # Documents do not decrease along a row: of M queries, the first one's document starts
         # first, the last one's starts last.
-        oldest = load_numbers(start_ptr, batch, token, length)
-        low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
+        begin = load_numbers(start_ptr, batch, token, length)
+        oldest = tl.load(start_ptr + batch.to(tl.int64) * length + first)
         full_low = tl.load(start_ptr + batch.to(tl.int64) * length + end - 1)
-        full_low = tl.minimum(tl.cdiv(full_low, N) * N, full_end)
     state = acc, best, total
+    low = oldest // N * N
+    if window is not None:
+        full_low = tl.maximum(full_low, end - window[0])
+        sunk, gap = gap_of(first, oldest, window, N)
+        if gap > 0:
+            state = _attend(
+                queries,
+                token,
+                begin,
+                state,
+                inputs,
+                batch,
+                group,
+                low,
+                sunk,
+                length,
+                scale,
+                WIDTHS,
+                N,
+                True,
+                window,
+            )
+            low = sunk + gap
+    full_low = tl.maximum(tl.minimum(tl.cdiv(full_low, N) * N, full_end), low)
     state = _attend(
         queries,
         token,
-        oldest,
+        begin,
         state,
         inputs,
         batch,
@@ -152,11 +179,12 @@ def _forward_kernel(
         WIDTHS,
         N,
         True,
+        window,
     )
     state = _attend(
         queries,
         token,
-        oldest,
+        begin,
         state,
         inputs,
         batch,
@@ -172,7 +200,7 @@ def _forward_kernel(
     acc, best, total = _attend(
         queries,
         token,
-        oldest,
+        begin,
         state,
         inputs,
         batch,
@@ -184,6 +212,7 @@ def _forward_kernel(
         WIDTHS,
         N,
         True,
+        window,
     )
     # Each query sees at least itself, so no real query has a total of 0.
     store_rows(out, acc / total[:, None], batch, head, first, length, WIDTHS[1], M, E)
@@ -192,7 +221,7 @@ def _forward_kernel(
 
 
 def _attend_forward(
-    inputs: Inputs, bounds: Bounds | None, scale: float | None
+    inputs: Inputs, bounds: Bounds | None, scale: float | None, window: AttentionWindow | None
 ) -> tuple[Tensor, Tensor]:
     """The output in the dtype of q, with the strides of q if values are as wide as keys; and log2
     of each query's sum of exponentials, [b, heads, s] fp32."""
@@ -212,6 +241,7 @@ def _attend_forward(
         rows_of(out),
         lse,
         score_scale(width, scale),
+        window,
         length,
         REP=heads // inputs.k.data.shape[2],
         WIDTHS=(width, v.shape[-1]),
@@ -224,12 +254,19 @@ def _attend_forward(
 
 class _DepthAttention(Function):
     @staticmethod
-    def forward(ctx: Any, bounds: Bounds | None, scale: float | None, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        bounds: Bounds | None,
+        scale: float | None,
+        window: AttentionWindow | None,
+        *tensors: Tensor,
+    ) -> Tensor:
         tensors = tuple(with_rows(tensor) for tensor in tensors)
-        out, lse = _attend_forward(Inputs.of(tensors), bounds, scale)
+        out, lse = _attend_forward(Inputs.of(tensors), bounds, scale, window)
         ctx.save_for_backward(out, lse, *(bounds or ()), *tensors)
         ctx.packed = bounds is not None
         ctx.scale = scale
+        ctx.window = window
         return out
 
     @staticmethod
@@ -238,18 +275,22 @@ class _DepthAttention(Function):
         out, lse, *rest = ctx.saved_tensors
         bounds, tensors = (Bounds(*rest[:2]), rest[2:]) if ctx.packed else (None, rest)
         grads = attend_backward(
-            with_rows(grad_out), Inputs.of(tensors), out, lse, bounds, ctx.scale
+            with_rows(grad_out), Inputs.of(tensors), out, lse, bounds, ctx.scale, ctx.window
         )
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def sequence_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """See the reference. Documents must not decrease along a row."""
-    return _DepthAttention.apply(
-        None if documents is None else document_bounds(documents), scale, q, k, v
-    )
+    bounds = None if documents is None else document_bounds(documents)
+    return _DepthAttention.apply(bounds, scale, window, q, k, v)
 
 
 def depth_attention(
@@ -260,7 +301,9 @@ def depth_attention(
     later_v: list[Tensor],
     documents: Tensor | None = None,
     scale: float | None = None,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """See the reference. Documents must not decrease along a row."""
     bounds = None if documents is None else document_bounds(documents)
-    return _DepthAttention.apply(bounds, scale, q, first_k, first_v, *later_k, *later_v)
+    window = window_before(window, len(later_k))
+    return _DepthAttention.apply(bounds, scale, window, q, first_k, first_v, *later_k, *later_v)

@@ -14,15 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.kernels.attention.tile import (
     Bounds,
     Inputs,
     Tiles,
+    gap_of,
     load_numbers,
     load_rows,
     row_dot,
     rows_of,
     score_scale,
+    sees,
     store_rows,
 )
 from mtpkit.kernels.device import padded
@@ -64,6 +67,7 @@ def _query_kernel(
     delta_ptr,
     grad_q,
     scale,
+    window,
     length,
     REP: tl.constexpr,
     WIDTHS: tl.constexpr,
@@ -92,17 +96,21 @@ def _query_kernel(
         own_v = load_rows(inputs.later_v[depth], batch, group, first, length, WIDTHS[1], M, E)
         weight = tl.exp2(row_dot(queries, own_k) * scale - lse)
         acc += (weight * (row_dot(pull, own_v) - delta))[:, None] * own_k.to(tl.float32)
-    low = 0
-    oldest = tl.zeros([M], tl.int32)
+    oldest = 0
+    begin = tl.zeros([M], tl.int32)
     if start_ptr is not None:
-        oldest = load_numbers(start_ptr, batch, token, length)
-        low = tl.load(start_ptr + batch.to(tl.int64) * length + first) // N * N
-    for start in range(low, tl.minimum(first + M, length), N):
+        begin = load_numbers(start_ptr, batch, token, length)
+        oldest = tl.load(start_ptr + batch.to(tl.int64) * length + first)
+    sunk = 0
+    gap = 0
+    if window is not None:
+        sunk, gap = gap_of(first, oldest, window, N)
+    for place in range(oldest // N * N, tl.minimum(first + M, length) - gap, N):
+        start = place + tl.where(place >= sunk, gap, 0)
         keys = load_rows(inputs.k, batch, group, start, length, WIDTHS[0], N, D)
         values = load_rows(inputs.v, batch, group, start, length, WIDTHS[1], N, E)
-        place = (start + tl.arange(0, N))[None, :]
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        seen = (place <= token[:, None]) & (place >= oldest[:, None])
+        seen = sees(start + tl.arange(0, N), token, begin, window)
         # Chosen by `where`, not multiplied by the mask: the exponential of a score that is not part
         # of lse may be infinite, and infinity times 0 is NaN.
         weights = tl.where(seen, tl.exp2(scores * scale - lse[:, None]), 0.0)
@@ -115,13 +123,14 @@ def _query_kernel(
 @triton.jit(do_not_specialize=["length"])
 def _key_kernel(
     inputs,
-    end_ptr,
+    bounds,
     grad_out,
     lse_ptr,
     delta_ptr,
     grad_k,
     grad_v,
     scale,
+    window,
     length,
     REP: tl.constexpr,
     WIDTHS: tl.constexpr,
@@ -139,10 +148,16 @@ def _key_kernel(
     keys = load_rows(inputs.k, batch, group, first, length, WIDTHS[0], N, D)
     values = load_rows(inputs.v, batch, group, first, length, WIDTHS[1], N, E)
     last = length
+    begin = tl.zeros([N], tl.int32)
     until = tl.where(place < length, length, 0)
-    if end_ptr is not None:
-        until = load_numbers(end_ptr, batch, place, length)
-        last = tl.load(end_ptr + batch.to(tl.int64) * length + tl.minimum(first + N, length) - 1)
+    if bounds is not None:
+        begin = load_numbers(bounds[0], batch, place, length)
+        until = load_numbers(bounds[1], batch, place, length)
+        last = tl.load(bounds[1] + batch.to(tl.int64) * length + tl.minimum(first + N, length) - 1)
+    if window is not None:
+        # Sinks are seen by the whole document, other keys by the next queries.
+        until = tl.where(place < begin + window[1], until, tl.minimum(until, place + window[0]))
+        last = tl.max(until, 0)
     acc_k = tl.zeros([N, D], tl.float32)
     acc_v = tl.zeros([N, E], tl.float32)
     # Heads are summed in a loop: atomic additions of several programs would come in any order, and
@@ -227,11 +242,12 @@ def attend_backward(
     lse: Tensor,
     bounds: Bounds | None,
     scale: float | None = None,
+    window: AttentionWindow | None = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v, the later depths' keys and the later depths' values, each in the dtype
     of its tensor.
 
-    out, lse, bounds and scale are those of the forward pass; grad_out [b, s, heads, e] has
+    out, lse, bounds, scale and window are those of the forward pass; grad_out [b, s, heads, e] has
     contiguous channels.
     """
     q, k, values = (rows.data for rows in inputs[:3])
@@ -245,7 +261,8 @@ def attend_backward(
     to = Inputs.of(grads)
     widths = width, values.shape[-1]
     common = dict(REP=heads // groups, WIDTHS=widths, D=padded(width), E=padded(widths[1]))
-    numbers = (score_scale(width, scale), length)
+    factor = score_scale(width, scale)
+    numbers = (factor, window, length)
     tiles = query_tiles(width, q.dtype)
     _query_kernel[(triton.cdiv(length, tiles.m), heads, batch)](
         inputs,
@@ -260,9 +277,8 @@ def attend_backward(
         **common,
     )
     tiles = key_tiles(width, q.dtype)
-    end = None if bounds is None else bounds.end
     _key_kernel[(triton.cdiv(length, tiles.n), groups, batch)](
-        inputs, end, pull, lse, delta, to.k, to.v, *numbers, **tiles.launch(), **common
+        inputs, bounds, pull, lse, delta, to.k, to.v, *numbers, **tiles.launch(), **common
     )
     if inputs.later_k:
         rows = diagonal_rows(width)
@@ -273,7 +289,8 @@ def attend_backward(
             delta,
             to.later_k,
             to.later_v,
-            *numbers,
+            factor,
+            length,
             M=rows,
             num_warps=4,
             **common,

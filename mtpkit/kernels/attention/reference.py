@@ -4,6 +4,7 @@ multi-token-prediction head."""
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,23 @@ from mtpkit.kernels.ancestors import seen_tokens
 from mtpkit.kernels.kv_store.reference import UNSCALED, KVScales
 
 
+class AttentionWindow(NamedTuple):
+    """What a query sees of the positions up to its own. The sinks are those of Xiao et al. 2023,
+    Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453."""
+
+    size: int
+    """The last so many, its own among them; at least 1."""
+    sinks: int = 0
+    """And the first so many of its document."""
+
+
 def sequence_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """Causal attention inside each document.
 
@@ -23,19 +39,36 @@ def sequence_attention(
         q: [b, s, heads, d]; k: [b, s, kv_heads, d]; v: [b, s, kv_heads, e].
         documents: [b, s] int; None: one document per row.
         scale: factor of the scores; None: 1 / sqrt(d).
+        window: None: queries see all of their document up to their position.
 
     Returns:
         [b, s, heads, e].
     """
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None
-    if documents is not None:
-        mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    if documents is not None or window is not None:
+        mask = _seen(q.shape[1], documents, window, q.device)[:, None]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     causal = mask is None
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2)
+
+
+def _seen(
+    length: int, documents: Tensor | None, window: AttentionWindow | None, device: torch.device
+) -> Tensor:
+    """[1 or b, s, s] bool, the keys that each query of a sequence sees."""
+    mask = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+    if documents is not None:
+        mask = mask & (documents[:, :, None] == documents[:, None, :])
+    if window is None:
+        return mask
+    place = torch.arange(length, device=device)
+    near = place[:, None] - place < window.size
+    # Of a row of the mask, the first key that is seen begins the query's document.
+    begins = mask.int().argmax(-1)
+    return mask & (near | (place - begins[..., None] < window.sinks))
 
 
 def depth_attention(
@@ -46,6 +79,7 @@ def depth_attention(
     later_v: list[Tensor],
     documents: Tensor | None = None,
     scale: float | None = None,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """Compute attention of MTP depth k as serving does: position i sees depth 1's entries at j <=
     i, and the entries of depths 2..k at i itself.
@@ -56,6 +90,8 @@ def depth_attention(
         later_k, later_v: depths 2..k in order, each with the shape of depth 1's keys or values.
         documents: [b, s] int; None: one document per row.
         scale: factor of the scores; None: 1 / sqrt(d).
+        window: of the query's own position, i + k - 1, so that its last k - 1 positions are the
+            later depths' entries; at least k. None: queries see all of their document.
 
     Returns:
         [b, s, heads, e] in the dtype of q.
@@ -64,9 +100,7 @@ def depth_attention(
     groups = first_k.shape[2]
     grouped = q.view(batch, length, groups, heads // groups, width).permute(0, 2, 3, 1, 4).float()
     grouped = grouped * (1 / math.sqrt(width) if scale is None else scale)
-    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    if documents is not None:
-        mask = mask & (documents[:, :, None] == documents[:, None, :])[:, None, None]
+    mask = _seen(length, documents, window_before(window, len(later_k)), q.device)[:, None, None]
     # [b, g, 1, s, d]
     keys, values = (t.permute(0, 2, 1, 3).float()[:, :, None] for t in (first_k, first_v))
     scores = [(grouped @ keys.transpose(-1, -2)).masked_fill(~mask, float("-inf"))]
@@ -79,6 +113,11 @@ def depth_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1).to(q.dtype)
 
 
+def window_before(window: AttentionWindow | None, later: int) -> AttentionWindow | None:
+    """The window as queries count it from a position that is `later` before their own."""
+    return window and window._replace(size=window.size - later)
+
+
 def paged_attention(
     q: Tensor,
     key_cache: Tensor,
@@ -88,6 +127,7 @@ def paged_attention(
     ancestors: Tensor | None = None,
     earlier: int = 0,
     scales: KVScales = UNSCALED,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """Causal attention of the newest T tokens of R rows over the rows' paged keys and values,
     including those of the new tokens.
@@ -108,6 +148,8 @@ def paged_attention(
         ancestors: [R, T] int64 masks of the T queries, see `kernels.ancestors`; None: a chain.
         earlier: number of the tree's entries that come before those of the T queries.
         scales: of caches in fp8.
+        window: None: queries see all positions up to their own. In a tree, a query's position is
+            that of the context's end and the number of its ancestors.
 
     Returns:
         [R, T, heads, d].
@@ -121,6 +163,7 @@ def paged_attention(
         context_lens,
         tree=tree,
         scales=scales,
+        window=window,
     )
 
 
@@ -133,6 +176,7 @@ def attend_paged(
     scale: float | None = None,
     tree: tuple[Tensor, int] | None = None,
     scales: KVScales = UNSCALED,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """`paged_attention` of q [R, T, heads, d] with values [num_blocks, block_size, kv_heads, e], to
     [R, T, heads, e].
@@ -141,16 +185,21 @@ def attend_paged(
         scale: factor of the scores; None: 1 / sqrt(d).
         tree: `ancestors` and `earlier`; None: a chain.
         scales: of caches in fp8.
+        window: as there.
     """
     rows, tokens, heads, width = q.shape
     block_size, groups = key_cache.shape[1:3]
     span = block_tables.shape[1] * block_size
     places = torch.arange(span, device=q.device)
+    position = context_lens[:, None] + torch.arange(tokens, device=q.device)
     if tree is None:
-        # [R, T, span]
-        mask = places <= (context_lens[:, None] + torch.arange(tokens, device=q.device))[..., None]
+        mask = places <= position[..., None]  # [R, T, span]
     else:
         mask = _sees_in_tree(tree[0], places - context_lens[:, None])
+        position = context_lens[:, None] + seen_tokens(tree[0], 1 + MOST_TREE_TOKENS).sum(-1) - 1
+    if window is not None:
+        near = position[..., None] - places < window.size
+        mask &= near | (places < window.sinks)
     # What no query sees may be NaN, and NaN times a weight of zero is NaN, so masking the scores is
     # not enough.
     used = mask.any(1)[..., None, None]
@@ -195,6 +244,7 @@ def prefill_attention(
     context_lens: Tensor,
     query_start: Tensor,
     scales: KVScales = UNSCALED,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """`paged_attention` of R rows with any number of new tokens each, concatenated in q.
 
@@ -212,6 +262,7 @@ def prefill_attention(
         query_start: [R + 1] int64, first token of each row and the end of the last row; q begins at
             token query_start[0]. Rows may be empty.
         scales: of caches in fp8.
+        window: as there.
 
     Returns:
         [T, heads, d].
@@ -219,7 +270,9 @@ def prefill_attention(
     out = torch.zeros_like(q.flatten(1, -2))
     for row, tokens in chunk_rows(query_start, context_lens, len(q)):
         own = block_tables[row], context_lens[row]
-        rows = paged_attention(q[None, tokens], key_cache, value_cache, *own, scales=scales)
+        rows = paged_attention(
+            q[None, tokens], key_cache, value_cache, *own, scales=scales, window=window
+        )
         out[tokens] = rows[0]
     return out
 

@@ -157,6 +157,28 @@ def load_numbers(ptr, line, token, length):
 
 
 @triton.jit
+def sees(place, token, begin, window):
+    """[M, N] bool, whether the queries `token` [M], whose documents begin at `begin` [M], see the
+    keys `place` [N]. `window`: size and sinks, see `AttentionWindow`; None: all of the document."""
+    place = place[None, :]
+    seen = (place <= token[:, None]) & (place >= begin[:, None])
+    if window is not None:
+        near = token[:, None] - place < window[0]
+        seen = seen & (near | (place < begin[:, None] + window[1]))
+    return seen
+
+
+@triton.jit
+def gap_of(first, begin, window, N):
+    """Keys that no query from token `first` on sees, if its document begins at `begin`: the first
+    one, a multiple of N, and their number, another one. Documents that begin later lie behind
+    them."""
+    low = (begin + window[1] + N - 1) // N * N
+    near = tl.maximum(first + 1 - window[0], 0) // N * N
+    return low, tl.maximum(near - low, 0)
+
+
+@triton.jit
 def row_dot(left, right):
     """Dot products of the rows of two tiles, [ROWS] fp32."""
     return tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpkit.kernels.attention.flash import depth_attention, sequence_attention
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.kernels.attention.tile import Tiles, empty_state, fold, score_scale
 from mtpkit.kernels.device import (
     Early,
@@ -163,17 +164,48 @@ def slots_of(block, place, BLOCK_SIZE):
 
 
 @triton.jit
-def sees(place, newest, tree):
+def sees(place, newest, tree, window=None):
     """[M, N] bool, whether each query sees the positions `place` [N]. Without `tree`, a query sees
     the positions up to `newest` [M]. With `tree`, see `tree_of`, a query sees all positions before
-    the tree and the entries in its mask."""
+    the tree and the entries in its mask. `window`: size and sinks, see `AttentionWindow`."""
     if tree is None:
-        return place[None, :] <= newest[:, None]
+        seen = place[None, :] <= newest[:, None]
     else:
         entry = place - tree[0]
         # Shifts by negative numbers or by more than 63 are undefined, even if dropped below.
         bit = (tree[1][:, None] >> tl.minimum(tl.maximum(entry, 0), 63).to(tl.int64)[None, :]) & 1
-        return (entry < 0)[None, :] | (bit != 0)
+        seen = (entry < 0)[None, :] | (bit != 0)
+    if window is not None:
+        near = newest[:, None] - place[None, :] < window[0]
+        seen = seen & (near | (place < window[1])[None, :])
+    return seen
+
+
+@triton.jit
+def _positions(context, m, REP, ancestors_ptr, token, count):
+    """[M] positions of queries: in a chain one after another, in a tree the context's end and the
+    number of the ancestors, see `tree_of`."""
+    if ancestors_ptr is None:
+        return context + m // REP
+    else:
+        masks = tl.load(ancestors_ptr + token, mask=m < count, other=0)
+        bits = (masks[:, None] >> tl.arange(0, 64).to(tl.int64)[None, :]) & 1
+        return context + tl.sum(bits.to(tl.int32), 1) - 1
+
+
+@triton.jit
+def _near(context, size, N):
+    """The first position, a multiple of N, of those that a query at position `context` or later
+    sees as its last `size`."""
+    return tl.maximum(context + 1 - size, 0) // N * N
+
+
+@triton.jit
+def _gap(context, window, N):
+    """Positions that no query at position `context` or later sees: the first one, a multiple of N,
+    and their number, another one."""
+    first = (window[1] + N - 1) // N * N
+    return first, tl.maximum(_near(context, window[0], N) - first, 0)
 
 
 @triton.jit
@@ -203,8 +235,31 @@ def is_read(place, last, tree):
 
 
 @triton.jit
+def _beyond(place, gap):
+    """The position with the number `place` among those outside the gap."""
+    if gap is None:
+        return place
+    else:
+        return place + tl.where(place >= gap[0], gap[1], 0)
+
+
+@triton.jit
 def _attend(
-    q, newest, state, first, last, cache, scale, BLOCK_SIZE, SLOT, WIDTH, N, MASKED, tree=None
+    q,
+    newest,
+    state,
+    first,
+    last,
+    cache,
+    scale,
+    BLOCK_SIZE,
+    SLOT,
+    WIDTH,
+    N,
+    MASKED,
+    tree=None,
+    window=None,
+    gap=None,
 ):
     """Fold the positions first .. last - 1 into a running softmax; first is a multiple of N.
 
@@ -212,7 +267,8 @@ def _attend(
         q: [M, D].
         newest: [M], the last position that each query sees, used only if MASKED. If not MASKED, all
             queries see all positions, and last is a multiple of N.
-        tree: see `sees`.
+        tree, window: see `sees`.
+        gap: see `_gap`; first and last leave these positions out. None: there is no gap.
         state: as from `empty_state`.
         cache: pointers to the head's keys and values in slot 0, and to the row's block table. Slots
             are SLOT elements apart.
@@ -224,16 +280,17 @@ def _attend(
     key_ptr, value_ptr, table_ptr = cache
     D: tl.constexpr = q.shape[1]
     channel = tl.arange(0, D)[None, :]
-    place = first + tl.arange(0, N)
+    place = _beyond(first, gap) + tl.arange(0, N)
     # Block numbers are loaded one iteration ahead, so that the addresses of keys and values are
     # ready in time.
-    block = load_blocks(table_ptr, place, last, BLOCK_SIZE)
+    block = load_blocks(table_ptr, place, _beyond(last, gap), BLOCK_SIZE)
     for start in range(first, last, N):
-        place = start + tl.arange(0, N)
+        place = _beyond(start, gap) + tl.arange(0, N)
+        end = _beyond(start, gap) - start + last
         slot = slots_of(block, place, BLOCK_SIZE)
         offset = (slot * SLOT)[:, None] + channel
         if MASKED:
-            inside = is_read(place, last, tree)[:, None] & (channel < WIDTH)
+            inside = is_read(place, end, tree)[:, None] & (channel < WIDTH)
             keys = tl.load(key_ptr + offset, mask=inside, other=0.0)
             values = tl.load(value_ptr + offset, mask=inside, other=0.0)
         elif WIDTH < D:
@@ -242,21 +299,25 @@ def _attend(
         else:
             keys = tl.load(key_ptr + offset)
             values = tl.load(value_ptr + offset)
-        block = load_blocks(table_ptr, place + N, last, BLOCK_SIZE)
+        following = _beyond(start + N, gap) + tl.arange(0, N)
+        block = load_blocks(table_ptr, following, _beyond(last, gap), BLOCK_SIZE)
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
         if MASKED:
-            scores = tl.where(sees(place, newest, tree), scores, float("-inf"))
+            scores = tl.where(sees(place, newest, tree, window), scores, float("-inf"))
         state = fold(state, scores, values.to(q.dtype), scale, MASKED)
     return state
 
 
 @triton.jit
-def row_range(lens_ptr, row, plan, splits, N):
-    """Context length of a row, its number of positions including the new tokens (0 if the context
-    is -1), and its positions per split, such that it needs at most `splits` splits."""
+def row_range(lens_ptr, row, plan, splits, N, window=None):
+    """Context length of a row, its number of positions including the new tokens but not those of
+    `_gap` (0 if the context is -1), and its positions per split, such that it needs at most
+    `splits` splits."""
     tokens, span, fill, longest = plan
     context = tl.load(lens_ptr + row).to(tl.int32)
     end = tl.where(context < 0, 0, tl.minimum(context + tokens, span))
+    if window is not None:
+        end = tl.maximum(end - _gap(context, window, N)[1], 0)
     length = tl.maximum(tl.minimum((end + fill - 1) // fill, longest), (end + splits - 1) // splits)
     return context, end, tl.maximum((length + N - 1) // N * N, N)
 
@@ -274,6 +335,7 @@ def _decode_kernel(
     lse_ptr,
     ancestors_ptr,
     factors,
+    window,
     tokens,
     span,
     fill,
@@ -294,7 +356,8 @@ def _decode_kernel(
     A row that needs only one split gets its output here, and a row with context -1 gets zeros. For
     other rows, split s stores its part of the output in part [R, splits, tokens * heads, WIDTH] and
     the log2 of its sum of exponentials in lse [R, splits, tokens * heads]. If the row is a tree,
-    tiles that lie wholly in the context need no mask. `factors`: see `_factors`.
+    tiles that lie wholly in the context need no mask. `factors`: see `_factors`; `window`: see
+    `sees`.
     """
     wait_for_previous(EARLY)
     q_ptr, q_row, q_token, q_group, q_head = q_rows
@@ -303,7 +366,7 @@ def _decode_kernel(
     split = tl.program_id(2)
     group = tl.program_id(0) % GROUPS
     context, end, length = row_range(
-        lens_ptr, row, (tokens + EARLIER, span, fill, longest), tl.num_programs(2), N
+        lens_ptr, row, (tokens + EARLIER, span, fill, longest), tl.num_programs(2), N, window
     )
     first = split * length
     m = tl.program_id(0) // GROUPS * M + tl.arange(0, M)
@@ -324,15 +387,34 @@ def _decode_kernel(
     state = empty_state(M, D)
     newest = context + m // REP
     tree = None
+    gap = None
     if ancestors_ptr is not None:
         tree = tree_of(ancestors_ptr + row * tokens, context, m // REP, m < count)
+    if window is not None:
+        gap = _gap(context, window, N)
+        newest = _positions(context, m, REP, ancestors_ptr, row * tokens + m // REP, count)
+    elif ancestors_ptr is not None:
         whole = tl.maximum(first, tl.minimum(last, context // N * N))
         state = _attend(
             q, newest, state, first, whole, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False
         )
         first = whole
     acc, best, total = _attend(
-        q, newest, state, first, last, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True, tree
+        q,
+        newest,
+        state,
+        first,
+        last,
+        cache,
+        scale,
+        BLOCK_SIZE,
+        slot,
+        WIDTH,
+        N,
+        True,
+        tree,
+        window,
+        gap,
     )
     # Queries that see no position of this split have best = -inf; lse becomes -inf too.
     total = tl.where(total == 0.0, 1.0, total)
@@ -355,6 +437,7 @@ def _combine_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
+    window,
     tokens,
     span,
     fill,
@@ -372,7 +455,7 @@ def _combine_kernel(
     splits at a time."""
     wait_for_previous(EARLY)
     row = tl.program_id(0)
-    _, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), splits, N)
+    _, end, length = row_range(lens_ptr, row, (tokens, span, fill, longest), splits, N, window)
     if length >= end:
         return
     used = (end + length - 1) // length
@@ -415,6 +498,7 @@ def combine(
     plan: tuple[int, ...],
     splits: int,
     n: int,
+    window: AttentionWindow | None = None,
 ) -> None:
     """Combine the results of the splits of rows into out [R, T, heads, d]; see `_decode_kernel` for
     part and lse.
@@ -431,6 +515,7 @@ def combine(
         out,
         part,
         lse,
+        window,
         *plan,
         splits,
         lines,
@@ -452,6 +537,7 @@ def paged_attention(
     ancestors: Tensor | None = None,
     earlier: int = 0,
     scales: KVScales = UNSCALED,
+    window: AttentionWindow | None = None,
     *,
     tiles: Tiles | None = None,
     splits: int | None = None,
@@ -465,7 +551,11 @@ def paged_attention(
     fill = splits or 1
     longest = span
     if splits is None:
-        splits, fill, longest = split_plan(rows * across, span, tiles.n)
+        read = span
+        if window is not None:
+            # A tile each is read in part at the end of the sinks and at both ends of the window.
+            read = min(span, sum(window) + tokens + earlier + 3 * tiles.n)
+        splits, fill, longest = split_plan(rows * across, read, tiles.n)
     plan = tokens, span, fill, longest
     lines = tokens * groups * rep
     out = q.new_empty(rows, tokens, groups * rep, width)
@@ -484,13 +574,15 @@ def paged_attention(
         lse,
         None if ancestors is None else ancestors.contiguous(),
         _factors(width, scales, key_cache),
+        window,
         *plan,
         block_tables.stride(0),
         EARLIER=earlier,
         **_sizes(q, key_cache, tiles),
     )
     if splits > 1:
-        combine(context_lens, out, part, lse, (tokens + earlier, *plan[1:]), splits, tiles.n)
+        joined_plan = tokens + earlier, *plan[1:]
+        combine(context_lens, out, part, lse, joined_plan, splits, tiles.n, window)
     return out
 
 
@@ -504,6 +596,7 @@ def _prefill_kernel(
     start_ptr,
     out_ptr,
     factors,
+    window,
     rows,
     width,
     GROUPS: tl.constexpr,
@@ -540,11 +633,48 @@ def _prefill_kernel(
     seen_by_all = (context + first // REP + 1) // N * N
     end = context + (tl.minimum(first + M, count) - 1) // REP + 1
     state = empty_state(M, D)
+    begin_all = 0
+    if window is not None:
+        # What only some queries see, before what all of them see; positions in a gap are left out.
+        oldest = context + first // REP
+        gap = _gap(oldest, window, N)
+        all_near = tl.maximum(end - window[0] + N - 1, 0) // N * N
+        begin_all = tl.minimum(tl.maximum(all_near, _near(oldest, window[0], N)), seen_by_all)
+        state = _attend(
+            q,
+            newest,
+            state,
+            0,
+            begin_all - gap[1],
+            cache,
+            scale,
+            BLOCK_SIZE,
+            slot,
+            WIDTH,
+            N,
+            True,
+            None,
+            window,
+            gap,
+        )
     state = _attend(
-        q, newest, state, 0, seen_by_all, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False
+        q, newest, state, begin_all, seen_by_all, cache, scale, BLOCK_SIZE, slot, WIDTH, N, False
     )
     acc, _, total = _attend(
-        q, newest, state, seen_by_all, end, cache, scale, BLOCK_SIZE, slot, WIDTH, N, True
+        q,
+        newest,
+        state,
+        seen_by_all,
+        end,
+        cache,
+        scale,
+        BLOCK_SIZE,
+        slot,
+        WIDTH,
+        N,
+        True,
+        None,
+        window,
     )
     # The context is not split here: each query has seen its own key, so its total is not 0.
     acc = acc / total[:, None]
@@ -561,6 +691,7 @@ def prefill_attention(
     context_lens: Tensor,
     query_start: Tensor,
     scales: KVScales = UNSCALED,
+    window: AttentionWindow | None = None,
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -574,7 +705,9 @@ def prefill_attention(
     blocks = count * rep // chosen.m + rows
     if tiles is None and rows == 1 and 2 * blocks * groups <= busy_programs():
         places = block_tables, context_lens
-        return paged_attention(q[None], key_cache, value_cache, *places, scales=scales)[0]
+        return paged_attention(
+            q[None], key_cache, value_cache, *places, scales=scales, window=window
+        )[0]
     out = q.new_empty(count, groups * rep, width)
     _prefill_kernel[(blocks, groups)](
         strided(q),
@@ -585,6 +718,7 @@ def prefill_attention(
         query_start,
         out,
         _factors(width, scales, key_cache),
+        window,
         rows,
         block_tables.stride(0),
         **_sizes(q, key_cache, chosen),

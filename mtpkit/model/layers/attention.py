@@ -117,6 +117,9 @@ class SelfAttention(MegatronSelfAttention):
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, heads, d]
             if isinstance(inputs, DepthInput):
                 out = self._depth(q, k, v, inputs).transpose(0, 1)
+            elif inputs.window is not None:
+                out = sequence_attention(q, k, v, inputs.documents, window=inputs.window)
+                out = out.transpose(0, 1)
             else:
                 out = self.core_attention(q, k, v, inputs.documents).transpose(0, 1)
         out = out.reshape(*out.shape[:2], -1)
@@ -178,9 +181,15 @@ class SelfAttention(MegatronSelfAttention):
     def _depth(self, q: Tensor, k: Tensor, v: Tensor, inputs: DepthInput) -> Tensor:
         (first_k, first_v), *later = inputs.leave(self.layer_name, (k, v))
         if not later:
-            return sequence_attention(q, k, v, inputs.documents)
+            return sequence_attention(q, k, v, inputs.documents, window=inputs.window)
         return depth_attention(
-            q, first_k, first_v, [k for k, _ in later], [v for _, v in later], inputs.documents
+            q,
+            first_k,
+            first_v,
+            [k for k, _ in later],
+            [v for _, v in later],
+            inputs.documents,
+            window=inputs.window,
         )
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, normed: bool, step: StepInput) -> Tensor:
@@ -197,6 +206,8 @@ class SelfAttention(MegatronSelfAttention):
         assert isinstance(cache, PagedKV)
         # A cache in the model's own dtype holds keys and values as they are.
         scales = self.kv_scales if cache.key.dtype == FP8 else UNSCALED
+        attend_decoded = partial(paged_attention, scales=scales, window=step.window)
+        attend_chunks = partial(prefill_attention, scales=scales, window=step.window)
         # Norms, rotation and the copy to the cache are one kernel: each alone is so small that its
         # launch would take most of its time.
         q_norm, k_norm = (None if normed else norm for norm in (self.q_layernorm, self.k_layernorm))
@@ -224,7 +235,7 @@ class SelfAttention(MegatronSelfAttention):
                 return q.flatten(1, 2)
             # Each kept token is a row of its own: its keys, also those of this step, are in the
             # cache by now.
-            return paged_attention(q[:, None], cache.key, cache.value, *newest, scales=scales)[:, 0]
+            return attend_decoded(q[:, None], cache.key, cache.value, *newest)[:, 0]
 
         rows = step.num_decode_rows
         start = step.num_decode_tokens
@@ -232,11 +243,9 @@ class SelfAttention(MegatronSelfAttention):
         if rows:
             places = step.block_tables[:rows], *step.attended
             decode_q = q[:start].unflatten(0, (rows, step.decode_width))
-            out = paged_attention(decode_q, cache.key, cache.value, *places, scales=scales)
+            out = attend_decoded(decode_q, cache.key, cache.value, *places)
             outputs.append(out.flatten(0, 1))
         if step.num_chunk_rows:
             own = step.block_tables[rows:], step.context_lens[rows:], step.query_start[rows:]
-            outputs.append(
-                prefill_attention(q[start:], cache.key, cache.value, *own, scales=scales)
-            )
+            outputs.append(attend_chunks(q[start:], cache.key, cache.value, *own))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from mtpkit.config import Balance, HiddenState, LossKind
 from mtpkit.config.checked import checked, field_of, keys_of
+from mtpkit.config.words import LARGEST_COUNT
 from mtpkit.data.options import DataOptions, LongConversations, Loss, OnBadRow
 
 HeadAttention = Literal["auto", "serving", "per_depth"]
@@ -124,6 +125,13 @@ class HeadsConfig:
     zero_first_embedding: Literal["auto"] | bool = "auto"
     """Let depths read zeros in place of the embedding at position 0 of each document, as vLLM does
     for some families. `auto`: as for `reads_of_base`."""
+    attention_window: Literal["auto"] | Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = "auto"
+    """Positions up to its own that a query of the heads' attention layers sees, in training as in
+    decoding; 0: all. A draft then reads so many keys and values, however long the context is.
+    `auto`: the choice of the model's heads; new heads have no window."""
+    attention_sinks: Literal["auto"] | Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = "auto"
+    """With a window: first positions of each document that queries see as well. `auto`: as for
+    `attention_window`."""
     recompute: bool = False
     """Recompute each depth's activations in the backward pass. This adds a third to the work in the
     heads, and memory holds the activations of one depth instead of K."""

@@ -84,8 +84,9 @@ PUBLISHED = {
     "mimo": dict(reads_of_base="before_final_norm"),
     "glm4_moe as vLLM runs it": dict(zero_first_embedding=True, reads_of_depth="before_final_norm"),
     "deepseek_v3 as vLLM runs it": dict(zero_first_embedding=True),
+    "a window": dict(attention_window=7, attention_sinks=2),
 }
-"""Rules by which heads read, as families and servers have them."""
+"""Rules by which heads read, as families and servers have them, and a window."""
 
 
 @pytest.mark.parametrize(("heads", "k"), [("repeated", 3), ("distinct", 4)])
