@@ -193,7 +193,7 @@ def _measure(
     acceptance = window.acceptance
     # The measured rates, which the time results from; but "auto" may hardly have tried the deeper
     # depths.
-    asked = contender.config.rates(contender.depths) if contender.k == "auto" else None
+    asked = contender.config.rates(contender.depths) if contender.chooses else None
     limit = contender.limit(machine, asked or acceptance.conditional_acceptance)
     row = DecodeRow(
         batch_size=contender.batch_size,

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -121,7 +121,7 @@ class Contender:
             max_model_len=max(map(len, self.prompts)) + config.max_tokens,
             max_num_seqs=batch_size,
             draft_vocab=self.draft_vocab,
-            synthetic_acceptance=config.rates(self.depths) if self.depths else None,
+            synthetic_acceptance=config.all_rates(self.depths) if self.depths else None,
             warm_up=False,  # the first run, which is not timed, captures what the others need
             max_inter_token_latency=_PATIENCE,
         )
@@ -195,7 +195,14 @@ class Contender:
         """Whether every step makes a chain of K drafts, on the only pipeline stage."""
         engine = self.config.engine
         chain = engine.speculative_token_tree is None and engine.speculative_eagle_topk is None
-        return self.k not in (0, "auto") and chain and engine.pipeline_parallel_size == 1
+        alone = chain and engine.pipeline_parallel_size == 1
+        return alone and self.k != 0 and not self.chooses
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the engine chooses the drafts of each step."""
+        budget = self.config.engine.speculative_budget is not None
+        return self.k == "auto" or (self.k != 0 and budget)
 
     def without_drafting(self) -> Window:
         """A run whose steps verify as many drafts and make none; its tokens mean nothing. The
@@ -236,7 +243,7 @@ class Contender:
         Requests are divided into up to n batches for n pipeline stages. Each stage takes an equal
         part of every step, for one batch at a time, and each batch reads the weights.
         """
-        ks = range(self.depths + 1) if self.k == "auto" else [self.k]
+        ks = range(self.depths + 1) if self.chooses else [self.depths]
         limits = machine.rates(self.llm.ranks.tensor_size)
         speeds = (self.cost(rates[:k]).limit_tokens_per_s(*limits) for k in ks)
         return self.batch_size / self._rows * max(speeds)
@@ -278,7 +285,11 @@ class Contender:
         self.runs += 1
         engine = self.llm.engine
         chosen = [self.prompts[(first + row) % len(self.prompts)] for row in range(self.batch_size)]
-        self.outputs = {engine.add_request(prompt, self.config.sampling): [] for prompt in chosen}
+        # The seed says which rates of acceptance a request has.
+        params = [replace(self.config.sampling, seed=2 * first + row) for row in range(len(chosen))]
+        self.outputs = {
+            engine.add_request(prompt, one): [] for prompt, one in zip(chosen, params, strict=True)
+        }
         self.lengths = {name: [] for name in self.outputs}
         # The window begins when the last prompt has its first token. If another request is near its
         # end by then, no step is left to time, which `run` reports.
@@ -366,15 +377,23 @@ class Contender:
     def check(self, window: Window) -> None:
         """Refuse synthetic acceptance that differs from the requested rates by more than chance
         explains."""
-        rates = self.config.rates(self.depths)
+        rates = self.config.all_rates(self.depths)
         stats = window.acceptance
         # No single length is expected where K changes between steps, or where the tree's path of
         # first children may end before K.
-        if not rates or self.k == "auto" or self.config.spine(self.depths) < self.depths:
+        if not rates or self.chooses or self.config.spine(self.depths) < self.depths:
             return
-        expected = expected_length(rates)
-        allowed = max(
-            _TOLERANCE * expected, 4 * length_deviation(rates) / math.sqrt(max(1, stats.steps))
+        lengths = [expected_length(one) for one in rates]
+        expected = sum(lengths) / len(lengths)
+        squares = [
+            length_deviation(one) ** 2 + (length - expected) ** 2
+            for one, length in zip(rates, lengths, strict=True)
+        ]
+        deviation = math.sqrt(sum(squares) / len(squares))
+        # An odd number of requests has one more of the first kind.
+        uneven = (max(lengths) - expected) / self.batch_size
+        allowed = (
+            max(_TOLERANCE * expected, 4 * deviation / math.sqrt(max(1, stats.steps))) + uneven
         )
         if abs(stats.acceptance_length - expected) > allowed:
             raise MtpkitError(

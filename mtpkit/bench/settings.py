@@ -140,6 +140,8 @@ class DecodeConfig(StepsConfig, SyntheticConfig):
     acceptance: Rates | None = (0.85,)
     """Synthetic rate at which the draft of each depth is accepted, given that all before it were.
     The last rate holds for all further depths."""
+    other_acceptance: Rates | None = None
+    """The same of every second request, for requests that differ; by default all are alike."""
     penalties: Annotated[
         SamplingParams,
         Part(only=("presence_penalty", "frequency_penalty", "repetition_penalty")),
@@ -164,7 +166,10 @@ class DecodeConfig(StepsConfig, SyntheticConfig):
     """Seed of the random prompts."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a clause if experts are drawn but drafts are verified."""
+        """Yield a clause if experts are drawn but drafts are verified, or if only every second
+        request has synthetic acceptance."""
+        if self.other_acceptance is not None and self.acceptance is None:
+            yield "other_acceptance needs synthetic acceptance of the others: give acceptance"
         if self.random_experts and self.acceptance is None:
             yield (
                 "random_experts needs synthetic acceptance, since what a model with other experts"
@@ -193,6 +198,13 @@ class DecodeConfig(StepsConfig, SyntheticConfig):
     def rates(self, k: int) -> list[float] | None:
         """Synthetic acceptance rates of K depths; None if drafts are verified."""
         return None if self.acceptance is None else depth_rates(self.acceptance, k)
+
+    def all_rates(self, k: int) -> list[list[float]] | None:
+        """`rates` of each kind of requests."""
+        if self.acceptance is None:
+            return None
+        given = (self.acceptance, self.other_acceptance)
+        return [depth_rates(one, k) for one in given if one is not None]
 
 
 _NOT_IN_A_LOAD = (
@@ -535,6 +547,7 @@ ON_CPU: Mapping[type, Mapping[str, Any]] = {
 
 
 _OF_DRAFTS = (
+    "speculative_budget",
     "speculative_token_tree",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",

@@ -22,11 +22,12 @@ from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DraftShape, width_of
 from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.scheduling.blocks import IdPool
+from mtpkit.engine.scheduling.budget import BudgetedSpeculation, SplitTimes
 from mtpkit.engine.scheduling.pacing import pacing_for
 from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
 from mtpkit.engine.scheduling.scheduler import Scheduler
-from mtpkit.engine.steps.plan import Plan, StepResult
+from mtpkit.engine.steps.plan import Plan, StepResult, StepShape
 from mtpkit.errors import MtpkitError
 from mtpkit.model.state import StateLayout
 
@@ -156,7 +157,7 @@ class Engine:
             self._wait_for_grammars()
             if (awaited := self.scheduler.batch_to_await()) is not None:
                 changed += self._collect(awaited, left=0)
-            plans = self.ranks.plan(self.scheduler, self.speculation.choose)
+            plans = self.ranks.plan(self.scheduler, self.speculation)
             if not plans and not self._under_way and self.scheduler.has_unfinished:
                 raise MtpkitError(
                     "requests are unfinished, but no step is running and none can be planned"
@@ -194,9 +195,13 @@ class Engine:
         assert not self.has_unfinished
         self.executor.warm_up(shapes)
 
-    def adapt(self, batch_sizes: Sequence[int], repeats: int = 5) -> None:
+    def adapt(self, batch_sizes: Sequence[int], repeats: int = 5, budget: bool = False) -> None:
         """Time steps of these batch sizes with each of `draft_shapes`, and from then on choose
-        drafts by these times. No request may wait or run."""
+        drafts by these times. No request may wait or run.
+
+        Args:
+            budget: also choose which requests verify fewer drafts.
+        """
         assert not self.has_unfinished
         shapes = self.draft_shapes
         times = {
@@ -204,18 +209,37 @@ class Engine:
             for size in batch_sizes
             for drafts in shapes
         }
-        self.speculation = AdaptiveSpeculation(times, self.config.num_batches)
+        if not budget:
+            self.speculation = AdaptiveSpeculation(times, self.config.num_batches)
+            return
+        most = self.config.num_speculative_tokens
+        split = {
+            size: SplitTimes(
+                self._time(size, most, repeats, short=size),
+                self._time(size, most, repeats, short=size // 2),
+            )
+            for size in batch_sizes
+            if size > 1
+        }
+        # Drafts that were drawn in an earlier step than the last one have no distribution to be
+        # verified by: each step must make as many as the next one verifies.
+        self.speculation = BudgetedSpeculation(
+            times, split, self.config.num_batches, fixed=self.config.draft_sampling
+        )
 
-    def _time(self, rows: int, drafts: DraftShape, repeats: int) -> float:
+    def _time(self, rows: int, drafts: DraftShape, repeats: int, short: int = 0) -> float:
         """Seconds from one step of a request to its next while `rows` requests decode. With
         pipeline stages it is the time of the slowest stage for all batches or the time of one batch
         through all stages, whichever is longer. Rows of a batch that do not fit into the token
-        budget together take turns, in steps of equal size."""
+        budget together take turns, in steps of equal size. Of all rows, `short` verify no
+        drafts."""
         batches = min(rows, self.config.num_batches)
         rows_of_batch = -(-rows // batches)
         rows_that_fit = self.config.max_num_batched_tokens // width_of(drafts)
         turns = -(-rows_of_batch // rows_that_fit)
-        seconds = turns * self.executor.time_step(-(-rows_of_batch // turns), drafts, repeats)
+        at_once = -(-rows_of_batch // turns)
+        shape = StepShape.decoding(at_once, drafts, (at_once * short // rows, 0))
+        seconds = turns * self.executor.time_step(shape, repeats)
 
         # Ranks exchange integers.
         own = round(1e9 * seconds)
@@ -274,7 +298,8 @@ class Engine:
         ]
         fresh = [plan.rows[index].fresh_drafts for index in valid]
         if result.ranks is None:
-            self.speculation.observe([accepted[index] for index in valid], fresh)
+            rates = [plan.rows[index].request.history.rate for index in valid]
+            self.speculation.observe([accepted[index] for index in valid], fresh, rates)
         else:
             ranks = result.ranks.tolist()
             self.speculation.observe_trees(

@@ -79,7 +79,8 @@ class LLM:
         options = loading.located(options)
         source = loading.opened(options.model)
         model_config = loading.windowed(loading.config_of(source), options)
-        adaptive = options.num_speculative_tokens == "auto"
+        budget = options.speculative_budget is not None
+        adaptive = budget or options.num_speculative_tokens == "auto"
         tree, depths = loading.resolve_tree(options, model_config)
         # With "auto", each K would need its own graphs of mixed steps.
         mixed = 0 if adaptive else options.max_mixed_tokens
@@ -202,18 +203,19 @@ class LLM:
         self.on_device = torch.cuda.device(weight.device) if weight.is_cuda else nullcontext()
         """A context in which the LLM's device is the current one: each thread has its own."""
         _freeze_objects()
-        self._warm_up(options.warm_up, adaptive)
+        self._warm_up(options.warm_up, adaptive, budget)
 
-    def _warm_up(self, capture: bool, adaptive: bool) -> None:
-        """Capture graphs if `capture` is set; with K = "auto", time steps of batch sizes that
-        double."""
+    def _warm_up(self, capture: bool, adaptive: bool, budget: bool) -> None:
+        """Capture graphs if `capture` is set; with K = "auto" or a budget, time steps of batch
+        sizes that double."""
         config = self.engine.config
         if capture:
             self.engine.warm_up(self.engine.draft_shapes if adaptive else [config.drafts])
         if adaptive and config.num_speculative_tokens:
             largest = config.max_num_seqs
             powers = range(largest.bit_length() + 1)
-            self.engine.adapt(sorted({min(2**power, largest) for power in powers}))
+            sizes = sorted({min(2**power, largest) for power in powers})
+            self.engine.adapt(sizes, budget=budget)
 
     @answers_absent("LLM.generate", GENERATE_ARGUMENTS)
     def generate(

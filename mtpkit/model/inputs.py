@@ -10,7 +10,7 @@ tokens.
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -165,14 +165,49 @@ class TreeInput:
     a shared tree."""
 
 
+class DecodeGroup(NamedTuple):
+    """Decode rows of a step that have equally many tokens."""
+
+    rows: slice
+    tokens: slice
+    width: int
+    """Tokens per row."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of the rows."""
+        return self.rows.stop - self.rows.start
+
+
+def decode_groups(rows: int, width: int, short: tuple[int, int] = (0, 0)) -> list[DecodeGroup]:
+    """The groups of a step's decode rows, without empty ones.
+
+    Args:
+        rows: number of rows.
+        width: tokens of each of the first ones.
+        short: number of the last rows, which have fewer tokens, and how many.
+    """
+    groups = []
+    first_row = first_token = 0
+    for count, tokens in ((rows - short[0], width), short):
+        if count:
+            last_row = first_row + count
+            last_token = first_token + count * tokens
+            of_rows = slice(first_row, last_row)
+            groups.append(DecodeGroup(of_rows, slice(first_token, last_token), tokens))
+            first_row, first_token = last_row, last_token
+    return groups
+
+
 @dataclass(frozen=True)
 class StepInput(LayerInput):
     """One step of the engine over a flat batch of T tokens in R rows. Only the device knows the
     chunks' lengths.
 
-    Rows 0 .. num_decode_rows - 1 are decode rows with `decode_width` tokens each; the other rows
-    are prefill chunks. Row r's tokens are `query_start[r] .. query_start[r + 1] - 1`. A decode row
-    may continue a chunk of the same request, so layers compute chunks first.
+    Rows 0 .. num_decode_rows - 1 are decode rows with `decode_width` tokens each, of which the last
+    ones may have fewer, see `short`; the other rows are prefill chunks. Row r's tokens are
+    `query_start[r] .. query_start[r + 1] - 1`. A decode row may continue a chunk of the same
+    request, so layers compute chunks first.
 
     A chunk may be empty; at context 0 it then sets the states of its request to zero. A null row,
     with state slot -1, belongs to no request: it pads a captured step. Its tokens touch no state,
@@ -214,6 +249,8 @@ class StepInput(LayerInput):
     window: AttentionWindow | None = None
     """What queries of attention layers see; None: all of their document. Only heads have
     windows."""
+    short: tuple[int, int] = (0, 0)
+    """Number of the last decode rows, which have fewer tokens, and how many each has."""
 
     def positions_in(self, batch: int, length: int, device: torch.device) -> Tensor:
         return self.positions[None]
@@ -221,19 +258,24 @@ class StepInput(LayerInput):
     @property
     def num_decode_tokens(self) -> int:
         """Tokens of the decode rows, which come first."""
-        return self.num_decode_rows * self.decode_width
+        rows, width = self.short
+        return (self.num_decode_rows - rows) * self.decode_width + rows * width
+
+    @property
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The decode rows by their number of tokens, without empty groups."""
+        return decode_groups(self.num_decode_rows, self.decode_width, self.short)
 
     @property
     def num_chunk_rows(self) -> int:
         """Rows that are chunks, which come last; any of them may be empty."""
         return len(self.state_slots) - self.num_decode_rows
 
-    @property
-    def attended(self) -> tuple[Tensor, Tensor | None, int]:
-        """Arguments of attention for the decode rows: [R] context lengths, their trees' masks [R,
-        T] or None, and the number of the trees' earlier entries."""
+    def attended(self, group: DecodeGroup) -> tuple[Tensor, Tensor | None, int]:
+        """Arguments of attention for decode rows: [R] context lengths, their trees' masks [R, T] or
+        None, and the number of the trees' earlier entries."""
         if self.tree is None:
-            return self.context_lens[: self.num_decode_rows], None, 0
+            return self.context_lens[group.rows], None, 0
         return self.tree.starts, self.tree.ancestors, self.tree.earlier
 
     def committed_after(self, new: Tensor) -> Committed:
@@ -246,9 +288,15 @@ class StepInput(LayerInput):
         # Chunks are committed whole, so their counts are those after any chunk.
         if not self.num_decode_rows:
             return Committed.none(self.committed.counts, len(new), new.device)
-        rows = slice(len(new))
-        committed = self.committed.at(rows).after(self.context_lens[rows], self.decode_width, new)
-        return committed.restarted(self.num_decode_rows)
+        parts = []
+        for group in self.decode_groups:
+            held = self.committed.at(group.rows)
+            context_lens = self.context_lens[group.rows]
+            own = new[group.rows]
+            parts.append(held.after(context_lens, group.width, own, self.decode_width))
+        decoded = Committed.joined(parts)
+        chunks = len(new) - self.num_decode_rows
+        return decoded.followed_by(chunks) if chunks else decoded
 
     def continued(self, accepted: Tensor) -> "StepInput":
         """Turn the first S rows into rows of one token each, which follows the newest token that
@@ -270,6 +318,7 @@ class StepInput(LayerInput):
             committed=self.committed_after(accepted + 1),
             num_decode_rows=count,
             decode_width=1,
+            short=(0, 0),
             states=self.states.fork_heads(self.state_slots[:count]),
             noise_keys=None if self.noise_keys is None else self.noise_keys[:count],
         )
@@ -303,6 +352,7 @@ class StepInput(LayerInput):
             committed=(committed or self.committed).at(rows),
             num_decode_rows=len(rows),
             decode_width=1,
+            short=(0, 0),
             tree=None,
             states=self.states.fork_heads(self.state_slots[rows]),
             noise_keys=None if self.noise_keys is None else self.noise_keys[rows],

@@ -189,7 +189,9 @@ class HashRunner(StandIn):
                 self.pages[kv_slot] = token_id
         values = []
         ring_lens = inputs.committed.counts[self.ring]
-        stays = self.ring.after(ring_lens, inputs.decode_width, 0).tolist()
+        stays = []
+        for group in inputs.decode_groups:
+            stays += self.ring.after(ring_lens[group.rows], group.width, 0).tolist()
         chain = torch.arange(-1, inputs.decode_width - 1).expand(inputs.num_decode_rows, -1)
         trees = (chain if inputs.tree is None else inputs.tree.parents.expand_as(chain)).tolist()
         for row, slot in enumerate(inputs.state_slots.tolist()):
@@ -198,7 +200,7 @@ class HashRunner(StandIn):
             if slot < 0:  # a request that has ended
                 values += [0] * (end - start)
                 continue
-            parents = trees[row] if decoding else range(-1, end - start - 1)
+            parents = trees[row][: end - start] if decoding else range(-1, end - start - 1)
             values += self._row(
                 inputs, row, slot, tokens[start:end], parents, stays[row] if decoding else None
             )

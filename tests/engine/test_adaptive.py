@@ -9,7 +9,7 @@ from mtpkit.engine import SamplingParams
 from mtpkit.engine.device.executor import Executor
 from mtpkit.engine.requests.tree import TokenTree
 from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation
-from mtpkit.engine.steps.plan import Drafts
+from mtpkit.engine.steps.plan import Drafts, StepShape
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.fakes import HashModel, fake_engine, run
@@ -205,7 +205,7 @@ def test_the_engine_measures_every_size_and_k(monkeypatch, patience):
         (rows, k): 1.0 + (patience if rows > 2 else 0.01) * k for rows in range(9) for k in range(3)
     }
     monkeypatch.setattr(
-        Executor, "time_step", lambda self, rows, depths, repeats: times[rows, depths]
+        Executor, "time_step", lambda self, shape, repeats: times[shape.decode_rows, shape.drafts]
     )
     llm = make_llm(tiny_model(), "auto", max_num_seqs=6)
     speculation = llm.engine.speculation
@@ -229,7 +229,7 @@ def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
         return execute(batch)
 
     monkeypatch.setattr(llm.engine.executor, "execute", watch)
-    assert llm.engine.executor.time_step(4, 1, 3) > 0
+    assert llm.engine.executor.time_step(StepShape.decoding(4, 1), 3) > 0
     assert set(seen) == {(4, 1, 8)} and len(seen) == 4
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from mtpkit.engine import SamplingParams
 from mtpkit.engine.device.executor import Executor
-from mtpkit.engine.requests.tree import DraftShape, width_of
+from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.scheduling import adaptive as adaptive_module
+from mtpkit.engine.scheduling.budget import BudgetedSpeculation
 from mtpkit.model import build, build_model
 from tests.engine.poison import poison
 from tests.engine.rank_cases import config, split_model
@@ -47,6 +48,9 @@ ADAPTIVE = [
     dict(num_speculative_tokens="auto"),
     dict(num_speculative_tokens="auto", speculative_token_tree=[2, 2, 1]),
     dict(num_speculative_tokens="auto", speculative_eagle_topk=2, speculative_num_draft_tokens=6),
+    dict(num_speculative_tokens=3, speculative_budget="auto"),
+    dict(num_speculative_tokens="auto", speculative_budget="auto"),
+    dict(num_speculative_tokens=3, speculative_budget="auto", draft_sampling=True),
 ]
 LENGTHS = (1, 1, 2, 3, 5, 9, 14)
 MOST = 12
@@ -136,13 +140,13 @@ def play(llm, pairs, rng: random.Random, poisoned: bool, requests: int) -> dict:
     greedy_outputs: dict[str, list[int]] = {}
     live: list[str] = []
     steps: list[list] = []
-    shapes: set[DraftShape] = set()
+    shapes: set[tuple[DraftShape, bool]] = set()
     plan = engine.scheduler.plan
 
     def noted(decision):
         plans = plan(decision)
         if any(one.num_decode_rows for one in plans):
-            shapes.add(decision.drafts)
+            shapes.add((decision.drafts, any(one.short[0] for one in plans)))
         return plans
 
     engine.scheduler.plan = noted
@@ -191,15 +195,27 @@ def _drafts(engine) -> list[tuple]:
 
 def try_others(patch: pytest.MonkeyPatch) -> None:
     """Where the engine chooses the drafts of each step, it tries others in every second step, and
-    its choice does not depend on measured times."""
+    its choice does not depend on measured times. Where it has a budget, some requests verify fewer
+    drafts in most steps."""
     time_step = Executor.time_step
 
-    def timed(self, rows, drafts, repeats):
-        time_step(self, rows, drafts, repeats=1)
-        return 1 + rows * width_of(drafts) / 4
+    def timed(self, shape, repeats):
+        time_step(self, shape, repeats=1)
+        return 1 + shape.tokens / 4
 
     patch.setattr(Executor, "time_step", timed)
     patch.setattr(adaptive_module, "_PROBE_INTERVAL", 4)
+    decide = BudgetedSpeculation.decide
+
+    def split(self, requests):
+        drafts, short = decide(self, requests)
+        chance = random.Random(self._steps)
+        self._steps += self._fixed
+        if not drafts or chance.random() < 0.3:
+            return drafts, short
+        return drafts, (chance.randint(0, len(requests)), chance.randrange(drafts))
+
+    patch.setattr(BudgetedSpeculation, "decide", split)
 
 
 @pytest.fixture(autouse=True)

@@ -225,11 +225,11 @@ class Undecided:
     def __init__(self, rank: int, tree) -> None:
         self.rank, self.turns = rank, itertools.cycle([tree, 2, tree, tree, 0, 3])
 
-    def choose(self, num_rows: int):
+    def decide(self, requests):
         assert self.rank == 0
-        return next(self.turns)
+        return next(self.turns), (0, 0)
 
-    def observe(self, accepted, fresh) -> None:
+    def observe(self, accepted, fresh, rates=()) -> None:
         pass
 
     def observe_trees(self, ranks) -> None:

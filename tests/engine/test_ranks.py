@@ -18,6 +18,7 @@ from mtpkit.engine.ranks.announcement import Announcement
 from mtpkit.engine.ranks.follow import SplitRanks
 from mtpkit.engine.ranks.join import _sizes_of
 from mtpkit.engine.requests.tree import parse_tree
+from mtpkit.engine.scheduling.adaptive import FixedSpeculation
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.steps import vocabulary as choices
 from mtpkit.engine.steps.plan import Plan, Row
@@ -202,12 +203,14 @@ class Undecided:
         self.rank = rank
         self.steps = 0
 
-    def choose(self, num_rows: int) -> int:
+    def decide(self, requests):
         assert self.rank == 0
         self.steps += 1
-        return self.steps % 4
+        k = self.steps % 4
+        short = (len(requests) // 2, self.steps % k) if k else (0, 0)
+        return k, short
 
-    def observe(self, accepted, fresh) -> None:
+    def observe(self, accepted, fresh, rates=()) -> None:
         pass
 
 
@@ -290,7 +293,7 @@ def announcement(step=3, preemptions=2, drafts=2, limit=40, rows=2, **changed) -
     )
     chunk = Row(other, own["start"], own["length"], samples=True)
     plan = Plan((Row(request, 6, 3, samples=True), chunk)[:rows], 1, rows, 2)
-    return Announcement.of(step, Decision(drafts, limit), [plan], preemptions)
+    return Announcement.of(step, Decision(drafts, prompt_tokens=limit), [plan], preemptions)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +321,9 @@ def test_ranks_notice_all_in_which_their_plans_differ(changed, said):
     assert Announcement.unpack(astuple(announcement(**changed))) == announcement(**changed)
 
 
-@pytest.mark.parametrize("decision", [Decision(0), Decision(3, 17), Decision(TREE, 40)])
+@pytest.mark.parametrize(
+    "decision", [Decision(0), Decision(3, (2, 1), 17), Decision(TREE, prompt_tokens=40)]
+)
 def test_a_decision_arrives_as_it_was_made(decision):
     sent = astuple(Announcement.of(0, decision, [], 0))
     assert Announcement.unpack(sent).decision(TREE) == decision
@@ -336,7 +341,7 @@ def test_a_rank_plans_with_all_that_the_first_one_decided(monkeypatch):
 
     class Planner(NamedTuple):
         has_unfinished: bool = True
-        decision: Decision = Decision(TREE, 40)
+        decision: Decision = Decision(TREE, prompt_tokens=40)
         config: Any = SimpleNamespace(tree=TREE)
         admission: Any = SimpleNamespace(num_preemptions=0)
 
@@ -347,5 +352,5 @@ def test_a_rank_plans_with_all_that_the_first_one_decided(monkeypatch):
     with pytest.raises(
         MtpkitError, match=r"rank 0 plans another step than rank 1: .*plans 1, not 0"
     ):
-        ranks.plan(Planner(), lambda rows: 0)
-    assert asked == [Decision(TREE, 40)]
+        ranks.plan(Planner(), FixedSpeculation(0))
+    assert asked == [Decision(TREE, prompt_tokens=40)]

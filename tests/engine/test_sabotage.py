@@ -55,8 +55,8 @@ def test_recurrent_states_of_distinct_heads_that_are_taken_back_wrongly(monkeypa
     """By a token too few or too many, or not at all."""
     after = Committed.after
 
-    def wrong(self, context_lens, width, new):
-        right = after(self, context_lens, width, new)
+    def wrong(self, context_lens, width, new, widest=None):
+        right = after(self, context_lens, width, new, widest)
         for counter, counts in right.counts.items():
             if counter.behind and off is not None:
                 most = counter.after(self.counts[counter], width, torch.full_like(new, width))
@@ -104,8 +104,8 @@ def test_recurrent_states_of_distinct_heads_that_are_not_zero_at_position_0(monk
 def test_state_left_unrestored_after_a_rejection(monkeypatch, rollback):
     after = Committed.after
 
-    def keep_all(self, context_lens, width, new):
-        return after(self, context_lens, width, torch.full_like(new, width))
+    def keep_all(self, context_lens, width, new, widest=None):
+        return after(self, context_lens, width, torch.full_like(new, width), widest)
 
     monkeypatch.setattr(Committed, "after", keep_all)
     assert not tokens_survive(state_rollback=rollback)

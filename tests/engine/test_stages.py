@@ -286,7 +286,9 @@ def adaptive(rank: int, model, truth: list[list[int]]) -> dict:
     choose = AdaptiveSpeculation.choose
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Executor, "time_step", lambda self, rows, k, repeats: (1 + 2 * rank) * one_step(rows, k)
+            Executor,
+            "time_step",
+            lambda self, shape, repeats: (1 + 2 * rank) * one_step(shape.decode_rows, shape.drafts),
         )
         patch.setattr(
             AdaptiveSpeculation, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1]

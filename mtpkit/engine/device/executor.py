@@ -277,27 +277,27 @@ class Executor:
             self.graphs.capture_all(self.execute, shapes)
 
     @torch.inference_mode()
-    def time_step(self, rows: int, drafts: DraftShape, repeats: int) -> float:
-        """Median seconds of `repeats` greedy decode steps on free slots; as for `warm_up`, slots
-        and blocks must be free."""
+    def time_step(self, shape: StepShape, repeats: int) -> float:
+        """Median seconds of `repeats` greedy steps of decode rows alone on free slots; as for
+        `warm_up`, slots and blocks must be free."""
         seconds = []
         # The first step compiles, captures or loads what it needs, and is not timed.
         for _ in range(1 + repeats):
             began = time.perf_counter()
-            self.step_free_slots(rows, drafts)
+            self.step_free_slots(shape)
             if self.builder.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
 
         return statistics.median(seconds[1:])
 
-    def step_free_slots(self, rows: int, drafts: DraftShape) -> None:
-        """Run a greedy decode step on the slots 0 .. rows - 1, which no request may hold."""
+    def step_free_slots(self, shape: StepShape) -> None:
+        """Run a greedy step of decode rows on the slots from 0 on, which no request may hold."""
         if self.graphs:
-            self.graphs.replay_free_slots(self.execute, rows, drafts)
+            self.graphs.replay_free_slots(self.execute, shape)
             return
         self.state.restart()
-        self._execute_null_rows(StepShape.decoding(rows, drafts), range(rows))
+        self._execute_null_rows(shape, range(shape.decode_rows))
 
     def _execute_null_rows(self, shape: StepShape, slots: Sequence[int] = ()) -> None:
         """Run a greedy step without graphs in which the first decode rows are at `slots`, and all

@@ -208,9 +208,18 @@ class StepGraphs:
     def shape_for(self, plan: Plan) -> StepShape:
         """The shape of the graph for a plan."""
         if not plan.chunks:
-            return StepShape.decoding(bucket_size(plan.num_decode_rows), plan.drafts)
+            return self._padded(plan.num_decode_rows, plan.drafts, plan.short)
         tokens = max(plan.num_chunk_tokens, _tokens_for(len(plan.chunks)))
         return self._with_chunks(plan.num_decode_rows, tokens, plan.drafts)
+
+    @staticmethod
+    def _padded(rows: int, drafts: DraftShape, short: tuple[int, int]) -> StepShape:
+        """The shape of the graph for decode rows alone."""
+        captured = bucket_size(rows)
+        # Null rows come last, where the short ones are.
+        if short[0]:
+            short = short[0] + captured - rows, short[1]
+        return StepShape.decoding(captured, drafts, short)
 
     def _with_chunks(self, rows: int, tokens: int, drafts: DraftShape) -> StepShape:
         if rows:
@@ -249,9 +258,11 @@ class StepGraphs:
         for key in tqdm(largest_first, desc="CUDA graphs", disable=None):
             self.captured(execute, key)
 
-    def replay_free_slots(self, execute: Execute, rows: int, drafts: DraftShape) -> None:
-        """Replay a greedy step on the slots 0 .. rows - 1, for timing; no request may hold them."""
-        shape = StepShape.decoding(bucket_size(rows), drafts)
+    def replay_free_slots(self, execute: Execute, given: StepShape) -> None:
+        """Replay a greedy step of decode rows on the slots from 0 on, for timing; no request may
+        hold them."""
+        rows = given.decode_rows
+        shape = self._padded(rows, given.drafts, given.short)
         graph, _ = self.captured(execute, self._key(shape, GREEDY))
         self.builder.state.restart()
         self._fill(shape, self.builder.null_numbers(shape, range(rows)), self._null_tables(shape))

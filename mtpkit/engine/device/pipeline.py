@@ -247,8 +247,8 @@ class StageExecutor(Executor):
         if self.stores:
             self.stores.capture_all(self._store, shapes)
 
-    def step_free_slots(self, rows: int, drafts: DraftShape) -> None:
+    def step_free_slots(self, shape: StepShape) -> None:
         """See `Executor.step_free_slots`."""
-        super().step_free_slots(rows, drafts)
+        super().step_free_slots(shape)
         if self.stores:
-            self.stores.replay_free_slots(self._store, rows, drafts)
+            self.stores.replay_free_slots(self._store, shape)

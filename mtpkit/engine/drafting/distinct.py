@@ -165,6 +165,7 @@ class _Rows(NamedTuple):
             context_lens=begins,
             num_decode_rows=count,
             decode_width=width,
+            short=(0, 0),
         )
         decoded = cls(longer, rows, rows, begins[rows] + indices % width, None)
         if not inputs.num_chunk_rows:

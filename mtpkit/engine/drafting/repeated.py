@@ -69,16 +69,17 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     """
     inputs = batch.inputs
     known = embeddable(verdict.token_ids)
-    decoding = inputs.num_decode_rows
     count = inputs.num_decode_tokens
 
-    decoded = known[:decoding]
-    # A tree has more tokens than the path that was accepted.
-    if decoding and decoded.shape[1] < inputs.decode_width:
-        decoded = F.pad(decoded, (0, inputs.decode_width - decoded.shape[1]))
-    decoded = decoded.flatten()
+    parts = []
+    for group in inputs.decode_groups:
+        decoded = known[group.rows, : group.width]
+        # A tree has more tokens than the path that was accepted.
+        if decoded.shape[1] < group.width:
+            decoded = F.pad(decoded, (0, group.width - decoded.shape[1]))
+        parts.append(decoded.flatten())
     if not inputs.num_chunk_rows:
-        return decoded
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     # The token after the last one of a chunk is not in the step: in the flat order, another row's
     # first token follows there.
@@ -87,4 +88,4 @@ def shifted_token_ids(batch: Batch, verdict: Verdict) -> Tensor:
     is_last = next_index == inputs.query_start[rows + 1]
     following = batch.token_ids[count:].roll(-1)
     chunks = torch.where(is_last, known[rows, 0], following)
-    return torch.cat([decoded, chunks])
+    return torch.cat([*parts, chunks])

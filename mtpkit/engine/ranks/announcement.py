@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 import numpy as np
 
 from mtpkit.config import LARGEST_COUNT, MOST_DRAFTS
-from mtpkit.engine.requests.tree import Tree, depth_of
+from mtpkit.engine.requests.tree import DraftShape, Tree, depth_of
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.steps.plan import Plan
 from mtpkit.errors import MtpkitError
@@ -29,6 +29,9 @@ class Announcement:
     """K of decode rows."""
     trees: int
     """1: the drafts of decode rows are trees; 0: they are chains."""
+    short_rows: int
+    short_drafts: int
+    """See `Decision.short`."""
     prompt_tokens: int
     """Most prompt tokens of the step, or -1. Batches that were skipped have nothing to run,
     whatever the limit is."""
@@ -59,6 +62,8 @@ class Announcement:
             step=step,
             num_speculative_tokens=depth_of(decision.drafts),
             trees=int(not isinstance(decision.drafts, int)),
+            short_rows=decision.short[0],
+            short_drafts=decision.short[1],
             prompt_tokens=_NONE if limit is None else limit,
             plans=len(plans),
             decode_rows=sum(plan.num_decode_rows for plan in plans),
@@ -79,6 +84,8 @@ class Announcement:
         limits = {
             "num_speculative_tokens": (0, MOST_DRAFTS),
             "trees": (0, 1),
+            "short_rows": (0, LARGEST_COUNT),
+            "short_drafts": (0, MOST_DRAFTS),
             "prompt_tokens": (_NONE, LARGEST_COUNT),
         }
         for name, value in vars(announcement).items():
@@ -92,10 +99,11 @@ class Announcement:
     def decision(self, tree: Tree | None) -> Decision:
         """The decision; `tree` is the configured shape of trees."""
         limit = None if self.prompt_tokens == _NONE else self.prompt_tokens
-        if not self.trees:
-            return Decision(self.num_speculative_tokens, limit)
-        assert tree is not None, "ranks with other options were refused"
-        return Decision(tree, limit)
+        drafts: DraftShape = self.num_speculative_tokens
+        if self.trees:
+            assert tree is not None, "ranks with other options were refused"
+            drafts = tree
+        return Decision(drafts, (self.short_rows, self.short_drafts), limit)
 
     def differences(self, other: "Announcement") -> list[str]:
         """The fields in which this announcement and another one differ, with both values."""

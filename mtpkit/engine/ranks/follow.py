@@ -11,7 +11,7 @@ would mix different steps, or wait forever.
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from mtpkit.engine.ranks.announcement import Announcement
 from mtpkit.engine.ranks.peers import exchange_in_peer_memory
 from mtpkit.engine.ranks.stages import Stage
 from mtpkit.engine.ranks.watch import Watch
-from mtpkit.engine.requests.tree import DraftShape
+from mtpkit.engine.scheduling.adaptive import Speculation
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.scheduling.scheduler import Scheduler
 from mtpkit.engine.steps.plan import Plan
@@ -60,19 +60,15 @@ class Ranks:
         """This rank's part of the vocabulary of `size` tokens."""
         return Vocabulary(size)
 
-    def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
-        """Plan a step.
-
-        Args:
-            choose: returns the shape of the drafts for a number of decode rows.
-        """
+    def plan(self, scheduler: Scheduler, speculation: Speculation) -> list[Plan]:
+        """Plan a step, with the drafts that `speculation` decides on."""
         if not scheduler.has_unfinished:
             return []
         # Without decode rows no drafts are verified, whatever is decided.
-        drafts = scheduler.config.drafts
-        if num_decoding := scheduler.num_decoding:
-            drafts = choose(num_decoding)
-        return scheduler.plan(Decision(drafts))
+        decision = Decision(scheduler.config.drafts)
+        if decoding := scheduler.decoding:
+            decision = Decision(*speculation.decide(decoding))
+        return scheduler.plan(decision)
 
     def all_reduce_min(self, value: int) -> int:
         """The smallest `value` of all ranks."""
@@ -149,7 +145,7 @@ class SplitRanks(Ranks):
             return SplitVocabulary(size, self._tensor_group)
         return Vocabulary(size)
 
-    def plan(self, scheduler: Scheduler, choose: Callable[[int], DraftShape]) -> list[Plan]:
+    def plan(self, scheduler: Scheduler, speculation: Speculation) -> list[Plan]:
         """See `Ranks.plan`; rank 0 plans first and announces its decision to all other ranks.
 
         Raises:
@@ -158,7 +154,7 @@ class SplitRanks(Ranks):
         if not scheduler.has_unfinished:
             return []
         if self.rank == 0:
-            plans = super().plan(scheduler, choose)
+            plans = super().plan(scheduler, speculation)
             self._send(torch.tensor(astuple(self._announcement(scheduler, plans))))
         else:
             received = Announcement.unpack(self._broadcast([0] * len(fields(Announcement))))

@@ -173,6 +173,11 @@ class EngineOptions:
     speculative_num_draft_tokens: Annotated[int, Field(ge=2, le=MOST_TREE_TOKENS)] | None = None
     """Number of tokens that a decoding request feeds in a step with `speculative_eagle_topk`, its
     newest token included; by default 1 + K * `speculative_eagle_topk`, at most 63."""
+    speculative_budget: Literal["auto"] | None = None
+    """"auto": verify fewer drafts of the requests whose drafts are accepted least often, where the
+    steps of many requests become faster by it; K is then chosen for each step, too, up to
+    `num_speculative_tokens`, but with `draft_sampling`. By default all requests of a step verify
+    equally many. A request keeps out of it by `SamplingParams.speculative_budget`."""
     draft_vocab: str | Path | list[Any] | tuple[Any, ...] | frozenset[Any] | None = Field(
         default=None, title="a list of token ids, a file of mtpkit data draft-vocab, or None"
     )
@@ -211,6 +216,14 @@ class EngineOptions:
                 "must be False: num_speculative_tokens 'auto' needs the heads' best tokens"
             )
         return draw
+
+    @field_validator("speculative_budget")
+    @classmethod
+    def _check_speculative_budget(cls, budget: str | None, info: ValidationInfo) -> str | None:
+        trees = ("speculative_token_tree", "speculative_eagle_topk")
+        if budget and any(info.data.get(name) is not None for name in trees):
+            raise ValueError("must be None with trees of drafts: only chains have budgets")
+        return budget
 
     @field_validator("prefix_cache_dtype")
     @classmethod

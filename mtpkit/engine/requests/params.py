@@ -154,6 +154,9 @@ class SamplingParams:
     """Verify drafts. Without them, every step adds one token to the output, which stays the same
     (with `draft_sampling`: becomes that of K = 0), and acceptance rates do not count the
     request."""
+    speculative_budget: bool = True
+    """Let the engine verify fewer drafts of this request than of others, where it does so, see
+    `speculative_budget` of `LLM`."""
 
     @field_validator("top_k")
     @classmethod

@@ -1,5 +1,6 @@
 """Requests and their outputs."""
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from mtpkit.engine.requests.detokenizer import Detokenizer
 from mtpkit.engine.requests.grammar import Constraint
 from mtpkit.engine.requests.log_probs import Logprob, TokenLogProbs
 from mtpkit.engine.requests.params import RequestOutputKind, SamplingParams
-from mtpkit.engine.requests.stats import RequestMetrics, RequestStats
+from mtpkit.engine.requests.stats import AcceptanceHistory, RequestMetrics, RequestStats
 from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.errors import MtpkitError, UserError
 
@@ -126,6 +127,8 @@ class Request:
     newest_draft_ids: list[int] = field(default_factory=list)
     """The drafts of the newest committed step: a chain, or one per depth of a tree. In an engine
     with trees, constrained requests have what `StepResult.trees` says."""
+    history: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    """How often its drafts were accepted lately."""
     runners_up: list[int] = field(default_factory=list)
     """Of a constrained request, the runners-up of each of these drafts, see
     `mtpkit.engine.steps.runners_up`; empty: they are unknown."""
@@ -245,6 +248,16 @@ class Request:
         self.drafts_in_flight = max(0, self.drafts_in_flight - 1)
         self.newest_draft_ids = token_ids
         self.runners_up = runners_up
+
+    @property
+    def draft_worth(self) -> float:
+        """The acceptance that the request's drafts are expected to have; those of a request that
+        keeps out of budgets come first, those of one that does not speculate last."""
+        if not self.params.speculate:
+            return -math.inf
+        if not self.params.speculative_budget:
+            return math.inf
+        return self.history.rate
 
     def note_tree(self, drafts: list[int]) -> None:
         """Note all drafts of a step in place of one per depth, see `StepResult.trees`."""

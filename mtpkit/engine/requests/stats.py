@@ -12,6 +12,32 @@ STEP_TOKENS = (1, *(8 << power for power in range(12)))
 """Bounds of `StepTokens`, vLLM's: 1, 8, 16, .. 16384."""
 
 
+_PRIOR_RATE = 0.7
+_PRIOR_WEIGHT = 4.0
+"""Acceptance that is assumed of a new request, and the number of drafts it counts for."""
+_DECAY = 0.95
+"""Decay factor of a request's counts per decode step. Those of a request whose drafts are not
+verified fade, until its rate is the assumed one and they are tried again."""
+
+
+@dataclass
+class AcceptanceHistory:
+    """How often the drafts of one request were accepted in its latest steps."""
+
+    tested: float = 0.0
+    accepted: float = 0.0
+
+    def observe(self, accepted: int, fresh: int) -> None:
+        """Count a decode step that accepted so many of the request's `fresh` drafts."""
+        self.tested = self.tested * _DECAY + min(accepted + 1, fresh)
+        self.accepted = self.accepted * _DECAY + min(accepted, fresh)
+
+    @property
+    def rate(self) -> float:
+        """Share of the drafts that were accepted, of those that stood after accepted ones."""
+        return (self.accepted + _PRIOR_RATE * _PRIOR_WEIGHT) / (self.tested + _PRIOR_WEIGHT)
+
+
 @dataclass
 class AcceptanceStats:
     """Counts over decode steps, from which acceptance is computed.

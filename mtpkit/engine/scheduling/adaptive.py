@@ -7,6 +7,7 @@ K = 0 the next step of its batch therefore has none to verify, whatever its own 
 
 from collections.abc import Mapping, Sequence
 
+from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.tree import DraftShape, depth_of
 
 _DECAY = 0.99
@@ -23,7 +24,7 @@ _PROBE_STEPS = 2
 """Acceptance is learnt only from drafts that are verified, so 2 of every 256 steps of a batch are
 probes, which verify other drafts than the best ones. The first of the two finds stale drafts. If a
 probe takes twice the time of a plain step, the two probes cost 1%."""
-_GAIN = 1.01
+GAIN = 1.01
 """More drafts are chosen only if their expected speed exceeds that of fewer drafts by more than
 this factor."""
 
@@ -39,7 +40,13 @@ class FixedSpeculation:
         verifies and makes."""
         return self.drafts
 
-    def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
+    def decide(self, requests: Sequence[Request]) -> tuple[DraftShape, tuple[int, int]]:
+        """The drafts of a step with these decode rows, and `Decision.short`."""
+        return self.choose(len(requests)), (0, 0)
+
+    def observe(
+        self, accepted: Sequence[int], fresh: Sequence[int], rates: Sequence[float] = ()
+    ) -> None:
         """Ignore the acceptance of a step."""
 
     def observe_trees(self, ranks: Sequence[Sequence[int]]) -> None:
@@ -132,18 +139,34 @@ class AdaptiveSpeculation:
     def choose(self, num_rows: int) -> DraftShape:
         """Return K, or the tree, for a step: the drafts that it verifies and makes. `num_rows`
         counts the decode rows of all batches."""
-        size = next((size for size in self._sizes if size >= num_rows), self._sizes[-1])
+        best = self._best(self._size(num_rows))
+        probe = self._probe(best)
+        return best if probe is None else probe
+
+    def decide(self, requests: Sequence[Request]) -> tuple[DraftShape, tuple[int, int]]:
+        """The drafts of a step with these decode rows, and `Decision.short`."""
+        return self.choose(len(requests)), (0, 0)
+
+    def _size(self, num_rows: int) -> int:
+        """The measured number of rows that stands for `num_rows`."""
+        return next((size for size in self._sizes if size >= num_rows), self._sizes[-1])
+
+    def _best(self, size: int) -> DraftShape:
+        """The drafts with the most expected tokens per second."""
         best: DraftShape = 0
         for drafts in self._shapes:
-            if self._speed(size, drafts) > _GAIN * self._speed(size, best):
+            if self._speed(size, drafts) > GAIN * self._speed(size, best):
                 best = drafts
+        return best
 
+    def _probe(self, best: DraftShape) -> DraftShape | None:
+        """What this step verifies instead, if it is a probe; counts the step."""
         self._steps += 1
         others = self._unobserved(best)
         probe, step = divmod(self._steps // self._batches, _PROBE_INTERVAL)
         if others and probe and step < _PROBE_STEPS:
             return others[(probe - 1) % len(others)]
-        return best
+        return None
 
     def _speed(self, size: int, drafts: DraftShape) -> float:
         return self.expected_length(drafts) / self.step_times[size, drafts]
@@ -157,13 +180,16 @@ class AdaptiveSpeculation:
         deeper = [best + 1, self.max_depth] if best < self.max_depth else []
         return list(dict.fromkeys([*deeper, *self._trees]))
 
-    def observe(self, accepted: Sequence[int], fresh: Sequence[int]) -> None:
+    def observe(
+        self, accepted: Sequence[int], fresh: Sequence[int], rates: Sequence[float] = ()
+    ) -> None:
         """Update the acceptance rates from a step of chains.
 
         Args:
             accepted: accepted drafts of each decode row.
             fresh: for each row, the number of drafts that its previous step made and this step
                 verified. Deeper drafts are stale, and their acceptance says nothing.
+            rates: what was known of each row's acceptance, see `BudgetedSpeculation.observe`.
         """
         self._chain.observe(accepted, fresh)
         self._tree.age()

@@ -12,9 +12,9 @@ from mtpkit.engine.requests.log_probs import TokenLogProbs
 from mtpkit.engine.requests.params import MOST_END_TOKENS
 from mtpkit.engine.requests.request import Request
 from mtpkit.engine.requests.stats import AcceptanceStats
-from mtpkit.engine.requests.tree import DraftShape
 from mtpkit.engine.scheduling.admission import Admission, Room
 from mtpkit.engine.scheduling.blocks import IdPool
+from mtpkit.engine.scheduling.budget import by_acceptance, long_rows
 from mtpkit.engine.scheduling.chunks import PromptBudget, PromptRows
 from mtpkit.engine.scheduling.decision import Decision
 from mtpkit.engine.scheduling.decode_turns import DecodeTurns
@@ -83,6 +83,8 @@ class Scheduler:
         """The batch that is planned next."""
         self._num_steps = 0
         """Number of steps planned so far, empty ones included."""
+        self._num_decided = 0
+        """Requests that could decode when the newest decision was made."""
         self._saves: list[Save] = []
         self.reset_stats()
 
@@ -114,6 +116,11 @@ class Scheduler:
     def num_tokens(self) -> int:
         """Tokens that were computed of prompts or added to outputs so far."""
         return self.num_prefilled + self.num_generated
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Requests of all batches that the next plans may decode."""
+        return [request for request in self.running if request.ready_to_decode]
 
     @property
     def num_decoding(self) -> int:
@@ -178,6 +185,7 @@ class Scheduler:
         batches took the freed blocks, the oldest request might never proceed.
         """
         self.decision = decision
+        self._num_decided = self.num_decoding
         for _ in range(self.config.num_batches):
             plans = self._plan_batch(self._batch, decision)
             if plans is None:
@@ -204,7 +212,7 @@ class Scheduler:
         preempted = self.admission.num_preemptions > preemptions
         prompts = self._plan_prompts(batch, decision, decode, preempted)
 
-        plans = self._plans(batch, decision.drafts, decode, prompts)
+        plans = self._plans(batch, decision, decode, prompts)
         for plan in plans:
             self._note_launch(plan)
         return [self._with_saves(plan) for plan in plans if plan.rows or plan.restores]
@@ -229,7 +237,7 @@ class Scheduler:
         limit = decision.prompt_tokens
         if limit is None:
             limit = self.prompt_budget.limit(decode, begun, room)
-        self.decision = Decision(decision.drafts, limit)
+        self.decision = replace(decision, prompt_tokens=limit)
 
         prompts = PromptRows(self.prompt_budget.tokens(batch, decode, begun, room, limit))
         for request in begun:
@@ -252,7 +260,7 @@ class Scheduler:
             prompts.add_admitted(admitted, without_heads)
 
     def _plans(
-        self, batch: int, drafts: DraftShape, decode: list[Row], prompts: PromptRows
+        self, batch: int, decision: Decision, decode: list[Row], prompts: PromptRows
     ) -> list[Plan]:
         """The forward passes of a step, in their order; some may have no rows.
 
@@ -262,28 +270,56 @@ class Scheduler:
         """
         chunks = prompts.chunks
         if sum(row.length for row in chunks) <= self.config.max_mixed_tokens:
-            plans = [self._pass(batch, drafts, decode, chunks)]
+            plans = [self._pass(batch, decision, decode, chunks)]
         else:
-            plans = [self._pass(batch, drafts, decode, []), self._pass(batch, drafts, [], chunks)]
+            plans = [
+                self._pass(batch, decision, decode, []),
+                self._pass(batch, decision, [], chunks),
+            ]
         # The chunks of resumed requests continue from the checkpoints.
         if prompts.restores:
-            resumed = self._pass(batch, drafts, [], prompts.resumed)
+            resumed = self._pass(batch, decision, [], prompts.resumed)
             plans.insert(0, replace(resumed, restores=tuple(prompts.restores)))
         return plans
 
-    def _pass(self, batch: int, drafts: DraftShape, decode: list[Row], chunks: list[Row]) -> Plan:
-        """One forward pass."""
+    def _pass(self, batch: int, decision: Decision, decode: list[Row], chunks: list[Row]) -> Plan:
+        """One forward pass. Beside chunks, all decode rows verify equally many drafts: steps of all
+        sizes with chunks and short rows would be too many graphs."""
+        drafts = decision.drafts
+        short = 0, 0
         if decode and not chunks and not any(row.request.params.speculate for row in decode):
             # Beside others, rows keep the width that the step has; alone, they need no drafts.
             drafts = 0
             decode = [replace(row, length=1) for row in decode]
+        elif not chunks and decision.short[0]:
+            decode, short = self._shortened(decode, decision)
         if not decode:
             # Chunks then make drafts for the configured K or tree, whatever decode rows verify at
             # present: the number of drafts may have grown when these are verified.
             drafts = self.config.drafts
         rows = (*decode, *chunks)
         num_sampling = sum(row.samples for row in rows)
-        return Plan(rows, len(decode), num_sampling, drafts, batch=batch)
+        return Plan(rows, len(decode), num_sampling, drafts, short, batch=batch)
+
+    def _shortened(
+        self, decode: list[Row], decision: Decision
+    ) -> tuple[list[Row], tuple[int, int]]:
+        """Decode rows of which some verify fewer drafts, those last; and how many, see
+        `Plan.short`."""
+        assert isinstance(decision.drafts, int)
+        rows, drafts = decision.short
+        # The decision is about all decode rows; a batch has its share of them.
+        share = len(decode) * rows // self._num_decided
+        count = len(decode) - long_rows(len(decode), len(decode) - share)
+        ranked = by_acceptance([row.request for row in decode])
+        shortened = {request.arrival for request in ranked[len(ranked) - count :]}
+        whole = [row for row in decode if row.request.arrival not in shortened]
+        short = [
+            replace(row, length=1 + drafts, fresh_drafts=min(drafts, row.fresh_drafts))
+            for row in decode
+            if row.request.arrival in shortened
+        ]
+        return whole + short, (count, drafts if count else 0)
 
     def _note_launch(self, plan: Plan) -> None:
         """Bring requests to the state in which the launch of a plan leaves them."""
@@ -381,6 +417,7 @@ class Scheduler:
         if decoded:
             request.num_computed += outcome.accepted + 1
             if outcome.valid:
+                request.history.observe(outcome.accepted, row.fresh_drafts)
                 _record(request.stats, row, outcome, count)
                 if request.params.speculate:
                     _record(self.acceptance, row, outcome, count)

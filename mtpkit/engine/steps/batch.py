@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpkit.engine.requests.tree import TokenTree, Tree, width_of
+from mtpkit.engine.requests.tree import TokenTree, Tree
 from mtpkit.engine.steps.device_state import DeviceState
 from mtpkit.engine.steps.plan import Batch, Plan, Row, StepShape
 from mtpkit.engine.steps.processors import Use
@@ -51,12 +51,27 @@ class _Part(NamedTuple):
     `_joined` adds."""
 
 
-def _joined(decoding: _Part, chunks: _Part) -> _Part:
-    """Append chunks to decode rows."""
+def _moved(part: _Part, row: int, token: int) -> _Part:
+    """Decode rows that are not the first of a step: they begin with this row and this token."""
+    return part._replace(
+        rows=part.rows + row,
+        # The rows before have the first entry, as the end of their last row.
+        bounds=part.bounds[1:] + token,
+        logit_indices=part.logit_indices + token,
+        logit_rows=part.logit_rows + row,
+    )
+
+
+def _joined(decoding: _Part, others: _Part) -> _Part:
+    """Append more rows to decode rows."""
     tensors = [name for name in _Part._fields if name != "committed"]
-    joined = {name: torch.cat([getattr(decoding, name), getattr(chunks, name)]) for name in tensors}
+    joined = {name: torch.cat([getattr(decoding, name), getattr(others, name)]) for name in tensors}
     assert decoding.committed is not None
-    return _Part(**joined, committed=decoding.committed.followed_by(len(chunks.context_lens)))
+    if others.committed is None:
+        committed = decoding.committed.followed_by(len(others.context_lens))
+    else:
+        committed = Committed.joined([decoding.committed, others.committed])
+    return _Part(**joined, committed=committed)
 
 
 class _Trees(NamedTuple):
@@ -115,7 +130,7 @@ class BatchBuilder:
 
     def _reported(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `Batch.reported`."""
-        first = plan.num_decode_rows * width_of(plan.drafts)
+        first = StepShape.of(plan).decode_tokens
         places: list[int] = []
         following: list[int] = []
         for row in plan.chunks:
@@ -190,15 +205,20 @@ class BatchBuilder:
         tree = None
         width = 1 + depths
         parts = []
-        if decoding:
-            held = sent[:decoding]
-            if shape.trees:
-                tree = self._trees(held)
-                width = tree.parents.shape[1]
-            parts.append(self._decode_rows(held, slots, tables, width, tree and tree.depths))
+        if decoding and shape.trees:
+            tree = self._trees(sent[:decoding])
+            width = tree.parents.shape[1]
+        for group in shape.decode_groups:
+            rows = group.rows
+            part = self._decode_rows(
+                sent[rows], slots[rows], tables[rows], group.width, tree and tree.depths
+            )
+            parts.append(_moved(part, rows.start, group.tokens.start) if rows.start else part)
         if shape.chunk_rows:
-            parts.append(self._chunks(shape, tables, decoding * width, count, chunks))
-        joined = parts[0] if len(parts) == 1 else _joined(*parts)
+            parts.append(self._chunks(shape, tables, shape.decode_tokens, count, chunks))
+        joined = parts[0]
+        for part in parts[1:]:
+            joined = _joined(joined, part)
         assert joined.committed is not None
 
         tree_input = None
@@ -215,6 +235,7 @@ class BatchBuilder:
             committed=joined.committed,
             num_decode_rows=decoding,
             decode_width=width,
+            short=(shape.short[0], 1 + shape.short[1]),
             states=self.states,
             tree=tree_input,
             noise_keys=keys if self.states.noisy else None,
@@ -223,6 +244,11 @@ class BatchBuilder:
         draft_probs = None
         if self.state.draft_probs is not None:
             draft_probs = self.state.draft_probs[slots[:decoding], : None if tree else depths]
+        if shape.short[0]:
+            # Short rows feed fewer: whoever reads the drafts takes those of a group.
+            drafts = self.state.tokens[sent[:decoding], 1:width]
+        else:
+            drafts = joined.token_ids[: decoding * width].view(decoding, width)[:, 1:]
         lookahead = self._unknown.expand(decoding, -1)
         if shape.chunk_rows:
             lookahead = torch.cat([lookahead, chunks[2].view(-1, self._lookahead)])
@@ -234,7 +260,7 @@ class BatchBuilder:
             sampling=self.state.sampling(slots[:count], use),
             logit_indices=joined.logit_indices,
             logit_rows=joined.logit_rows,
-            drafts=joined.token_ids[: decoding * width].view(decoding, width)[:, 1:],
+            drafts=drafts,
             draft_probs=draft_probs,
             lookahead=lookahead,
             earlier=self.state.earlier_at(slots, behind=shape.resumed),
@@ -256,7 +282,7 @@ class BatchBuilder:
         tokens.
 
         Args:
-            live: [R] the slots of all rows, see `DeviceState.live`.
+            live: [D] the same slots as `DeviceState.live` gives them.
             depths: [D, width] depths of the tokens of trees. They determine positions only: the
                 caches still hold the tokens one after another.
         """

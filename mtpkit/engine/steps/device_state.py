@@ -349,7 +349,7 @@ class DeviceState:
         slots = batch.inputs.state_slots[:count]
         accepted = verdict.accepted[:count]
         if self.draft_probs is not None and drafts.probs is not None:
-            self.draft_probs[slots] = drafts.probs
+            self.draft_probs[slots, : drafts.probs.shape[1]] = drafts.probs
         if self.parents is not None and drafts.parents is not None:
             self.parents[slots] = drafts.parents
         token_ids = verdict.token_ids[:count]

@@ -56,14 +56,17 @@ def pack_chosen(logits: Tensor, batch: Batch, verdict: Verdict, mode: Mode) -> T
     vocabulary = batch.sampling.vocabulary
 
     parts = []
-    if rows:
-        decoded = logits[:count]
+    for group in batch.inputs.decode_groups:
+        decoded = logits[group.tokens]
+        width = group.width
         if verdict.path is not None:
             # The logits along each row's accepted path.
-            first = torch.arange(rows, device=logits.device)[:, None] * batch.inputs.decode_width
+            first = torch.arange(rows, device=logits.device)[:, None] * width
             decoded = decoded[(first + verdict.path).flatten()]
-        packed = pack(decoded, verdict.token_ids[:rows].flatten(), vocabulary)
-        parts.append(packed.view(rows, positions * COLUMNS))
+            width = positions
+        packed = pack(decoded, verdict.token_ids[group.rows, :width].flatten(), vocabulary)
+        own = packed.view(group.num_rows, width * COLUMNS)
+        parts.append(F.pad(own, (0, (positions - width) * COLUMNS)))
     if sampling > rows:
         packed = pack(logits[count:], verdict.token_ids[rows:sampling, 0], vocabulary)
         parts.append(F.pad(packed, (0, (positions - 1) * COLUMNS)))

@@ -25,7 +25,7 @@ from mtpkit.engine.requests.tree import DraftShape, depth_of, width_of
 from mtpkit.engine.steps.processor import NO_DRAFTS
 from mtpkit.engine.steps.sampler import Sampling
 from mtpkit.kernels import NO_TOKEN
-from mtpkit.model.inputs import StepInput
+from mtpkit.model.inputs import DecodeGroup, StepInput, decode_groups
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,9 @@ class Plan:
     num_sampling_rows: int
     drafts: DraftShape
     """The drafts that each decode row verifies, and that each row that samples gets."""
+    short: tuple[int, int] = (0, 0)
+    """Number of the last decode rows, which verify fewer drafts, and how many drafts each
+    verifies."""
     restores: tuple[Restore, ...] = ()
     """Checkpoints to copy to slots before the step."""
     saves: tuple[Save, ...] = ()
@@ -192,6 +195,8 @@ class StepShape:
     sampling_rows: int
     drafts: DraftShape
     """See `Plan.drafts`."""
+    short: tuple[int, int] = (0, 0)
+    """See `Plan.short`."""
     resumed: bool = False
     """Whether the rows begin at checkpoints, so that only the heads run, see `Plan`."""
 
@@ -204,13 +209,16 @@ class StepShape:
             plan.num_chunk_tokens,
             plan.num_sampling_rows,
             plan.drafts,
+            plan.short,
             resumed=bool(plan.restores),
         )
 
     @classmethod
-    def decoding(cls, rows: int, drafts: DraftShape) -> "StepShape":
+    def decoding(
+        cls, rows: int, drafts: DraftShape, short: tuple[int, int] = (0, 0)
+    ) -> "StepShape":
         """The sizes of a step of decode rows."""
-        return cls(rows, 0, 0, rows, drafts)
+        return cls(rows, 0, 0, rows, drafts, short)
 
     @property
     def rows(self) -> int:
@@ -220,7 +228,18 @@ class StepShape:
     @property
     def tokens(self) -> int:
         """All tokens."""
-        return self.decode_rows * width_of(self.drafts) + self.chunk_tokens
+        return self.decode_tokens + self.chunk_tokens
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the decode rows."""
+        return sum(group.num_rows * group.width for group in self.decode_groups)
+
+    @property
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The decode rows by their number of tokens."""
+        rows, drafts = self.short
+        return decode_groups(self.decode_rows, width_of(self.drafts), (rows, 1 + drafts))
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -1,9 +1,11 @@
 """Verification of drafts: decides which drafts are accepted, and chooses the token after them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtpkit.engine.steps import sampler
@@ -14,9 +16,11 @@ from mtpkit.errors import UserError
 from mtpkit.kernels import NO_TOKEN
 from mtpkit.kernels.acceptance import accept_matching, accept_tree
 from mtpkit.kernels.sampling import uniform
+from mtpkit.model.inputs import DecodeGroup
 
-VerifyDrafts = Callable[[Tensor, Batch], Verdict]
-"""Verifies the drafts of decode rows, given their processed logits [D * (1 + K), V]."""
+VerifyDrafts = Callable[[Tensor, Batch, DecodeGroup], Verdict]
+"""Verifies the drafts of D decode rows with T tokens each, given their processed logits [D * T, V].
+The verdict has T columns."""
 
 
 def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = None) -> Verdict:
@@ -33,48 +37,77 @@ def verify(logits: Tensor, batch: Batch, verify_drafts: VerifyDrafts | None = No
         verify_drafts: verifies the drafts in another way; for benchmarks.
     """
     inputs = batch.inputs
-    logits = _processed(logits, batch)
-
     # Every token of a decode row has a logit, and decode rows come first.
-    count = inputs.num_decode_tokens
-    if count:
-        drafted = logits[:count]
-        if verify_drafts is not None:
-            decoded = verify_drafts(drafted, batch)
-        elif batch.draft_probs is None:
-            decoded = _follow(own_tokens(drafted, batch, slice(count)), batch)
-        elif inputs.tree is None:
-            decoded = _verify_drawn(drafted, batch, batch.shape.num_speculative_tokens)
-        else:
-            decoded = _verify_drawn_tree(drafted, batch)
+    groups = inputs.decode_groups
+    processed = _processed(logits, batch, groups)
+    verdicts = []
+    for group, drafted in zip(groups, processed, strict=False):
+        decoded = (verify_drafts or _verify_group)(drafted, batch, group)
         if NO_DRAFTS in batch.sampling.use:
-            decoded = _without_drafts(decoded, drafted, batch)
-        if not inputs.num_chunk_rows:
-            return decoded
+            decoded = _without_drafts(decoded, drafted, batch, group)
+        verdicts.append(decoded)
+    if inputs.num_chunk_rows:
+        part = slice(inputs.num_decode_tokens, None)
+        verdicts.append(_first_tokens(own_tokens(processed[-1], batch, part), batch))
+    return _joined(verdicts, batch.shape.num_speculative_tokens)
 
-    chosen = own_tokens(logits[count:], batch, slice(count, None))
-    first = _first_tokens(chosen, batch)
-    if not count:
-        return first
 
-    ranks = decoded.ranks
-    if ranks is not None:
+def _verify_group(logits: Tensor, batch: Batch, group: DecodeGroup) -> Verdict:
+    """See `VerifyDrafts`."""
+    if batch.draft_probs is None:
+        return _follow(own_tokens(logits, batch, group.tokens), batch, group)
+    if batch.inputs.tree is None:
+        return _verify_drawn(logits, batch, group, group.width - 1)
+    return _verify_drawn_tree(logits, batch)
+
+
+def _joined(verdicts: list[Verdict], depths: int) -> Verdict:
+    """The verdicts of all rows of a step, those of K = `depths`."""
+    if len(verdicts) == 1:
+        return _widened(verdicts[0], depths)
+    first = verdicts[0]
+    ranks = None
+    if first.ranks is not None:
         # A chunk has no drafts, whose ranks are -2, see `accept_tree`.
-        no_ranks = torch.full_like(first.token_ids[:, 1:], -2)
-        ranks = torch.cat([ranks, no_ranks])
+        no_ranks = [torch.full_like(one.token_ids[:, 1:], -2) for one in verdicts[1:]]
+        ranks = torch.cat([first.ranks, *no_ranks])
     return Verdict(
-        torch.cat([decoded.accepted, first.accepted]),
-        torch.cat([decoded.token_ids, first.token_ids]),
-        decoded.path,
+        torch.cat([one.accepted for one in verdicts]),
+        torch.cat([_widened(one, depths).token_ids for one in verdicts]),
+        first.path,
         ranks,
     )
 
 
-def _processed(logits: Tensor, batch: Batch) -> Tensor:
-    """[N, V] logits after the processors that the rows use, but for temperature and filters."""
-    positions = partial(_positions, batch, slice(None))
-    seen = Seen(batch.drafts, batch.sampling.vocabulary, positions, batch.inputs.tree)
-    return sampler.process(logits, batch.sampling, batch.logit_rows, seen)
+def _widened(verdict: Verdict, depths: int) -> Verdict:
+    """The verdict with zeros for drafts that its rows do not verify."""
+    missing = 1 + depths - verdict.token_ids.shape[1]
+    if not missing:
+        return verdict
+    return replace(verdict, token_ids=F.pad(verdict.token_ids, (0, missing)))
+
+
+def _processed(logits: Tensor, batch: Batch, groups: list[DecodeGroup]) -> list[Tensor]:
+    """Logits after the processors that the rows use, but for temperature and filters: those of each
+    group, then those of the chunks. Chunks share the call of the last group."""
+    if len(groups) < 2:
+        group = groups[0] if groups else DecodeGroup(slice(0, 0), slice(0, 0), 1)
+        found = _processed_part(logits, batch, group, slice(None))
+        end = group.tokens.stop
+        return [found[:end], found[end:]] if groups else [found]
+    first, last = groups
+    cut = first.tokens.stop
+    others = _processed_part(logits[cut:], batch, last, slice(cut, None))
+    end = last.tokens.stop - cut
+    return [_processed_part(logits[:cut], batch, first, slice(cut)), others[:end], others[end:]]
+
+
+def _processed_part(logits: Tensor, batch: Batch, group: DecodeGroup, part: slice) -> Tensor:
+    """Processed logits of a group, and of the chunks after it if `part` reaches so far."""
+    drafts = batch.drafts[group.rows, : group.width - 1]
+    positions = partial(_positions, batch, part)
+    seen = Seen(drafts, batch.sampling.vocabulary, positions, batch.inputs.tree)
+    return sampler.process(logits, batch.sampling, batch.logit_rows[part], seen)
 
 
 def log_distributions(logits: Tensor, batch: Batch) -> Tensor:
@@ -84,7 +117,8 @@ def log_distributions(logits: Tensor, batch: Batch) -> Tensor:
     Args:
         logits: [N, V], the model's.
     """
-    return sampler.log_distributions(_processed(logits, batch), batch.sampling, batch.logit_rows)
+    processed = torch.cat(_processed(logits, batch, batch.inputs.decode_groups))
+    return sampler.log_distributions(processed, batch.sampling, batch.logit_rows)
 
 
 def own_tokens(logits: Tensor, batch: Batch, part: slice) -> Tensor:
@@ -118,19 +152,24 @@ def _first_tokens(chosen: Tensor, batch: Batch) -> Verdict:
     return Verdict(torch.zeros_like(known), token_ids)
 
 
-def _follow(own: Tensor, batch: Batch) -> Verdict:
+def _follow(own: Tensor, batch: Batch, group: DecodeGroup) -> Verdict:
     """Verify drafts that are the heads' best tokens: follow those that are the base's own choice.
 
     Args:
-        own: the base's choice at each token of the decode rows, row after row.
+        own: the base's choice at each token of the group's rows, row after row.
     """
-    own = own.view(batch.inputs.num_decode_rows, -1)
+    own = own.view(group.num_rows, group.width)
     if batch.inputs.tree is None:
-        return Verdict(*accept_matching(batch.drafts, own))
+        return Verdict(*accept_matching(_drafts_of(batch, group), own))
 
     tokens, parents = _tree_tokens(batch)
     depth = batch.shape.num_speculative_tokens
     return Verdict(*accept_tree(tokens, parents, own, depth))
+
+
+def _drafts_of(batch: Batch, group: DecodeGroup) -> Tensor:
+    """[D, T - 1] the drafts that the rows of a group verify."""
+    return batch.drafts[group.rows, : group.width - 1]
 
 
 def _tree_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -140,22 +179,20 @@ def _tree_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.token_ids[: parents.numel()].view_as(parents), parents
 
 
-def _without_drafts(decoded: Verdict, logits: Tensor, batch: Batch) -> Verdict:
+def _without_drafts(decoded: Verdict, logits: Tensor, batch: Batch, group: DecodeGroup) -> Verdict:
     """The verdict on decode rows, but for those whose requests do not speculate: they get the token
     that a step with K = 0 chooses, from the logits [D * T, V] of their first token.
 
     All rows choose such a token: picking rows would need their number on the host.
     """
-    rows = len(decoded.accepted)
     if batch.draft_probs is None:
-        first = _every(batch.inputs.decode_width, len(logits))
-        chosen = own_tokens(logits[first], batch, first)
+        chosen = own_tokens(logits[:: group.width], batch, _firsts(group))
     else:
-        chosen = _verify_drawn(logits, batch, depths=0).token_ids[:, 0]
+        chosen = _verify_drawn(logits, batch, group, depths=0).token_ids[:, 0]
 
     found = decoded.token_ids
     alone = torch.cat([chosen[:, None], torch.zeros_like(found[:, 1:])], 1)
-    refused = batch.sampling.columns[NO_DRAFTS][batch.sampling.slots[:rows]]
+    refused = batch.sampling.columns[NO_DRAFTS][batch.sampling.slots[group.rows]]
     each = refused[:, None]
     path = decoded.path
     ranks = decoded.ranks
@@ -167,24 +204,23 @@ def _without_drafts(decoded: Verdict, logits: Tensor, batch: Batch) -> Verdict:
     )
 
 
-def _every(width: int, count: int) -> slice:
-    """The first token of each decode row, for `count` tokens of rows of a width."""
-    return slice(0, count, width)
+def _firsts(group: DecodeGroup) -> slice:
+    """The first token of each row."""
+    return slice(group.tokens.start, group.tokens.stop, group.width)
 
 
-def _verify_drawn(logits: Tensor, batch: Batch, depths: int) -> Verdict:
+def _verify_drawn(logits: Tensor, batch: Batch, group: DecodeGroup, depths: int) -> Verdict:
     """Verify the first `depths` drafts of chains, which were drawn from `draft_probs` [D, K, V].
 
     Args:
         logits: [D * T, V]; T may exceed 1 + depths only for depths = 0.
     """
     assert batch.draft_probs is not None
-    rows = batch.inputs.num_decode_rows
-    shape = rows, 1 + depths
-    part = slice(len(logits))
+    shape = group.num_rows, 1 + depths
+    part = group.tokens
     if not depths:
-        part = _every(batch.inputs.decode_width, len(logits))
-    logits = logits[part]
+        part = _firsts(group)
+        logits = logits[:: group.width]
     row_of_logit = batch.logit_rows[part]
     positions = _positions(batch, part)
 
@@ -198,9 +234,9 @@ def _verify_drawn(logits: Tensor, batch: Batch, depths: int) -> Verdict:
     accept = uniforms(sampler.ACCEPT_STREAM)[:, :-1]
 
     probs = sampler.probabilities(logits, batch.sampling, row_of_logit).view(*shape, -1)
-    found = batch.sampling.vocabulary.accept_rejection(
-        batch.drafts[:, :depths], batch.draft_probs[:, :depths], probs, accept, token
-    )
+    drawn = batch.draft_probs[group.rows, :depths]
+    drafts = batch.drafts[group.rows, :depths]
+    found = batch.sampling.vocabulary.accept_rejection(drafts, drawn, probs, accept, token)
     return Verdict(*found)
 
 
@@ -267,9 +303,9 @@ class SyntheticAcceptance:
         kept = [rates[:depths] for rates in lists]
         self._rates = torch.tensor(kept, dtype=torch.float64, device=device)
 
-    def _rates_of(self, batch: Batch, rows: int, depths: int) -> Tensor:
-        """[rows, depths] the rates of the decode rows."""
-        return self._rates[batch.sampling.seeds[:rows] % len(self._rates), :depths]
+    def _rates_of(self, batch: Batch, rows: slice, depths: int) -> Tensor:
+        """[D, depths] the rates of decode rows."""
+        return self._rates[batch.sampling.seeds[rows] % len(self._rates), :depths]
 
     def __call__(self, logits: Tensor, batch: Batch) -> Verdict:
         if not batch.shape.num_speculative_tokens:
@@ -278,13 +314,13 @@ class SyntheticAcceptance:
             return verify(logits, batch, self._verify_drafts)
         return verify(logits, batch, self._verify_trees)
 
-    def _verify_trees(self, logits: Tensor, batch: Batch) -> Verdict:
+    def _verify_trees(self, logits: Tensor, batch: Batch, group: DecodeGroup) -> Verdict:
         """Accept the first child of a token at the rate of its depth, the probability that any
         child is right."""
         own = own_tokens(logits, batch, slice(len(logits)))
         # This verdict is not used: only its time counts.
         if batch.draft_probs is None:
-            _follow(own, batch)
+            _follow(own, batch, group)
         else:
             _verify_drawn_tree(logits, batch)
 
@@ -306,7 +342,7 @@ class SyntheticAcceptance:
         first = torch.where(below & (index > 0), index, width).amin(2)
 
         depths = batch.inputs.positions[: rows * width].view_as(own) - first_position
-        right = numbers < self._rates_of(batch, rows, depth)
+        right = numbers < self._rates_of(batch, group.rows, depth)
         right = right.gather(1, depths.clamp_max(depth - 1))
         right &= first < width
         drafted = tokens.gather(1, first.clamp_max(width - 1))
@@ -320,27 +356,28 @@ class SyntheticAcceptance:
         token_ids = torch.where(token_ids < NO_TOKEN, -2 - token_ids, token_ids)
         return Verdict(accepted, token_ids, path, ranks)
 
-    def _verify_drafts(self, logits: Tensor, batch: Batch) -> Verdict:
+    def _verify_drafts(self, logits: Tensor, batch: Batch, group: DecodeGroup) -> Verdict:
         """Accept each draft at the rate of its depth, if all drafts before it are accepted."""
-        rows, depths = batch.drafts.shape
-        own = own_tokens(logits, batch, slice(len(logits))).view(rows, 1 + depths)
+        drafted = _drafts_of(batch, group)
+        rows, depths = drafted.shape
+        own = own_tokens(logits, batch, group.tokens).view(rows, 1 + depths)
         # This verdict is not used: only its time counts.
         if batch.draft_probs is None:
-            accept_matching(batch.drafts, own)
+            accept_matching(drafted, own)
         else:
-            _verify_drawn(logits, batch, depths)
+            _verify_drawn(logits, batch, group, depths)
 
         # A random number per row and draft
-        positions = batch.inputs.positions[: rows * (1 + depths)].view(rows, 1 + depths)[:, 1:]
-        seeds = batch.sampling.seeds[:rows, None].expand(-1, depths)
+        positions = batch.inputs.positions[group.tokens].view(rows, 1 + depths)[:, 1:]
+        seeds = batch.sampling.seeds[group.rows, None].expand(-1, depths)
         numbers = uniform(seeds.flatten(), positions.flatten(), sampler.ACCEPT_STREAM)
-        right = numbers.view(rows, depths) < self._rates_of(batch, rows, depths)
+        right = numbers.view(rows, depths) < self._rates_of(batch, group.rows, depths)
         accepted = right.long().cumprod(-1).sum(-1)
 
         # Accepted drafts take the place of the base's choices, except where logits are invalid.
         place = torch.arange(1 + depths, device=own.device)
         last = accepted[:, None]
-        drafted = (place < last) & (own != NO_TOKEN)
-        drafts = torch.cat([batch.drafts, own[:, -1:]], 1)
-        token_ids = torch.where(drafted, drafts, own)
+        taken = (place < last) & (own != NO_TOKEN)
+        drafts = torch.cat([drafted, own[:, -1:]], 1)
+        token_ids = torch.where(taken, drafts, own)
         return Verdict(accepted, token_ids * (place <= last))

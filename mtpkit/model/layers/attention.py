@@ -240,9 +240,9 @@ class SelfAttention(MegatronSelfAttention):
         rows = step.num_decode_rows
         start = step.num_decode_tokens
         outputs = []
-        if rows:
-            places = step.block_tables[:rows], *step.attended
-            decode_q = q[:start].unflatten(0, (rows, step.decode_width))
+        for group in step.decode_groups:
+            places = step.block_tables[group.rows], *step.attended(group)
+            decode_q = q[group.tokens].unflatten(0, (group.num_rows, group.width))
             out = attend_decoded(decode_q, cache.key, cache.value, *places)
             outputs.append(out.flatten(0, 1))
         if step.num_chunk_rows:

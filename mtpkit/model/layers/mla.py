@@ -278,12 +278,13 @@ class LatentAttention(SplitOverRanks, MegatronModule):
         rows = step.num_decode_rows
         start = step.num_decode_tokens
         outputs = []
-        if rows:
-            contexts, masks, earlier = step.attended
+        for group in step.decode_groups:
+            contexts, masks, earlier = step.attended(group)
             wide, turned = (
-                part[:start].unflatten(0, (rows, step.decode_width)) for part in (latent, rotary)
+                part[group.tokens].unflatten(0, (group.num_rows, group.width))
+                for part in (latent, rotary)
             )
-            tables = step.block_tables[:rows]
+            tables = step.block_tables[group.rows]
             out = latent_attention(
                 wide, turned, cache, tables, contexts, self.scale, masks, earlier
             )

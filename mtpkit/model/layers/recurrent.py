@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mtpkit.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_varlen
 from mtpkit.kernels.dispatch import no_grad, on_kernels
 from mtpkit.kernels.rounding import Noise
-from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput, TreeInput
+from mtpkit.model.inputs import DecodeGroup, DepthInput, SequenceInput, StepInput, TreeInput
 from mtpkit.model.layers.base import SplitOverRanks, split_parameter
 from mtpkit.model.state import Committed, ConvWindow, Replay, Ring, Snapshot, States
 from mtpkit.model.transformer_config import TransformerConfig
@@ -298,39 +298,45 @@ class RecurrentMixer(SplitOverRanks, MegatronModule):
         window, recurrent = step.states[self.layer_name]
         assert isinstance(window, ConvWindow) and isinstance(recurrent, Snapshot | Replay)
         split = step.num_decode_tokens
-        if not step.num_chunk_rows:
-            return self._decode(conv_in, rates, step, window, recurrent)
         # First the chunks: a decode row of the heads' windows may continue a chunk of its request.
-        y = self._prefill(conv_in[split:], rates[split:], step, window, recurrent)
-        if not split:
-            return y
-        decoded = self._decode(conv_in[:split], rates[:split], step, window, recurrent)
-        return torch.cat([decoded, y])
+        prefilled = []
+        if step.num_chunk_rows:
+            prefilled = [self._prefill(conv_in[split:], rates[split:], step, window, recurrent)]
+        decoded = [
+            self._decode(conv_in, rates, step, group, window, recurrent)
+            for group in step.decode_groups
+        ]
+        outputs = decoded + prefilled
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _decode(
         self,
         conv_in: Tensor,
         rates: Tensor,
         step: StepInput,
+        group: DecodeGroup,
         window: ConvWindow,
         recurrent: Snapshot | Replay,
     ) -> Tensor:
-        rows = step.num_decode_rows
-        slots = step.state_slots[:rows]
+        """Run some decode rows, [T', ...], given conv_in [T, c] and rates [T, ...] of the step."""
+        rows = group.rows
+        slots = step.state_slots[rows]
         counts = step.committed.counts
-        conv_in, rates = (t.unflatten(0, (rows, step.decode_width)) for t in (conv_in, rates))
+        conv_in, rates = (
+            t[group.tokens].unflatten(0, (group.num_rows, group.width)) for t in (conv_in, rates)
+        )
         # Rows of one token are chains, whatever tree their requests have.
         tree = step.tree if step.tree is not None and step.tree.parents is not None else None
         parents = None if tree is None else tree.parents
-        newest = counts[window.newest][:rows]
+        newest = counts[window.newest][rows]
         taps = self.conv1d_weight, self.conv1d_bias
         conv_out = causal_conv1d_update(conv_in, window.columns, *taps, slots, newest, parents)
         counter = recurrent.newest if isinstance(recurrent, Snapshot) else recurrent.ring
-        lens = step.context_lens[:rows], counts[counter][:rows]
+        lens = step.context_lens[rows], counts[counter][rows]
         noise = None
         if step.noise_keys is not None:
-            positions = step.positions[: step.num_decode_tokens].view(rows, -1)
-            noise = recurrent.noise(step.noise_keys[:rows], positions)
+            positions = step.positions[group.tokens].view(group.num_rows, -1)
+            noise = recurrent.noise(step.noise_keys[rows], positions)
         return self.update(conv_out, rates, recurrent, slots, lens, tree, noise).flatten(0, 1)
 
     def _prefill(

@@ -11,7 +11,7 @@ cache or the slot of a request.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -127,17 +127,6 @@ class Committed:
         """Return the rows at `slots`."""
         return replace(self, counts={counter: held[slots] for counter, held in self.counts.items()})
 
-    def restarted(self, first: int) -> Self:
-        """Return these rows, with those from `first` on as after a prefill chunk."""
-        counts = {}
-        for one, held in self.counts.items():
-            rest = held[first:]
-            counts[one] = held[:first]
-            # Steps of decode rows alone, which are most steps, need no launch for this.
-            if len(rest):
-                counts[one] = torch.cat([held[:first], torch.full_like(rest, one.start)])
-        return replace(self, counts=counts)
-
     def followed_by(self, rows: int) -> Self:
         """Return these rows, followed by `rows` more as after a prefill chunk."""
         more = {
@@ -151,13 +140,26 @@ class Committed:
         for counter, held in self.counts.items():
             held[slots] = rows.counts[counter]
 
-    def after(self, context_lens: Tensor, width: int, new: Tensor) -> Self:
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the rows of several parts, one part after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            {one: torch.cat([part.counts[one] for part in parts]) for one in parts[0].counts}
+        )
+
+    def after(
+        self, context_lens: Tensor, width: int, new: Tensor, widest: int | None = None
+    ) -> Self:
         """Return these rows after a decode step.
 
         Args:
             context_lens: [R] int64, positions that were committed before the step.
             width: tokens that each row was fed.
             new: [R] int64, number of accepted tokens of each row.
+            widest: the most tokens of any row of the step, as many as states that are behind were
+                fed for each row, besides those that they are fed again; None: `width`.
         """
         # A state that is behind advances by the accepted tokens, too, but near position 0 by fewer:
         # there is nothing yet that it could be behind.
@@ -166,7 +168,9 @@ class Committed:
             ends = [(lens - behind).clamp_min(0) for lens in (context_lens, context_lens + new)]
             stand[behind] = ends[1] - ends[0]
         counts = {
-            one: one.after(held, width + one.behind, stand[one.behind])
+            one: one.after(
+                held, one.behind + (widest or width if one.behind else width), stand[one.behind]
+            )
             for one, held in self.counts.items()
         }
         return replace(self, counts=counts)
