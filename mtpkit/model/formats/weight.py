@@ -512,6 +512,11 @@ def input_rule(weight: Weight) -> Inputs | None:
     return weight.layout.inputs
 
 
+def quantizes_inputs(weight: Weight) -> bool:
+    """Whether products with a weight quantise their inputs, at least those of some rows."""
+    return isinstance(weight, QuantizedWeight) and weight.fp8_elements > 0
+
+
 def run_experts(
     x: Tensor,
     fc1: Stack,
