@@ -44,8 +44,11 @@ def tokens_of(model, k: int, **settings) -> tuple[list[list[int]], list[int]]:
         ("mamba2", "token, inputs"),
         ("gated delta net", "block"),
         ("gated delta net", "static, inputs"),
+        ("gated delta net", "block, inputs"),
+        ("mamba2", "nvfp4"),
         ("latent attention", "nvfp4"),
         ("latent attention", "block, inputs"),
+        ("dense", "reciprocal"),
         ("dense", "static, inputs"),
     ],
 )
