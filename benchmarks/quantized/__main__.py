@@ -5,7 +5,8 @@ drafts of heads that were trained on the bf16 base, and of heads trained on the 
     python -m benchmarks.quantized OUTPUT --base MIXTURE     # made by train_base.py --mixture
 
 Copies of the base are quantised as published checkpoints are: linears and experts, not embedding,
-lm_head, routers and convolutions. Heads stay in bf16. KL divergence from the bf16 base and the
+lm_head, routers and convolutions. Where files give scales of inputs, they are the largest inputs in
+some training texts, divided by 448. Heads stay in bf16. KL divergence from the bf16 base and the
 share of tokens with the same most probable token are means over held-out text; acceptance lengths
 are those of `mtpkit acceptance`, greedy, with its intervals. Training and acceptance run on a GPU
 where there is one; the divergence is computed on the CPU.
@@ -35,7 +36,7 @@ from mtpkit.model import SequenceInput, base_forward, compute_logits, normed_sta
 from mtpkit.platform import default_device
 
 _TEXTS = 12
-"""Held-out texts for the KL divergence."""
+"""Held-out texts for the KL divergence, and training texts for scales of inputs."""
 _LENGTH = 512
 """Tokens of each."""
 
@@ -62,15 +63,14 @@ def main() -> None:
     if options.output.exists():
         raise UserError(f"{options.output} exists: name a new directory")
     options.output.mkdir(parents=True)
-    _python(
-        options.output, "examples/tiny_base/corpus.py", options.output / "corpus", "--limit", 200
-    )
+    corpus = options.output / "corpus"
+    _python(options.output, "examples/tiny_base/corpus.py", corpus, "--limit", 200)
     bases = {"bf16": options.base}
     for name, copy in chosen.items():
         bases[name] = options.output / "bases" / name.replace(" ", "_")
-        write_copy(source, copy, bases[name])
+        write_copy(source, copy, bases[name], read_texts(corpus / "train.jsonl", options.base))
 
-    texts = read_texts(options.output / "corpus" / "heldout.jsonl", options.base)
+    texts = read_texts(corpus / "heldout.jsonl", options.base)
     logits = log_probs(options.base, texts)
     rows = {}
     for name, base in bases.items():
@@ -115,7 +115,7 @@ def _python(output: Path, *words: object) -> str:
 
 
 def read_texts(path: Path, base: Path) -> Tensor:
-    """Tokens [texts, length] of held-out texts that are long enough.
+    """Tokens [texts, length] of the first texts that are long enough.
 
     Raises:
         UserError: too few are.

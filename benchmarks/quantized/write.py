@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.quantized.calibrate import input_scales
 from mtpkit.checkpoint.directory import HFDirectory
 from mtpkit.checkpoint.ignored import linears, module_of
 from mtpkit.checkpoint.matrices import part_name
@@ -19,6 +20,7 @@ from mtpkit.errors import UserError, listed
 from mtpkit.files import write_file
 from mtpkit.kernels.quantized import Inputs
 from mtpkit.model.formats import Format, Fp8, Int4, Nvfp4
+from mtpkit.model.formats.base import INPUT_SCALE
 from mtpkit.model.formats.fp8 import BLOCK
 
 _GROUPS = (128, 64, 32, 16)
@@ -68,10 +70,12 @@ def copies(group: int) -> dict[str, Copy]:
         None,
     )
     four_bits = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+    whole = Fp8(inputs=Inputs("static"), rows=None, columns=None, scale="weight_scale")
     row = Fp8(inputs=Inputs("token"), rows=1, columns=None, scale="weight_scale")
     return {
         "fp8 blocks": Copy(Fp8(), in_blocks, "modules_to_not_convert"),
         "fp8 rows": Copy(row, by_row, "ignore"),
+        "fp8 tensor": Copy(whole, {"quant_method": "modelopt", "quant_algo": "FP8"}, "ignore"),
         "int4": Copy(Int4(columns=group), in_groups, "ignore"),
         "nvfp4": Copy(Nvfp4(), four_bits, "ignore"),
     }
@@ -107,10 +111,16 @@ def group_of(source: HFDirectory) -> int:
     raise UserError(f"{source.path}: some widths are no multiples of {_GROUPS[-1]}: {widths}")
 
 
-def write_copy(source: HFDirectory, copy: Copy, destination: Path) -> int:
-    """Write a copy of a base whose linears are quantised, and return their number."""
+def write_copy(source: HFDirectory, copy: Copy, destination: Path, texts: Tensor) -> int:
+    """Write a copy of a base whose linears are quantised, and return their number.
+
+    Args:
+        texts: tokens [texts, length] for scales of inputs, where a copy has them.
+    """
     destination.mkdir(parents=True)
     chosen = linears_of(source)
+    static = copy.format.inputs.rule == "static"
+    scales = input_scales(source, chosen, texts) if static else {}
     tensors: dict[str, Tensor] = {}
     for name in source.reader.tensors:
         tensor = source.reader.read(name)
@@ -119,6 +129,8 @@ def write_copy(source: HFDirectory, copy: Copy, destination: Path) -> int:
             continue
         for part, value in _parts(copy.format, tensor):
             tensors[part_name(name, part)] = value
+        if name in scales:
+            tensors[part_name(name, INPUT_SCALE)] = scales[name]
     save_file(tensors, destination / "model.safetensors", {"format": "pt"})
 
     infos = source.reader.tensors.items()

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from mtpkit.checkpoint.directory import HFDirectory, ModelDirectory
+from mtpkit.checkpoint.ignored import module_of
 from mtpkit.checkpoint.layouts.huggingface import CarriedTensors
 from mtpkit.checkpoint.matrices import DERIVED, StoredMatrices, Weights, part_name
+from mtpkit.checkpoint.recipe import Recipe
 from mtpkit.checkpoint.tensors import Tensors
-from mtpkit.errors import UserError
+from mtpkit.errors import UserError, listed
 from mtpkit.model.formats import Format
 
 
@@ -149,3 +151,55 @@ def _as_published(directories: Sequence[ModelDirectory]) -> list[Compared] | Non
         for view in views:
             view.formats.pop(name, None)
     return [*views]
+
+
+def differing_settings(first: ModelDirectory, second: ModelDirectory) -> list[str]:
+    """Clauses about what two directories say differently of their quantisation, beside the formats
+    of matrices: modules of the base that only one lists as not quantised, keys and values.
+
+    Lists are compared if a directory has the Hugging Face layout, whose names they have. They are
+    not compared for heads, which an export or `stitch` may list anew. A checkpoint without
+    quantised matrices says nothing: it may be another one, widened.
+    """
+    found = []
+    recipes = [_told(directory) for directory in (first, second)]
+    one, other = recipes
+    kv_caches = [recipe.kv_cache if recipe else "" for recipe in recipes]
+    # Settings about keys and values alone stay where matrices are plain.
+    alike = all(recipes) or all(recipe is None or recipe.only_kv for recipe in recipes)
+    if alike and len({*kv_caches}) > 1:
+        told = " and ".join(kind or "nothing" for kind in kv_caches)
+        found.append(f"of the type of keys and values they say {told}")
+    if one is None or other is None or _reads_dtypes(one) or _reads_dtypes(other):
+        return found
+    named = next((each for each in (first, second) if isinstance(each, HFDirectory)), None)
+    modules = [] if named is None else _base_modules(named)
+    odd = [module for module in modules if one.ignores(module) != other.ignores(module)]
+    if odd:
+        found.append(f"only one lists as not quantised {listed(odd)}")
+    return found
+
+
+def _told(directory: ModelDirectory) -> Recipe | None:
+    """What settings say of a directory's quantisation; None also if its matrices are plain, as
+    those of a run on a quantised base that was widened."""
+    recipe = directory.recipe
+    if recipe is None or recipe.only_kv:
+        return recipe
+    return recipe if directory.is_quantized else None
+
+
+def _reads_dtypes(recipe: Recipe) -> bool:
+    """Whether dtypes alone say what is quantised, which a list of all plain matrices repeats."""
+    return recipe.name.startswith(("awq", "gptq")) and not recipe.ignored
+
+
+def _base_modules(directory: HFDirectory) -> list[str]:
+    """The base's modules with a matrix, by their names."""
+    heads = directory.table.mtp_names(directory.stored)
+    shapes = directory.table.hf_shapes(directory.stored)
+    return sorted(
+        module_of(name)
+        for name, shape in shapes.items()
+        if name not in heads and shape is not None and len(shape) > 1
+    )

@@ -21,7 +21,7 @@ from mtpkit.checkpoint.families.serving import (
 from mtpkit.checkpoint.ignored import FUSED, METHODS, IgnoreList, linears, module_of
 from mtpkit.checkpoint.matrices import Found, StoredMatrices, find_matrices
 from mtpkit.checkpoint.quantized import CONFIG, SCALE, BlockFp8, read_block_fp8
-from mtpkit.checkpoint.recipe import read_recipe
+from mtpkit.checkpoint.recipe import read_recipe, unread
 from mtpkit.checkpoint.tensors import Shape, TensorInfo
 from mtpkit.checkpoint.values import Values
 from mtpkit.errors import UserError, listed, shown
@@ -73,6 +73,7 @@ def quantisation(subject: Subject, facts: Serving) -> Iterator[Finding]:
     yield from _heads(subject, ignored)
     yield from _output_layer(subject, config)
     yield from _kv_cache(subject, config)
+    yield from _unread(subject, config)
     found, problem = _found_in(subject)
     if config["quant_method"] == "fp8":
         yield from _fp8(subject, config)
@@ -156,7 +157,7 @@ def _fp8(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
             f"{CONFIG}: activation_scheme {shown(scheme)} instead of 'dynamic' or 'static'"
         )
 
-    # Without blocks there is one scale per tensor or channel, which fits every size.
+    # Without blocks there is one scale per tensor or channel, which fits every size; see `_unread`.
     if config.get("weight_block_size") is None:
         return
     block = read_block_fp8(Values({CONFIG: config}, subject.directory))
@@ -213,6 +214,15 @@ def _kv_cache(subject: Subject, config: Mapping[str, object]) -> Iterator[Findin
         False,
         deaf,
     )
+
+
+def _unread(subject: Subject, config: Mapping[str, object]) -> Iterator[Finding]:
+    """Servers may know what mtpkit cannot read, which is then not checked."""
+    # Wrong blocks are findings of their own.
+    if config["quant_method"] == "fp8" and config.get("weight_block_size") is not None:
+        return
+    for text in unread(subject.hf, subject.modelopt or None, subject.directory):
+        yield Finding(text, False)
 
 
 def _found_in(subject: Subject) -> tuple[dict[str, Found], str]:

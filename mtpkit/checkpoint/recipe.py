@@ -216,6 +216,34 @@ def _kv_cache(places: Sequence[Mapping[str, object]]) -> str:
     return ""
 
 
+def unread(
+    settings: Mapping[str, object], own: Mapping[str, object] | None, where: object
+) -> list[str]:
+    """Sentences about settings of a quantisation that mtpkit cannot read, with what they mean for
+    heads beside it.
+
+    Args:
+        settings: a `config.json`.
+        own: ModelOpt's settings beside it.
+        where: the file, for messages.
+    """
+    file = Values(settings, where)
+    read_recipe(file, own)
+    found = [
+        f"{problem}; quantised weights are not checked: compare the heads' acceptance in the server"
+        " with that on the base in bf16"
+        for problem in file.problems
+    ]
+    quantisation = settings.get(CONFIG)
+    if isinstance(quantisation, Mapping) and _transform(quantisation):
+        found.append(
+            f"{CONFIG}: transform_config may rotate hidden states (QuaRot, SpinQuant), and then"
+            " hardly any draft of heads that were trained without it is accepted: rotate the heads'"
+            " input projection alike, or take a base without rotations"
+        )
+    return found
+
+
 def _unsupported(what: str) -> str:
     return (
         f"{CONFIG}: {what} is not supported, only fp8 e4m3, int4 without activation ordering,"
@@ -249,9 +277,14 @@ def _transforms(found: Mapping[str, object]) -> Iterator[str]:
     sparsity = found.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
         yield f"sparsity_config {shown(sparsity)}"
+    if _transform(found):
+        yield f"transform_config {shown(found['transform_config'])}"
+
+
+def _transform(found: Mapping[str, object]) -> bool:
+    """Whether settings transform weights or activations."""
     transform = found.get("transform_config")
-    if isinstance(transform, Mapping) and transform.get("config_groups"):
-        yield f"transform_config {shown(transform)}"
+    return isinstance(transform, Mapping) and bool(transform.get("config_groups"))
 
 
 def _group_rule(group: object) -> Rule | None:

@@ -1,6 +1,7 @@
 """Support for quantised checkpoints in `stitch` without reading weights: tensor names, list of
 unquantised modules."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -9,14 +10,17 @@ from mtpkit.checkpoint.directory import MODELOPT, HFDirectory
 from mtpkit.checkpoint.ignored import Stitching, module_of
 from mtpkit.checkpoint.matrices import StoredMatrices, find_matrices
 from mtpkit.checkpoint.quantized import CONFIG, find_quantized, read_block_fp8
-from mtpkit.checkpoint.recipe import read_recipe
+from mtpkit.checkpoint.recipe import read_recipe, unread
 from mtpkit.checkpoint.tensors import TensorInfo, require_same_names
 from mtpkit.checkpoint.values import Values
 from mtpkit.errors import UserError, listed, raise_problems
 
+_logger = logging.getLogger(__name__)
+
 
 def check_base(source: HFDirectory) -> dict[str, frozenset[str]]:
-    """Check that a checkpoint holds the tensors that its config calls for, under any quantisation.
+    """Check that a checkpoint holds the tensors that its config calls for, under any quantisation,
+    and warn of one that cannot be read.
 
     Returns:
         The names of quantised weights, each with the tensors stored beside or in place of it.
@@ -32,6 +36,8 @@ def check_base(source: HFDirectory) -> dict[str, frozenset[str]]:
         return {}
     quantized = find_quantized(found.tensors, expected)
     settings = Values(source.settings, source.path / "config.json")
+    for text in unread(source.settings, source.modelopt, settings.where):
+        _logger.warning("%s: %s", source.path, text)
     block = read_block_fp8(settings)
     tensors = found.tensors
     if block is not None:

@@ -13,7 +13,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from tqdm import tqdm
 
-from mtpkit.checkpoint.compared import Compared, compared
+from mtpkit.checkpoint.compared import Compared, compared, differing_settings
 from mtpkit.checkpoint.directory import open_directory
 from mtpkit.checkpoint.load import load_model
 from mtpkit.checkpoint.run import stored_base
@@ -52,11 +52,14 @@ class Comparison:
     not."""
     heads: set[str] = field(default_factory=set)
     """Names that belong to heads."""
+    settings: list[str] = field(default_factory=list)
+    """Clauses about settings of the quantisation that differ, see `differing_settings`."""
 
     @property
     def identical(self) -> bool:
         """Whether nothing differs and every value is finite."""
-        return not (self.different or self.only_first or self.only_second or self.not_finite)
+        odd = self.different or self.only_first or self.only_second or self.not_finite
+        return not (odd or self.settings)
 
     @property
     def parts(self) -> str:
@@ -81,10 +84,12 @@ def compare_weights(first: Path | str, second: Path | str) -> Comparison:
     Raises:
         UserError: a directory is no checkpoint or is damaged.
     """
-    a, b = compared([open_directory(directory) for directory in (first, second)])
+    one, other = (open_directory(directory) for directory in (first, second))
+    a, b = compared([one, other])
     result = Comparison(
         only_first=sorted(a.formats.keys() - b.formats.keys()),
         only_second=sorted(b.formats.keys() - a.formats.keys()),
+        settings=differing_settings(one, other),
     )
     heads = a.heads | b.heads
     result.heads |= heads

@@ -56,7 +56,6 @@ def acceptance(
         int | None,
         typer.Option(min=1, help="Only this many sequences of each source, spread over it."),
     ] = None,
-    dtype: options.Dtype = "auto",
     backend: Annotated[
         Literal["auto", "local", "te"],
         typer.Option(
@@ -68,6 +67,7 @@ def acceptance(
         ),
     ] = "local",
     *,
+    weights: options.Weights,
     hub: options.Hub,
     parallel: Annotated[
         ParallelConfig,
@@ -111,7 +111,8 @@ def acceptance(
         attention=attention,
         batch_size=batch_size,
         max_sequences=num_sequences,
-        dtype=dtype,
+        dtype=weights.dtype,
+        quantization=weights.quantization,
         options=data_options,
         backend=backend,
         parallel=parallel,

@@ -39,17 +39,14 @@ _ENGINE = (
     "revision",
     "download_dir",
     "num_speculative_tokens",
-    "dtype",
-    "quantization",
     "max_model_len",
     "gpu_memory_utilization",
     "num_blocks",
-    "kv_cache_dtype",
-    "state_dtype",
     "speculative_token_tree",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "enforce_eager",
+    *options.NUMBERS,
 )
 _DEFAULTS = replace(COMMAND_DEFAULTS, max_tokens=None)
 """Answers are as long as the model makes them."""

@@ -166,7 +166,9 @@ def verify(
     """Compare two checkpoints bitwise, quantised matrices as they are stored; exit code 1 if they
     differ, or hold NaN or infinity.
 
-    A matrix that only one of them has quantised is widened to the dtype of the other.
+    A matrix that only one of them has quantised is widened to the dtype of the other. Where both
+    are quantised, their lists of the base's unquantised modules and what they say of keys and
+    values must be the same, too.
     """
     from mtpkit.checkpoint.verify import compare_logits, compare_weights
 
@@ -180,6 +182,8 @@ def verify(
     ):
         if names:
             print(f"{len(names)} {title}: {', '.join(names)}")
+    for clause in result.settings:
+        print(f"settings of the quantisation differ: {clause}")
     print(result.parts)
     same = result.identical
     if logits:

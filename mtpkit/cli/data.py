@@ -44,13 +44,13 @@ _ENGINE = (
     "revision",
     "download_dir",
     "num_speculative_tokens",
-    "dtype",
     "max_num_seqs",
     "max_model_len",
     "enable_prefix_caching",
     "prefix_cache_bytes",
     "draft_vocab",
     "enforce_eager",
+    *options.NUMBERS,
 )
 
 
@@ -213,7 +213,7 @@ def regenerate(
     resolve_drafts(config_of(source), engine.num_speculative_tokens)
     tokenizer = _tokenizer(source.companions, chat_template)
     prompts, refused = read_prompts(data, tokenizer, prompt_length, turns, columns, limit, rows)
-    settings = journal_settings(model, prompts, sampling, seed, engine.dtype)
+    settings = journal_settings(model, prompts, sampling, seed, engine)
     with Journal(output, settings) as journal:
         if journal.done:
             print(f"{len(journal.done):,} of {len(prompts):,} prompts are answered already")

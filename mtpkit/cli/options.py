@@ -250,10 +250,17 @@ Model = Annotated[
     ),
 ]
 Hub = Annotated[HubOptions, Fields()]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16"],
-    typer.Option(help=_field(EngineOptions, "dtype").description),
-]
+Weights = Annotated[EngineOptions, Fields(only=("dtype", "quantization"))]
+"""How the weights of a model are held where no engine decodes."""
+NUMBERS = (
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "state_dtype",
+    "prefix_cache_dtype",
+    "draft_lm_head_dtype",
+)
+"""Options of an engine that say how it holds weights, keys and values, and states."""
 Chat = Annotated[
     bool,
     typer.Option("--chat", help="Ask each text as a question, through the chat template."),

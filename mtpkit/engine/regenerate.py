@@ -14,6 +14,7 @@ from mtpkit.data.documents import describe
 from mtpkit.data.prompts import Prompt
 from mtpkit.data.regenerate import Answer, Journal, digest
 from mtpkit.engine.engine import Engine
+from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.engine.requests.params import SamplingParams
 from mtpkit.errors import MtpkitError, UserError, listed, shown
 
@@ -22,18 +23,25 @@ logger = logging.getLogger(__name__)
 _ALWAYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos")
 """Sampling parameters that every journal has. Others are left out while they have their defaults,
 so that a journal stays valid when a new version brings a new parameter."""
+_HELD = ("quantization", "kv_cache_dtype", "state_dtype", "prefix_cache_dtype")
+"""Options of the engine that answers depend on, left out in the same way."""
 
 _REFRESH = 0.5
 """Seconds after which the count of tokens is shown again, whether or not an answer is finished."""
 
 
 def journal_settings(
-    model: Path, prompts: Sequence[Prompt], params: SamplingParams, seed: int, dtype: str
+    model: Path,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    seed: int,
+    engine: EngineOptions,
 ) -> dict[str, object]:
     """All settings that the answers depend on.
 
     Args:
         params: of all prompts; their seed is not used.
+        engine: what decodes; only the types in which it holds numbers change answers.
     """
     own = {"n", "seed", "stop", *_ALWAYS}
     usual = vars(SamplingParams())
@@ -42,13 +50,16 @@ def journal_settings(
         for name, value in vars(params).items()
         if name not in own and value != usual[name]
     }
+    held = {name: getattr(engine, name) for name in _HELD}
+    plain = EngineOptions()
+    others |= {name: value for name, value in held.items() if value != getattr(plain, name)}
     return {
         "model": str(model.resolve()),
         "prompts": f"{len(prompts)} of digest {digest(prompts)}",
         **{name: getattr(params, name) for name in _ALWAYS},
         "stop": params.stop_strings,
         "seed": seed,
-        "dtype": dtype,
+        "dtype": engine.dtype,
         **others,
     }
 

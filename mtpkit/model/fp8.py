@@ -40,14 +40,18 @@ def use_fp8_base(model: HybridModel) -> None:
     quantize_base(model)
 
 
-def require_fp8(device: torch.device) -> None:
+def require_fp8(
+    device: torch.device, setting: str = "base_fp8", remedy: str = "set base_fp8=false"
+) -> None:
     """Check that a device has fp8 products, if it is a GPU.
+
+    Args:
+        setting, remedy: what needs them, and what to do without them, for the message.
 
     Raises:
         UserError: it has none.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_GPU:
         raise UserError(
-            f"base_fp8: {torch.cuda.get_device_name(device)} has no fp8 products; set"
-            " base_fp8=false"
+            f"{setting}: {torch.cuda.get_device_name(device)} has no fp8 products; {remedy}"
         )

@@ -23,6 +23,7 @@ from mtpkit.data.sources import find_sources
 from mtpkit.data.tokenizer import load_tokenizer
 from mtpkit.errors import UserError, listed
 from mtpkit.model.backends import BackendName, resolve_backend
+from mtpkit.model.fp8 import require_fp8
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.platform import Dtype, default_device, device_name, ensure_distributed, resolve_dtype
 from mtpkit.training.batches import nothing_drafted
@@ -215,6 +216,7 @@ def evaluate_directory(
     backend: BackendName | Literal["auto"] = "local",
     parallel: ParallelConfig | None = None,
     options: DataOptions | None = None,
+    quantization: Literal["fp8"] | None = None,
 ) -> dict[str, object] | None:
     """Evaluate the heads of a model directory of either layout. Collective over all ranks, which
     share the work.
@@ -226,15 +228,17 @@ def evaluate_directory(
         backend: as `TrainConfig.backend`.
         parallel: how ranks split the model; None: each rank has the whole model.
         options: what is learnt of the data.
+        quantization: quantise the base while it is loaded, as the engine's option does.
 
     Returns:
-        `model`, `num_depths`, `attention`, `sequence_length`, `dtype` and `device`, then
+        `model`, `num_depths`, `attention`, `sequence_length`, `dtype`, `quantization` and `device`,
+        then
         `Evaluation.to_dict` for KL at temperature 1 with the default depth weights, and
         `Evaluation.counts`; None on all ranks but the first.
 
     Raises:
-        UserError: the directory has no model, no heads or too few heads, or the data or the split
-            over ranks does not fit.
+        UserError: the directory has no model, no heads or too few heads, or the data, the split
+            over ranks or the quantisation does not fit.
         MtpkitError: a loss or an acceptance rate is not finite.
     """
     opened = open_directory(directory)
@@ -255,21 +259,30 @@ def evaluate_directory(
             f"{sequence_length} tokens cannot be split over {parallel.tensor} ranks: make it a"
             " multiple"
         )
+    backend = resolve_backend(backend)
+    if quantization is not None and backend != "local":
+        raise UserError(
+            f"quantization is {quantization}, but backend {backend} cannot multiply with such"
+            " matrices: take backend local"
+        )
     tokenizer = load_tokenizer(opened.companions)
     if tokenizer.chat_template:
         _warn_of_raw_text(data, columns, options)
     dataset = build_dataset(data, tokenizer, sequence_length, columns, config.vocab_size, options)
     ensure_distributed(parallel.tensor, parallel.pipeline, parallel.expert)
     device = default_device()
+    if quantization is not None:
+        require_fp8(device, f"quantization is {quantization}", "leave it out")
     dtype = resolve_dtype(dtype, device)
     model = load_model(
         opened,
         dtype=getattr(torch, dtype),
         device=device,
-        backend=resolve_backend(backend),
+        backend=backend,
         tensor_parallel=parallel.tensor,
         pipeline_parallel=parallel.pipeline,
         expert_parallel=parallel.expert,
+        quantization=quantization,
     )
     found = evaluate_sources(
         model, dataset, num_depths, attention, LossConfig(), batch_size, max_sequences
@@ -279,7 +292,8 @@ def evaluate_directory(
     if dist.get_rank():
         return None
     about = {"model": str(directory), "num_depths": num_depths, "attention": attention}
-    about |= {"sequence_length": sequence_length, "dtype": dtype, "device": device_name(device)}
+    about |= {"sequence_length": sequence_length, "dtype": dtype}
+    about |= {"quantization": quantization, "device": device_name(device)}
     return about | found.to_dict() | found.counts()
 
 

@@ -16,11 +16,13 @@ from mtpkit.model.formats import Quantized
 from tests.checkpoint.builders import edit, write_base
 from tests.checkpoint.family_models import write_family
 
+TEXTS = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
+
 
 def test_copies_leave_out_what_quantisers_do(tmp_path: Path) -> None:
     """`gate_proj` is a linear, `gate` a router."""
     source = HFDirectory(write_family("deepseek_v3", tmp_path / "base", dtype=torch.bfloat16))
-    count = write_copy(source, copies(16)["fp8 blocks"], tmp_path / "copy")
+    count = write_copy(source, copies(16)["fp8 blocks"], tmp_path / "copy", TEXTS)
     copy = HFDirectory(tmp_path / "copy")
     assert len(copy.matrices) == count
     heads = source.table.mtp_names(source.stored)
@@ -43,11 +45,10 @@ def test_a_copy_moves_a_base_by_the_rounding_of_its_linears(name: str, tmp_path:
     source = HFDirectory(tmp_path / "base")
     assert group_of(source) == 32
     copy = copies(32)[name]
-    write_copy(source, copy, tmp_path / "copy")
-    text = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
-    before = log_probs(tmp_path / "base", text)
+    write_copy(source, copy, tmp_path / "copy", TEXTS)
+    before = log_probs(tmp_path / "base", TEXTS)
     assert compare(before, before) == {"KL": 0.0, "same token": 1.0}
-    after = log_probs(tmp_path / "copy", text)
+    after = log_probs(tmp_path / "copy", TEXTS)
     moved = compare(before, after)
 
     def round_weights(tensors: dict[str, torch.Tensor]) -> None:
@@ -57,7 +58,7 @@ def test_a_copy_moves_a_base_by_the_rounding_of_its_linears(name: str, tmp_path:
             tensors[place] = Quantized(copy.format, tuple(weight.shape), parts).widen()
 
     edit(tmp_path / "base", round_weights)
-    rounded = log_probs(tmp_path / "base", text)
+    rounded = log_probs(tmp_path / "base", TEXTS)
     if copy.format.inputs == NOT_QUANTIZED:
         assert moved["KL"] > 1e-3
         assert compare(rounded, after)["KL"] < 1e-6

@@ -9,7 +9,7 @@ from mtpkit.checkpoint.convert import export_checkpoint, import_checkpoint
 from mtpkit.checkpoint.stitch import stitch
 from mtpkit.checkpoint.verify import compare_weights
 from tests.checkpoint.builders import add_heads, edit, edit_config, write_base
-from tests.checkpoint.schemes import READ, write_quantised
+from tests.checkpoint.schemes import READ, SCHEMES, write_quantised
 from tests.checkpoint.test_columnwise import SETTINGS as COLUMNWISE
 from tests.checkpoint.test_columnwise import write as write_columnwise
 from tests.shared import each
@@ -182,3 +182,37 @@ def test_a_missing_part_is_in_one_checkpoint_alone(write, tmp_path, lost):
     here, there = found.only_first, found.only_second
     assert (here, there) == (([], [name]) if lost == "first" else ([name], []))
     assert f"{Q}.weight_scale" in found.equal and not found.different
+
+
+@each(
+    ("scheme", "changes", "says"),
+    [
+        ("compressed FP8", {"ignore": []}, "only one lists as not quantised lm_head"),
+        (
+            "compressed FP8",
+            {"kv_cache_scheme": {"type": "float", "num_bits": 8}},
+            "say nothing and FP8",
+        ),
+        ("W4A16_NVFP4", {"ignore": ["lm_head", "*gate"]}, "mixer.gate"),
+        ("fp8 blocks", {"modules_to_not_convert": None}, "only one lists as not quantised lm_head"),
+    ],
+)
+def test_settings_that_differ_alone_are_told(scheme, changes, says, write, tmp_path):
+    write(scheme, tmp_path / "hf")
+    other = copy_of(tmp_path / "hf", lambda tensors: None)
+    edit_config(other, quantization_config={**SCHEMES[scheme].config, **changes})
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron", expand_scales=True)
+    for first in (tmp_path / "hf", tmp_path / "megatron"):
+        found = compare_weights(first, other)
+        (told,) = found.settings
+        assert says in told and not found.different and not found.identical
+
+
+def test_keys_and_values_of_a_plain_base_are_compared(tmp_path):
+    write_base(tmp_path / "hf", "*-")
+    other = copy_of(tmp_path / "hf", lambda tensors: None)
+    edit_config(
+        other, quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    )
+    assert compare_weights(other, other).identical
+    assert compare_weights(tmp_path / "hf", other).settings

@@ -336,6 +336,42 @@ def test_other_quantisations_are_judged(published, tmp_path, method, capsys):
     }
 
 
+ROTATION = {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight"}]}}
+THREE_BITS = {"type": "int", "num_bits": 3, "strategy": "group", "group_size": 16}
+CANNOT_BE_READ = {
+    "W4A8_AWQ": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    "config_groups.group_0": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": THREE_BITS}},
+    },
+    "config_groups": {"quant_method": "compressed-tensors", "config_groups": {}},
+    "transform_config": {
+        "quant_method": "compressed-tensors",
+        "transform_config": {"config_groups": ROTATION},
+    },
+    "bits 3": {"quant_method": "gptq", "bits": 3},
+    "'activation_scheme': 'dynamic'": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+}
+"""Settings by what is said of them."""
+
+
+@each(("says", "config"), CANNOT_BE_READ.items())
+def test_settings_that_mtpkit_cannot_read_are_said(published, tmp_path, says, config):
+    hf = shutil.copytree(published["nemotron_h"], tmp_path / "hf")
+    edit_config(hf, quantization_config=config)
+    found = [one for one in lint(hf) if "not supported" in one.text]
+    assert len(found) == 1 and not found[0].fatal and found[0].servers == SERVERS
+    assert says in found[0].text and "quantised weights are not checked" in found[0].text
+
+
+def test_a_base_that_may_be_rotated_is_said(hf):
+    rotated = CANNOT_BE_READ["transform_config"]
+    edit_config(hf, quantization_config=rotated)
+    assert "may rotate hidden states" in str(lint(hf))
+    edit_config(hf, quantization_config=rotated | {"transform_config": {}})
+    assert "may rotate hidden states" not in str(lint(hf))
+
+
 def test_settings_beside_the_config(hf):
     """ModelOpt's own file, where config.json says nothing."""
     edit_config(hf, quantization_config=None)

@@ -185,3 +185,25 @@ def test_a_shape_that_contradicts_the_codes_is_named(tmp_path: Path) -> None:
     edit(directory, lambda tensors: tensors[name].fill_(8))
     with pytest.raises(UserError, match=r"o_proj.*weight_shape"):
         import_checkpoint(directory, tmp_path / "megatron")
+
+
+@each(
+    ("name", "part", "value"),
+    [
+        ("modelopt_fp8", "input_scale", 0.0),
+        ("modelopt_fp8", "input_scale", 1e-40),
+        ("modelopt_nvfp4", "input_scale", 0.0),
+        ("compressed_nvfp4", "weight_global_scale", 1e-40),
+        ("fine_grained", "weight_scale_inv", 3e38),
+    ],
+)
+def test_scales_that_nothing_can_be_computed_with_are_named(
+    name: str, part: str, value: float, tmp_path: Path
+) -> None:
+    directory = copy_of(name, tmp_path / "hf")
+    stored = load_file(directory / "model.safetensors")
+    scale = next(each for each in sorted(stored) if each.endswith(f".{part}"))
+    edit(directory, lambda tensors: tensors[scale].fill_(value))
+    with pytest.raises(UserError, match=rf"{part} is "):
+        import_checkpoint(directory, tmp_path / "megatron", expand_scales=True)
+    assert not (tmp_path / "megatron").exists()

@@ -118,8 +118,8 @@ def test_a_list_that_says_all_stays(models, tmp_path):
 
 
 @pytest.mark.parametrize("method", STORED)
-def test_bases_that_cannot_be_read(models, tmp_path, method):
-    """Their tensors are only copied."""
+def test_bases_that_cannot_be_read(models, tmp_path, method, caplog):
+    """Their tensors are only copied, and a warning says that they cannot be read."""
 
     def store(tensors, names):
         for name in names:
@@ -134,6 +134,8 @@ def test_bases_that_cannot_be_read(models, tmp_path, method):
         tmp_path / "hf", models["nemotron_h"], "nemotron_h", {"quant_method": method}, store
     )
     stitch(hf, models["nemotron_h"], tmp_path / "out")
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{hf}: quantization_config") and "not checked: compare" in warning
     check_tensors(
         read_all(hf), read_all(tmp_path / "out"), read_all(models["nemotron_h"]), "nemotron_h"
     )

@@ -40,6 +40,21 @@ def test_acceptance_by_source(model_dir, call, capsys, tmp_path):
         assert any(f"{low:.2f}-{high:.2f}" in row for row in table)
 
 
+def test_a_base_that_is_quantised_while_it_is_loaded(model_dir, call, capsys, tmp_path):
+    """Its acceptance is that of heads that `--quantization fp8` serves."""
+    (tmp_path / "cats.txt").write_text("the cat sat on the mat\n" * 30)
+    line = ["--model", model_dir, "--data", tmp_path / "cats.txt", "--sequence-length", 24]
+    found = {}
+    for kind in (None, "fp8"):
+        more = [] if kind is None else ["--quantization", kind]
+        assert call(app, *line, *more) == 0
+        found[kind] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found[kind]["quantization"] == kind
+    assert found["fp8"]["loss"] != found[None]["loss"]
+    assert call(app, *line, "--quantization", "fp8", "--backend", "te") == 2
+    assert "quantization is fp8, but backend te cannot" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     call, capsys, tmp_path, monkeypatch
 ):

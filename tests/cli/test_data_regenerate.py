@@ -52,6 +52,29 @@ def test_penalties_count_and_are_settings_of_the_journal(
     assert "again.jsonl.partial:1 must hold the settings" in capsys.readouterr().err
 
 
+def test_how_numbers_are_held_counts(tmp_path, arguments, call, monkeypatch) -> None:
+    made = []
+    real = LLM.__init__
+
+    def spy(self, *args, **settings):
+        made.append(settings)
+        real(self, *args, **settings)
+
+    monkeypatch.setattr(LLM, "__init__", spy)
+    held = {
+        "quantization": "fp8",
+        "kv_cache_dtype": "fp8_e4m3",
+        "state_dtype": "bfloat16",
+        "prefix_cache_dtype": "bfloat16",
+        "draft_lm_head_dtype": "fp8_e4m3",
+    }
+    flags = [text for key, value in held.items() for text in (f"--{key.replace('_', '-')}", value)]
+    assert call(app, *arguments, tmp_path / "plain.jsonl") == 0
+    assert call(app, *arguments, tmp_path / "narrow.jsonl", *flags) == 0
+    assert {key: made[-1][key] for key in held} == held
+    assert answers(tmp_path / "plain.jsonl") != answers(tmp_path / "narrow.jsonl")
+
+
 def answers(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -44,8 +44,11 @@ def tokens_of(model, k: int, **settings) -> tuple[list[list[int]], list[int]]:
         ("mamba2", "token, inputs"),
         ("gated delta net", "block"),
         ("gated delta net", "static, inputs"),
+        ("gated delta net", "block, inputs"),
+        ("mamba2", "nvfp4"),
         ("latent attention", "nvfp4"),
         ("latent attention", "block, inputs"),
+        ("dense", "reciprocal"),
         ("dense", "static, inputs"),
     ],
 )
@@ -77,6 +80,8 @@ def as_read(rank: int, out: Path) -> None:
     expected = load_file(out / "logits.st")
     ids = expected["ids"]
     for family, kind, layouts in SPLIT:
+        case = f"{family}, {kind}"
+        want = expected[f"tokens, {case}"].tolist()
         config = CONFIGS[family]
         source = whole(config, kind)
         for name in layouts:
@@ -84,22 +89,20 @@ def as_read(rank: int, out: Path) -> None:
             model = filled(config, source, **LAYOUTS[name])
             assert stack_experts(model)
             if name == "stages":
-                found, _ = tokens_of(model, 2, pipeline_parallel_size=2)
-                assert found == expected[f"tokens, {family}"].tolist()
+                assert tokens_of(model, 2, pipeline_parallel_size=2)[0] == want, case
                 continue
             with torch.no_grad():
                 logits = compute_logits(model, base_forward(model, ids, SequenceInput()))
-            assert relative(logits, expected[family].double()) < TOLERANCE, (family, name)
-            if name == "experts":
-                settings = dict(enable_expert_parallel=True, tensor_parallel_size=2)
-                assert tokens_of(model, 2, **settings)[0] == expected[f"tokens, {family}"].tolist()
+            assert relative(logits, expected[case].double()) < TOLERANCE, (case, name)
+            settings = dict(enable_expert_parallel=name == "experts", tensor_parallel_size=2)
+            assert tokens_of(model, 2, **settings)[0] == want, (case, name)
     config = CONFIGS["dense"]
     source = whole(config, "static, inputs")
     parallel_state.destroy_model_parallel()
     model = filled(config, source, tensor_parallel=2, sequence_parallel=True)
     with torch.no_grad():
         logits = compute_logits(model, base_forward(model, ids, SequenceInput()))
-    assert relative(logits, expected["dense"].double()) < TOLERANCE
+    assert relative(logits, expected["dense, static, inputs"].double()) < TOLERANCE
     source = whole(config, "block")
     parallel_state.destroy_model_parallel()
     # Of 48 columns each rank has 24; rows may be cut, since each can have its block's scale.
@@ -125,6 +128,7 @@ LAYOUTS = {
 }
 SPLIT = [
     ("mamba2", "matrix", ["tensors"]),
+    ("mamba2", "static, inputs", ["tensors", "experts"]),
     ("gated delta net", "block", ["tensors", "experts"]),
     ("latent attention", "row", ["tensors"]),
     ("dense", "static, inputs", ["tensors", "stages"]),
@@ -135,13 +139,12 @@ SPLIT = [
 def test_two_ranks_compute_what_one_does(tmp_path):
     ids = torch.randint(0, 48, (1, 20), generator=torch.Generator().manual_seed(1))
     expected = {"ids": ids}
-    for family, kind, layouts in SPLIT:
+    for family, kind, _ in SPLIT:
         config = CONFIGS[family]
         model = filled(config, stored(config, everywhere(FORMATS[kind])))
         logits = compute_logits(model, base_forward(model, ids, SequenceInput()))
-        expected[family] = logits
-        if {"experts", "stages"} & {*layouts}:
-            expected[f"tokens, {family}"] = torch.tensor(tokens_of(model, 2)[0])
+        expected[f"{family}, {kind}"] = logits
+        expected[f"tokens, {family}, {kind}"] = torch.tensor(tokens_of(model, 2)[0])
     save_file(expected, tmp_path / "logits.st")
     run_ranks(as_read, tmp_path)
 

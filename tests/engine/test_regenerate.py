@@ -14,7 +14,7 @@ from mtpkit.data.prompts import Prompt, read_prompts, spread
 from mtpkit.data.regenerate import Answer, Journal, digest
 from mtpkit.data.samples import read_samples
 from mtpkit.data.tokenizer import load_tokenizer
-from mtpkit.engine import SamplingParams
+from mtpkit.engine import EngineOptions, SamplingParams
 from mtpkit.engine.regenerate import journal_settings, regenerate
 from mtpkit.errors import UserError
 
@@ -180,8 +180,9 @@ def test_a_journal_of_other_settings_is_refused(tmp_path) -> None:
 def test_every_sampling_parameter_is_a_setting_of_the_journal() -> None:
     """But journals of earlier versions, which lack the later parameters, stay valid."""
 
-    def settings(params):
-        return journal_settings(Path("m"), PROMPTS, params, 0, "float32")
+    def settings(params, **engine):
+        chosen = EngineOptions(dtype="float32", **engine)
+        return journal_settings(Path("m"), PROMPTS, params, 0, chosen)
 
     usual = settings(SamplingParams())
     first = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "stop"]
@@ -190,6 +191,9 @@ def test_every_sampling_parameter_is_a_setting_of_the_journal() -> None:
         params = SamplingParams()
         object.__setattr__(params, name, ("another value",))  # of any type: no check runs
         assert settings(params) == usual | {name: ("another value",)}
+    for held in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        assert settings(SamplingParams(), **held) == usual | held
+    assert settings(SamplingParams(), draft_lm_head_dtype="nvfp4") == usual
 
 
 def test_a_journal_that_is_damaged_or_in_use_is_refused(tmp_path) -> None:

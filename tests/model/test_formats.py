@@ -29,6 +29,11 @@ FORMATS: dict[str, Format] = {
     "nvfp4": Nvfp4(),
     "reciprocal": Nvfp4(packed="weight_packed", whole="weight_global_scale"),
 }
+SCALED_INPUTS: dict[str, Format] = {
+    "input_scale": Fp8(rows=None, columns=None, scale="weight_scale", inputs=Inputs("static")),
+    "input_global_scale": Nvfp4(input_scale="input_global_scale"),
+}
+"""Formats with a scale of inputs, by the name of that part."""
 STEPS = {"fp8": 1 / 16, "int4": 1 / 14, "nvfp4": 1 / 4}
 """Largest error of an element relative to the largest magnitude of its group, or to itself."""
 
@@ -136,6 +141,38 @@ def test_scales_that_no_quantiser_writes(value: float) -> None:
             found = list(odd_values(Quantized(kind, matrix.shape, {**matrix.parts, part: spoilt})))
             assert len(found) == 1
             assert found[0].startswith(part)
+
+
+@each("value", (math.nan, math.inf, -1.0, 0.0, 1e-40, 3e38))
+def test_scales_of_inputs_that_no_quantiser_writes(value: float) -> None:
+    weight = weight_of()
+    for part, kind in SCALED_INPUTS.items():
+
+        def scaled(scale: float, part: str = part, kind: Format = kind) -> Quantized:
+            parts = kind.quantize(weight) | {part: torch.tensor([[scale]])}
+            return Quantized(kind, tuple(weight.shape), parts)
+
+        assert not list(odd_values(scaled(0.5)))
+        (found,) = odd_values(scaled(value))
+        assert found.startswith(part)
+
+
+@each("value", (1e-40, 3e38))
+def test_scales_that_make_weights_vanish_or_infinite(value: float) -> None:
+    for kind in FORMATS.values():
+        matrix = quantize(kind, weight_of())
+        for part in matrix.parts.keys() - {kind.codes}:
+            if matrix.parts[part].dtype == torch.float8_e4m3fn:
+                continue  # whose largest number is 448
+            spoilt = torch.full_like(matrix.parts[part], value)
+            (found,) = odd_values(Quantized(kind, matrix.shape, {**matrix.parts, part: spoilt}))
+            assert found.startswith(f"{part} is {spoilt[0, 0].item():.3g} at most, not from")
+
+
+def test_scales_of_rows_that_are_nearly_zero_are_fine() -> None:
+    weight = weight_of()
+    weight[0] *= 1e-36
+    assert not list(odd_values(quantize(FORMATS["row"], weight)))
 
 
 def test_scale_zero_is_fine_for_zeros() -> None:

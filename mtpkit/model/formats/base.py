@@ -19,6 +19,11 @@ Shape = tuple[int, ...]
 _WIDENED_ROWS = 2048
 """Number of rows that are widened at once."""
 
+_LEAST = 2.0**-100
+_MOST = 2.0**100
+"""Bounds for the largest scale of a matrix: beyond them elements vanish in fp32 or become infinite,
+by a scale, by its reciprocal or by two scales together."""
+
 INPUT_SCALE = "input_scale"
 """Name of the part with the scale of the inputs by the rule `static`."""
 
@@ -35,6 +40,8 @@ class Part(NamedTuple):
     """Columns of the matrix per entry; None: all of them."""
     scale: bool = True
     """Whether it holds scales, which must be positive and finite."""
+    of_inputs: bool = False
+    """Whether its scales are those of inputs, which no element of the matrix depends on."""
 
     def shape(self, matrix: Shape) -> Shape:
         """Its two sizes for a matrix [N, K]."""
@@ -307,18 +314,23 @@ def join(matrices: Sequence[Quantized]) -> Quantized:
 
 def odd_values(matrix: Quantized) -> Iterator[str]:
     """Yield a clause for each part with scales that no quantiser writes: NaN, infinite, negative,
-    or zero where codes are not zero."""
-    kinds = matrix.format.parts()
-    for name, part in matrix.parts.items():
-        if not kinds[name].scale:
+    zero where codes are not zero or inputs are scaled, too small or too large to compute with."""
+    for name, part in matrix.format.parts().items():
+        if not part.scale:
             continue
-        values = part.float()
+        values = matrix.parts[name].float()
+        largest = values.amax().item()
         if not bool(torch.isfinite(values).all()):
             yield f"{name} holds NaN or infinity"
         elif bool((values < 0).any()):
             yield f"{name} is negative"
+        elif part.of_inputs and largest == 0:
+            yield f"{name} is 0"
         elif not bool(values.all()) and _scales_away(matrix, name):
             yield f"{name} is 0 for elements that are not"
+        # Scales of a few rows may be tiny, as those rows are.
+        elif largest != 0 and not _LEAST <= largest <= _MOST:
+            yield f"{name} is {largest:.3g} at most, not from {_LEAST:.3g} to {_MOST:.3g}"
 
 
 def _scales_away(matrix: Quantized, name: str) -> bool:

@@ -42,7 +42,7 @@ class Fp8(Format):
             self.scale: Part(_SCALES, self.rows, self.columns),
         }
         if self.inputs.rule == "static":
-            parts[INPUT_SCALE] = Part(_SCALES, None, None)
+            parts[INPUT_SCALE] = Part(_SCALES, None, None, of_inputs=True)
         return parts
 
     def matrix(self, parts: Mapping[str, Tensor]) -> Matrix:

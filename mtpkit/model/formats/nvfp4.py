@@ -42,7 +42,7 @@ class Nvfp4(Format):
             self.whole: Part((torch.float32,), None, None),
         }
         if self.input_scale:
-            parts[self.input_scale] = Part((torch.float32,), None, None)
+            parts[self.input_scale] = Part((torch.float32,), None, None, of_inputs=True)
         return parts
 
     def matrix(self, parts: Mapping[str, Tensor]) -> Matrix:

@@ -294,7 +294,7 @@ class QuantizedWeight(nn.Module):
         if len(self.segments) == 1:
             return self.segments[0].multiply(x, None, around)
 
-        x = swiglu(x) if around.get("swiglu") else _normed(x, around)
+        x = swiglu(x) if around.get("swiglu") else normed(x, around)
         # Once for all segments that read the inputs in one way.
         scales = {segment.inputs: segment.input_scale for segment in self.segments}
         read: dict[Inputs, tuple[Tensor, Tensor | None]] = {
@@ -317,7 +317,7 @@ class QuantizedWeight(nn.Module):
         return out
 
 
-def _normed(x: Tensor, around: Around) -> Tensor:
+def normed(x: Tensor, around: Around) -> Tensor:
     """Norm x as `mtpkit.kernels.linear.linear` does before its product."""
     weight = around.get("norm_weight")
     gate = around.get("gate")
@@ -510,6 +510,11 @@ def input_rule(weight: Weight) -> Inputs | None:
     if isinstance(weight, Tensor) or weight.layout is None:
         return None
     return weight.layout.inputs
+
+
+def quantizes_inputs(weight: Weight) -> bool:
+    """Whether products with a weight quantise their inputs, at least those of some rows."""
+    return isinstance(weight, QuantizedWeight) and weight.fp8_elements > 0
 
 
 def run_experts(

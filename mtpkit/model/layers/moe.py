@@ -24,6 +24,7 @@ from mtpkit.model.formats.weight import (
     layout_of,
     multiply,
     product,
+    quantizes_inputs,
     run_experts,
 )
 from mtpkit.model.layers.base import NoExtraState
@@ -251,7 +252,8 @@ class MoELayer(MegatronMoELayer):
         be overwritten.
 
         Each rank adds up the outputs of its experts, or of its parts of them; one sum over ranks
-        completes the result.
+        completes the result. A latent mixture whose last projection quantises its inputs needs a
+        sum before that projection, too.
         """
         assert self._stacks is not None, "stack_experts comes first"
         flat = x.flatten(0, -2)
@@ -298,6 +300,11 @@ class MoELayer(MegatronMoELayer):
         if self.config.moe_latent_size:
             small = multiply(flat, self.fc1_latent_proj.weight)
             mixed = run_experts(small, fc1, fc2, chosen, weights, activation, None, spread)
+            if quantizes_inputs(self.fc2_latent_proj.weight):
+                # Quantised parts do not add up to the quantised sum. So the sum over ranks comes
+                # first, and the first rank alone contributes its product to the sum below.
+                mixed = all_reduce(mixed, self.attn_tp_group)
+                mixed = mixed if first else torch.zeros_like(mixed)
             total = multiply(mixed, self.fc2_latent_proj.weight, residual=total)
         else:
             total = run_experts(flat, fc1, fc2, chosen, weights, activation, total, spread)
