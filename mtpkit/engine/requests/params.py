@@ -256,6 +256,7 @@ NOT_OPTIONS = (
     "truncate_prompt_tokens",
     "structured_outputs",
     "speculate",
+    "speculative_budget",
 )
 """Fields that commands have no options for."""
 

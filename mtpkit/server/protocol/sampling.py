@@ -33,6 +33,7 @@ class SamplingFields(RequestBody):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     speculate: bool | None = None
+    speculative_budget: bool | None = None
 
 
 class DecodingRequest(SamplingFields):

@@ -1,0 +1,1 @@
+"""Budgets by request beside equally many drafts for all."""
