@@ -17,6 +17,7 @@ from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.families import FAMILIES
 from mtpkit.checkpoint.load import StoredModel
 from mtpkit.config import HEAD_RULES, SECTIONS, ModelConfig, known_letters
+from mtpkit.config.sections import MlpConfig
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model, init_weights, stack_experts
 from mtpkit.model.backends import BackendName, resolve_backend
@@ -54,6 +55,7 @@ def resolve(
         raise UserError(
             f"heads.init=checkpoint, but {config.model} has no heads; set heads.init=auto"
         )
+    base = _with_ffn(config, base, pattern)
     if init != "checkpoint":
         _check_pattern(config, base, pattern)
         model = base.replace(
@@ -130,6 +132,30 @@ def resolve_init(asked: HeadInit, base: ModelConfig, pattern: str) -> HeadInit:
     if base.mtp.num_depths:
         return "checkpoint"
     return "base" if set(pattern) <= set(base.pattern) else "fresh"
+
+
+def _with_ffn(config: TrainConfig, base: ModelConfig, pattern: str) -> ModelConfig:
+    """The base's config with `heads.ffn_hidden_size`.
+
+    Raises:
+        UserError: new heads have no MLPs, or others have some of another width, which is that of
+            all MLPs of a model.
+    """
+    width = config.heads.ffn_hidden_size
+    if width in ("auto", base.value("ffn_hidden_size")):
+        return base
+    setting = f"heads.ffn_hidden_size={width}"
+    if MlpConfig.letter not in pattern:
+        raise UserError(
+            f"{setting} is for MLPs ({MlpConfig.letter}), which heads of pattern {pattern!r} have"
+            " none of; leave it auto"
+        )
+    if MlpConfig.letter in base.letters:
+        raise UserError(
+            f"{setting}, but {config.model} has MLPs of width {base.value('ffn_hidden_size')}, and"
+            " all MLPs of a model have the same; leave it auto"
+        )
+    return base.replace(ffn_hidden_size=width)
 
 
 def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:

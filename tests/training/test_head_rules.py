@@ -202,11 +202,13 @@ def test_the_rules_go_with_the_heads_and_the_cache(run_settings, tmp_path):
     short = {"steps": 2, "data.eval": "[]", "cache": tmp_path / "cache", "data.sequence_length": 16}
     own = {"heads.reads_of_base": "before_final_norm", "heads.reads_of_depth": "before_final_norm"}
     own["heads.zero_first_embedding"] = "true"
+    own |= {"heads.attention_window": "9", "heads.attention_sinks": "2"}
     run = train(load_config(None, run_settings(**short, **own)))
     first = load_model_config(run).mtp
     assert (first.reads_of_base, first.reads_of_depth) == (
         "before_final_norm",
     ) * 2 and first.zero_first_embedding
+    assert (first.attention_window, first.attention_sinks) == (9, 2)
     export_checkpoint(run, tmp_path / "hf")
     import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
     for directory in (tmp_path / "hf", tmp_path / "megatron"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtpkit.checkpoint import save_model
+from mtpkit.checkpoint import load_config, save_model
 from mtpkit.engine.requests.options import EngineOptions
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.model import SequenceInput, base_forward
@@ -75,6 +75,34 @@ def test_heads_from_the_base_start_as_its_last_layers(toy_base):
     for half in (embedding, hidden):
         assert (half.diagonal() - 1).abs().mean() < 0.3 < half.diagonal().mean()
     assert torch.equal(head.final_layernorm.weight, model.decoder.final_norm.weight)
+
+
+def test_heads_of_a_mixture_may_have_an_mlp_of_any_width(make_base, tmp_path):
+    """In the file, too, and beside a base whose config has no such width."""
+    base = make_base("*EM")
+    config, found = settle(base, init="fresh", pattern="*-", ffn_hidden_size=40)
+    assert found.value("ffn_hidden_size") == 40 and found.mtp.pattern == "*-"
+    model = build_with_heads(config, found, torch.device("cpu"))
+    (head,) = model.mtp.layers
+    assert head.mtp_model_layer.layers[1].mlp.linear_fc1.weight.shape[0] in (40, 80)
+    save_model(model, tmp_path / "heads")
+    again = load_config(tmp_path / "heads")
+    assert again.value("ffn_hidden_size") == 40
+    # Heads that exist keep their width.
+    config, kept = settle(tmp_path / "heads", num_depths=again.mtp.num_depths)
+    assert kept == again and config.heads.init == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "heads", "message"),
+    [
+        ("*EM", dict(pattern="*E"), "is for MLPs"),
+        ("*E-", dict(pattern="*-", init="fresh"), "has MLPs of width"),
+    ],
+)
+def test_widths_of_mlps_that_heads_cannot_have_are_refused(make_base, pattern, heads, message):
+    with pytest.raises(UserError, match=rf"heads\.ffn_hidden_size=77.* {message}"):
+        settle(make_base(pattern), ffn_hidden_size=77, **heads)
 
 
 EXPERTS = dict(

@@ -108,6 +108,10 @@ class HeadsConfig:
     model without heads: the base's `*` or `+` (M or G if the base has no attention), then `-`, or
     `E` if the base has no MLPs or if servers of its family build no heads with MLPs; for a
     Nemotron-H without experts `*` alone."""
+    ffn_hidden_size: Literal["auto"] | Annotated[int, Field(ge=1, le=2**24)] = "auto"
+    """Width of the MLPs in `pattern`, for bases without MLPs of their own: heads of a mixture of
+    experts with an MLP in place of the experts read far less for each draft. `auto`: the width
+    that the config of the base states."""
     repeated: bool = True
     """Let all depths of new heads share one block, instead of one block per depth."""
     attention: HeadAttention = "auto"
