@@ -2,15 +2,21 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
 import socket
 import threading
 import time
+from multiprocessing.context import ForkServerProcess
 
 import httpx
 import openai
 import psutil
 import pytest
+
+from tests.ranks import fork
+from tests.server.conftest import Server, command
 
 LONG = {"prompt": "the cat", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
@@ -130,6 +136,36 @@ def test_a_server_with_a_key_and_a_queue_drains(start):
     thread.join()
     assert waiting[0].usage.completion_tokens == 400
     assert server.exit_code() == 0
+
+
+class Group(Server):
+    """A server whose processes are a group of their own."""
+
+    def _start(self, words: list[str]) -> ForkServerProcess:
+        return fork(in_own_group, str(self.log), words)
+
+
+def in_own_group(log: str, words: list[str]) -> None:
+    """`mtpkit serve` as leader of a group."""
+    os.setpgid(0, 0)
+    command(log, words)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_signal_to_all_processes_lets_requests_end(model_dir, tmp_path, replicas):
+    """As systemd sends it to a service, and `timeout` to what it runs."""
+    server = Group(model_dir, tmp_path / "log", f"--data-parallel-size={replicas}")
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    with server.http.stream("POST", "/v1/completions", json=LONG) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        *_, last, done = [line for line in lines if line]
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert done == "data: [DONE]"
+    assert server.exit_code() == 0
+    _, alive = psutil.wait_procs(processes, 20)
+    assert not alive
 
 
 def test_a_server_whose_engine_is_killed_says_so_and_ends(start):
