@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.ranks import fork
-from tests.server.conftest import Server, command
+from tests.server.conftest import SMALL, Server, command
 
 LONG = {"prompt": "the cat", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
@@ -59,7 +59,17 @@ def test_streams_that_are_dropped_leave_nothing(server):
     asyncio.run(drop_all())
     after = server.wait_until_idle()
     assert after[aborted] - before[aborted] >= 300
-    assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+    # All slots can be had, and the prefix cache keeps checkpoints.
+    slots = SMALL["max_num_seqs"]
+    with server.http.stream("POST", "/v1/completions", json=LONG | {"prompt": ["a"] * slots}):
+        while server.metrics()["num_requests_running"] < slots:
+            time.sleep(0.01)
+    server.wait_until_idle()
+    body = {"prompt": "dropped by nobody " * 8, "max_tokens": 2}
+    usages = [server.http.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] == 0 and cached[1] > 0
 
 
 def test_a_slow_reader_gets_everything(server):
