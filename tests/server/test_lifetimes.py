@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import random
+import runpy
 import signal
 import socket
+import sys
 import threading
 import time
 from multiprocessing.context import ForkServerProcess
@@ -15,8 +17,9 @@ import openai
 import psutil
 import pytest
 
+from mtpkit.cli.demo import ROOT
 from tests.ranks import fork
-from tests.server.conftest import SMALL, Server, command
+from tests.server.conftest import SMALL, Server, writing_to
 
 LONG = {"prompt": "the cat", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
@@ -156,9 +159,11 @@ class Group(Server):
 
 
 def in_own_group(log: str, words: list[str]) -> None:
-    """`mtpkit serve` as leader of a group."""
+    """`python infer/serve.py` as leader of a group."""
     os.setpgid(0, 0)
-    command(log, words)
+    with writing_to(log):
+        sys.argv[1:] = words
+        runpy.run_path(str(ROOT / "infer/serve.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
