@@ -433,15 +433,20 @@ class _Clients:
         if not cached[1]:
             raise MtpkitError("the prefix cache keeps no checkpoint any more")
         await self._wait_for(http, running=0)
+        (drafts,) = await self._metrics(http, "spec_decode_num_draft_tokens_total")
+        self.report.events["draft verified"] = int(drafts)
+
+    async def _metrics(self, http: httpx.AsyncClient, *names: str) -> list[float]:
+        text = (await http.get("/metrics")).text
+        patterns = (rf"^vllm:{name}{{.*}} (.*)$" for name in names)
+        return [float(re.findall(one, text, re.MULTILINE)[0]) for one in patterns]
 
     async def _wait_for(self, http: httpx.AsyncClient, running: int) -> None:
         """Wait until so many requests run, and none waits; with none, no block may be in use."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         deadline = time.monotonic() + _MOST_SECONDS
         while True:
-            text = (await http.get("/metrics")).text
-            patterns = (rf"^vllm:{name}{{.*}} (.*)$" for name in names)
-            found = [float(re.findall(one, text, re.MULTILINE)[0]) for one in patterns]
+            found = await self._metrics(http, *names)
             if found[:2] == [running, 0] and bool(found[2]) is bool(running):
                 return
             if time.monotonic() > deadline:

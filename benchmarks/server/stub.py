@@ -130,8 +130,8 @@ class _StubEngine:
         """Queue a request."""
         self.waiting.append(request)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request."""
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request. Each has one output, so that `index` says nothing more."""
         for requests in (self.running, self.waiting):
             requests[:] = [one for one in requests if one.request_id != request_id]
 

@@ -60,6 +60,7 @@ MODELOPT = "hf_quant_config.json"
 RELEASE = "release"
 """Megatron-LM's name for a checkpoint that does not belong to a step of a run."""
 
+_ADAPTER_CONFIG = "adapter_config.json"
 _HF_CONFIG = "config.json"
 _COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", OWN_CONFIG)
 """Files that show that the companions of a Megatron checkpoint lie in a directory."""
@@ -519,6 +520,11 @@ def open_directory(
         return MegatronDirectory(path, found)
     if is_there(path / _HF_CONFIG):
         return HFDirectory(path, any_quantization)
+    if is_there(path / _ADAPTER_CONFIG):
+        raise UserError(
+            f"{path} has {_ADAPTER_CONFIG}, so it holds an adapter: adapters must be merged into"
+            " the weights of their model, give the directory with the result"
+        )
     raise UserError(
         f"{path} is no model directory: looked for config.json with {SINGLE} or {INDEX}"
         f" (Hugging Face), and for metadata.json with .metadata, {TRACKER}, or checkpoint/"

@@ -132,6 +132,8 @@ class AsyncLLM:
         self._lock = threading.Lock()
         """Held while requests come and go."""
         self._encoding = ThreadPoolExecutor(1, "mtpkit-encode")
+        # Large grammars take longer than prompts, which are not to wait for them.
+        self._checking = ThreadPoolExecutor(1, "mtpkit-grammar")
         self._reader = threading.Thread(target=self._read, name="mtpkit-read", daemon=True)
         self._reader.start()
 
@@ -179,7 +181,7 @@ class AsyncLLM:
         try:
             if params.structured_outputs is not None:
                 # Refused here: the engine compiles it in the background.
-                await loop.run_in_executor(self._encoding, grammar_of, params.structured_outputs)
+                await loop.run_in_executor(self._checking, grammar_of, params.structured_outputs)
             encoded = await loop.run_in_executor(
                 self._encoding, encode, prompt, self.tokenizer, place
             )
@@ -240,6 +242,7 @@ class AsyncLLM:
             self._engines.close()
         self._reader.join()
         self._encoding.shutdown(wait=False)
+        self._checking.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait until the engine has ended. It is what ranks other than 0 do."""

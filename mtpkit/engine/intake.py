@@ -151,6 +151,8 @@ class Intake:
         # A seed that users give may be negative.
         seed = self._draw_seed() if params.seed is None else params.seed
 
+        constraints = self._constraints(name, params)
+
         def output(index: int) -> Request:
             detokenizer = None
             if texts is not None:
@@ -176,7 +178,7 @@ class Intake:
                 end_token_ids=end_token_ids,
                 bad_words=bad_words,
                 # Each output walks along its own tokens.
-                constraint=self._constraint(name, params),
+                constraint=constraints[index],
                 checkpoint_at=kept.checkpoint_at,
                 index=index,
             )
@@ -300,12 +302,14 @@ class Intake:
             )
         return tuple(found)
 
-    def _constraint(self, name: str, params: SamplingParams) -> Constraint | None:
-        """The constraint of a request's output; compiled, unless that happens in the
+    def _constraints(
+        self, name: str, params: SamplingParams
+    ) -> Sequence[Constraint] | Sequence[None]:
+        """The constraint of each of a request's outputs; compiled, unless that happens in the
         background."""
         asked = params.structured_outputs
         if asked is None:
-            return None
+            return [None] * params.n
         if self.tokenizer is None:
             raise UserError(f"{name}: structured_outputs need a tokenizer: give one")
         start_after = None
@@ -318,15 +322,12 @@ class Intake:
                 )
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, self.vocab_size, sorted(self.eos_token_ids))
-        try:
-            constraint = self._grammars.constraint(asked, start_after)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        constraints = self._grammars.constraints(asked, start_after, params.n)
         if not self.in_background:
-            constraint.wait()
-            if constraint.error is not None:
-                raise UserError(f"{name}: {constraint.error}")
-        return constraint
+            constraints[0].wait()
+            if constraints[0].error is not None:
+                raise UserError(f"{name}: {constraints[0].error}")
+        return constraints
 
     def _encoded(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, without special tokens around it."""

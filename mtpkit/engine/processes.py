@@ -28,8 +28,10 @@ from mtpkit.engine.worker import Inbox, Message, work
 from mtpkit.errors import MtpkitError, UserError
 from mtpkit.platform import require_one_process
 
+_END = signal.SIGUSR1
+"""Signal with which a process is ended by the one that started it."""
 _ENDING = 3.0
-"""Seconds that a process has to end after SIGTERM before it is killed."""
+"""Seconds that a process has to end after this signal before it is killed."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -128,7 +130,10 @@ class EngineProcesses:
         """End all processes, whatever they are doing."""
         # All get the signal before the first is waited for, so that they end side by side.
         for process in self._processes:
-            process.terminate()
+            if process.is_alive():
+                assert process.pid is not None
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, _END)
         for process, connection in zip(self._processes, self._connections, strict=True):
             process.join(_ENDING)
             if process.is_alive():
@@ -232,8 +237,11 @@ def gpus_of_replicas(options: LLMOptions, count: int) -> list[str]:
 
 def _run(connection: Connection, index: int, count: int, options: LLMOptions) -> None:
     """Main function of a process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # runs exit handlers, if it can
+    # Both may go to all processes of a terminal or of a service. They are for the process that
+    # started this one, which may let requests end before it ends this one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(_END, lambda *_: sys.exit(0))  # runs exit handlers, if it can
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=take_in, args=(connection, inbox), daemon=True).start()
     if index:  # all processes log the same: process 0 speaks for all
@@ -252,7 +260,7 @@ def _run(connection: Connection, index: int, count: int, options: LLMOptions) ->
         failed = _Failed(f"{type(error).__name__}: {error}", 1)
     else:
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends by itself
+    signal.signal(_END, signal.SIG_IGN)  # this process ends by itself
     with suppress(OSError):
         connection.send(failed)
     sys.exit(1)

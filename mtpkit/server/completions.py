@@ -67,6 +67,7 @@ class _Completion:
             for name, prompt in zip(names, body.prompts, strict=True)
         ]
         self._prompts = prompts
+        self._kept = params.truncate_prompt_tokens
         self._num_outputs = params.n
         self._offsets = dict[int, int]()
         """Characters of the tokens so far, for log-probabilities, of each choice that has begun."""
@@ -93,7 +94,7 @@ class _Completion:
     async def chunks(self) -> AsyncGenerator[str]:
         """What is new, as it comes, and the usage last, in JSON."""
         if len(self._prompts) > 1:
-            await self._service.check_lengths(self._prompts)
+            await self._service.check_lengths(self._prompts, self._kept)
         counter = Counter(outputs=not self._body.prompt_only)
         async for index, output in self._outputs:
             counter.note(index, output)

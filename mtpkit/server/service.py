@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mtpkit.engine import AsyncLLM, EngineDead, RequestOutput, SamplingParams
-from mtpkit.engine.requests.prompts import encode
+from mtpkit.engine.requests.prompts import encode, truncated
 from mtpkit.server.answers.reader import AnswerStyle
 from mtpkit.server.errors import ApiError
 from mtpkit.server.metrics import Metrics
@@ -119,8 +119,11 @@ class Service:
         with suppress(EngineDead, TimeoutError):
             self.metrics.engine.stats = await asyncio.wait_for(self.llm.stats(), _PATIENCE)
 
-    async def check_lengths(self, prompts: Sequence[dict[str, Any]]) -> None:
+    async def check_lengths(self, prompts: Sequence[dict[str, Any]], kept: int | None) -> None:
         """Refuse prompts of which one is too long, before the others are streamed.
+
+        Args:
+            kept: `SamplingParams.truncate_prompt_tokens`.
 
         Raises:
             ApiError: it leaves no room for output.
@@ -128,7 +131,9 @@ class Service:
         """
 
         def lengths(tokenizer: Any) -> list[int]:
-            return [len(encode(one, tokenizer, one["name"]).token_ids) for one in prompts]
+            encoded = (encode(one, tokenizer, one["name"]) for one in prompts)
+            longest = self.llm.max_model_len
+            return [len(truncated(one, kept, longest).token_ids) for one in encoded]
 
         most = self.llm.max_model_len - 1
         for prompt, length in zip(prompts, await self.llm.with_tokenizer(lengths), strict=True):

@@ -1,10 +1,12 @@
 """`benchmarks.server`: what its client counts, with the engine that computes nothing."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 import mtpkit
@@ -43,3 +45,27 @@ def test_a_server_with_a_stub_is_measured(tokens):
 def test_completions_are_due_at_a_rate():
     """12 completions of 8 tokens in the mean at 10 per second: streams could give 400 tokens/s."""
     assert 40 < measured(12, "--request-rate 10")["tokens/s"] < 160
+
+
+def test_a_stub_outlives_clients_that_leave():
+    words = "examples/tiny_base/model --pace 0.01 --tokens-per-step 1 --max-num-seqs 4"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.server.serve_stub", *words.split()],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        url = next(
+            found[1] for line in server.stderr if (found := re.search(r"on (http\S+)", line))
+        )
+        body = {"prompt": "a", "max_tokens": 1000}
+        with httpx.Client(base_url=url) as client:
+            with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as dropped:
+                next(dropped.iter_lines())
+            answer = client.post("/v1/completions", json=body | {"max_tokens": 5})
+            assert answer.json()["usage"]["completion_tokens"] == 5
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)

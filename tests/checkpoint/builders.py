@@ -92,7 +92,7 @@ def add_heads(
             tensors[f"{name}.weight"] = (1 + 0.3 * torch.randn(hidden)).to(dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config |= {"num_nextn_predict_layers": physical, "mtp_hybrid_override_pattern": pattern}
-    config.pop("mtp_layers_block_type")
+    config.pop("mtp_layers_block_type", None)
     config["mtpkit"] = {"mtp_num_depths": depths, "mtp_use_repeated_layer": repeated}
     (directory / "config.json").write_text(json.dumps(config))
     for file in donor.iterdir():

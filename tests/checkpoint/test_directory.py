@@ -18,6 +18,7 @@ from mtpkit.checkpoint.stitch import stitch
 from mtpkit.checkpoint.verify import compare_weights
 from mtpkit.cli.data import app as data_app
 from mtpkit.engine import LLM
+from mtpkit.errors import UserError
 from tests.checkpoint.builders import add_heads, edit_config, write_base
 from tests.checkpoint.test_cli import run
 
@@ -129,3 +130,9 @@ def test_nothing_is_read_before_it_is_needed(place, monkeypatch):
     for name in ("hf", "run"):
         assert open_directory(place / name).companions == place / name
     assert not counts.files and not counts.weights
+
+
+def test_a_directory_of_an_adapter_is_refused_as_such(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter: adapters must be merged into"):
+        open_directory(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 from mtpkit.checkpoint import hub as hub_module
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.checkpoint.hub import find_model
-from mtpkit.cli import acceptance, bench, chat, convert, data, generate, run, speedup
+from mtpkit.cli import acceptance, bench, chat, convert, data, generate, run, serve, speedup
 from mtpkit.engine import LLM
 from mtpkit.errors import UserError
 from tests.engine.tiny import greedy, make_llm, tiny_model
@@ -96,6 +96,7 @@ def test_a_full_disk_is_no_mistake_of_the_user(monkeypatch):
 DOORS = {
     "generate": (generate.app, ["--model", "ID", "text"]),
     "chat": (chat.app, ["--model", "ID"]),
+    "serve": (serve.app, ["ID", "--port", "0"]),
     "speedup": (speedup.app, ["--model", "ID", "--prompts", "FILE", "--output", "OUT"]),
     "acceptance": (acceptance.app, ["--model", "ID", "--data", "FILE"]),
     "regenerate": (

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +17,29 @@ import pytest
 
 from mtpkit import SamplingParams
 from mtpkit.checkpoint import save_hf_model
-from mtpkit.engine import LLM, AsyncLLM, EngineDead, LLMOptions, RequestOutputKind
+from mtpkit.engine import (
+    LLM,
+    AsyncLLM,
+    EngineDead,
+    LLMOptions,
+    RequestOutputKind,
+    StructuredOutputsParams,
+    async_llm,
+)
 from mtpkit.engine.async_llm import _ABORTED, _Stream
 from mtpkit.engine.requests.request import CompletionOutput, PromptError
 from mtpkit.engine.worker import Progress
 from mtpkit.errors import UserError
 from mtpkit.model import build_model
 from tests.engine.rank_cases import config
-from tests.engine.tiny import make_prompts, tiny_model
+from tests.engine.tiny import make_prompts, tiny_config, tiny_model
 from tests.engine.tokenizers import byte_level
 from tests.ranks import preload, run_ranks
 
 PROMPTS = make_prompts((5, 9, 1, 17, 3, 8, 2, 6))
 SMALL = dict(num_blocks=60, block_size=8, max_num_seqs=4, warm_up=False)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+WANTED = StructuredOutputsParams(regex="[a-z]{1,9}")
 
 
 def params_of(index: int, **settings) -> SamplingParams:
@@ -286,6 +297,46 @@ def test_texts_are_encoded_and_there_may_be_no_tokenizer():
             assert await llm.get_tokenizer() is None
 
     asyncio.run(decode())
+
+
+@pytest.mark.parametrize("slow", ["prompt", "grammar"])
+def test_what_takes_long_before_decoding_holds_up_no_other_stream(slow, monkeypatch):
+    """A long text that is encoded, or a large grammar that is checked. New prompts wait for the
+    first, since a tokenizer serves one thread at a time, but not for the second."""
+    blocked = threading.Event()
+    gate = threading.Event()
+
+    def slowly[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if args[0] in ("long", WANTED):
+                blocked.set()
+                gate.wait(60)
+            return function(*args, **kwargs)
+
+        return call
+
+    async def decode() -> None:
+        async with AsyncLLM(model, 2, **SMALL, tokenizer=byte_level()) as llm:
+            monkeypatch.setattr(llm.tokenizer, "encode", slowly(llm.tokenizer.encode))
+            running = llm.generate(PROMPTS[0], LONG)
+            await anext(running)
+            params = params_of(1, structured_outputs=WANTED if slow == "grammar" else None)
+            late = asyncio.ensure_future(last(llm.generate("long", params)))
+            await asyncio.to_thread(blocked.wait, 60)
+            assert (await last(running)).finished
+            if slow == "grammar":
+                assert (await last(llm.generate("12", params_of(2)))).finished
+            assert not late.done()
+            gate.set()
+            assert (await late).finished
+
+    if slow == "grammar":
+        monkeypatch.setattr(async_llm, "grammar_of", slowly(async_llm.grammar_of))
+    model = build_model(tiny_config().replace(vocab_size=300), device="cpu", seed=1)
+    try:
+        asyncio.run(decode())
+    finally:
+        gate.set()
 
 
 def test_one_engine_serves_one_event_loop_after_the_other():

@@ -265,6 +265,8 @@ def test_text_with_a_real_tokenizer(tokenizer_dir):
     token_ids = [t % model.mtpkit_config.vocab_size for t in range(3, 9)]
     output = llm.generate([token_ids], greedy(8))[0].outputs[0]
     assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    assert llm.get_tokenizer().get_vocab() == tokenizer.get_vocab()
+    assert make_llm(model, 0).get_tokenizer() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

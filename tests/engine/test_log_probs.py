@@ -173,6 +173,20 @@ def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from():
             assert values == pytest.approx(want, abs=CLOSE)
 
 
+def test_those_of_prompts_are_the_model_s_own_in_both_modes():
+    model = tiny_model()
+    prompt = [3, 4, 9, 27]
+    rules = dict(temperature=0.5, seed=1, top_k=3, logit_bias={5: 3.0})
+    params = SamplingParams(max_tokens=2, prompt_logprobs=4, **rules)
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        llm = make_llm(model, 2, logprobs_mode=mode, tokenizer=Words())
+        (output,) = llm.generate([prompt], params)
+        raw = whole_log_probs(model, prompt)
+        for here, found in zip(raw, output.prompt_logprobs[1:], strict=False):
+            values = [one.logprob for one in found.values()]
+            assert values == pytest.approx(here[list(found)].tolist(), abs=CLOSE)
+
+
 def test_they_are_those_of_transformers(tmp_path):
     """Of outputs and prompts, with and without drafts."""
     write_base(tmp_path, "M*-M")

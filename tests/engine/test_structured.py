@@ -19,7 +19,7 @@ from mtpkit import LLM, SamplingParams
 from mtpkit.checkpoint import save_hf_model
 from mtpkit.engine import StructuredOutputsParams
 from mtpkit.engine.drafting.protocol import MtpDrafter
-from mtpkit.engine.requests import walk
+from mtpkit.engine.requests import grammar, walk
 from mtpkit.engine.requests.grammar import Constraint, Grammars
 from mtpkit.engine.requests.tree import DynamicTree, parse_tree
 from mtpkit.engine.requests.walk import masks_along
@@ -244,7 +244,7 @@ def test_forced_text_is_drafted(shape):
 def test_forced_text_follows_legal_drafts():
     """Inside the drafts, after those of the heads that are legal."""
     grammars = Grammars(TOKENIZER, SIZE, [END])
-    constraint = grammars.constraint(StructuredOutputsParams(regex="[ab]xyz[ab]q"), None)
+    (constraint,) = grammars.constraints(StructuredOutputsParams(regex="[ab]xyz[ab]q"), None)
     constraint.wait()
     # In a chain, the heads know the first draft and the fifth one.
     found = constraint.walk([0, *b"b??.a?"], range(-1, 6), 6)
@@ -262,7 +262,7 @@ def test_forced_text_follows_legal_drafts():
 def test_legal_runners_up_replace_illegal_drafts():
     """The first that is legal. What replaces the end of a chain may be an end."""
     grammars = Grammars(TOKENIZER, SIZE, [END])
-    constraint = grammars.constraint(StructuredOutputsParams(regex="[ab][xy]z?[cd]"), None)
+    (constraint,) = grammars.constraints(StructuredOutputsParams(regex="[ab][xy]z?[cd]"), None)
     constraint.wait()
 
     def walked(drafts: bytes, *runners_up) -> tuple[list[int], list[int], list[int]]:
@@ -275,7 +275,7 @@ def test_legal_runners_up_replace_illegal_drafts():
     # Those of later drafts may be missing.
     assert walked(b"?yz?", b"b") == ([*b"byz?"], [1], [*range(4)])
     # Forced text has the first word.
-    constraint = grammars.constraint(StructuredOutputsParams(regex="[ab]xyz"), None)
+    (constraint,) = grammars.constraints(StructuredOutputsParams(regex="[ab]xyz"), None)
     constraint.wait()
     assert walked(b"?q?", b"b", b"x", b"z") == ([*b"bxy"], [1, 2, 3], [*range(4)])
 
@@ -431,7 +431,7 @@ def checked_walks(params, trees, start: int | None, depth: int) -> int:
         start: the token after which the grammar begins.
     """
     grammars = Grammars(TOKENIZER, SIZE, [END])
-    constraints = [grammars.constraint(params, start) for _ in trees]
+    constraints = grammars.constraints(params, start, len(trees))
     for one in constraints:
         one.wait()
     walks = [
@@ -444,7 +444,7 @@ def checked_walks(params, trees, start: int | None, depth: int) -> int:
         own = {place: masks.pop(0) for place in found.places}
         assert len(own) == len(found.places) and found.token_ids[1:] == drafts
         for place, path in paths_of(drafts, parents, depth):
-            walked = grammars.constraint(params, start)
+            (walked,) = grammars.constraints(params, start)
             legal = True
             for token in path:
                 legal &= _allows(one_mask(walked), token)
@@ -454,7 +454,7 @@ def checked_walks(params, trees, start: int | None, depth: int) -> int:
                 assert (own[place] == one_mask(walked)).all(), (drafts, parents, place)
                 compared += 1
     for one in constraints:
-        assert (one_mask(one) == one_mask(grammars.constraint(params, start))).all()
+        assert (one_mask(one) == one_mask(*grammars.constraints(params, start))).all()
     assert not masks
     return compared
 
@@ -516,27 +516,42 @@ def test_engines_that_cannot_constrain_say_so():
         fake_engine(MODEL, eos=(END,)).add_request([1], params)
 
 
-def test_a_request_waits_for_its_grammar_and_lets_others_pass(monkeypatch):
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_request_waits_for_its_grammar_and_lets_others_pass(n, monkeypatch):
+    """A grammar is read, checked and compiled once for all outputs, while other requests go on."""
     slow = []
-    compile_ = Grammars._compile
+    written = grammar._written
 
-    def compiled(self, grammar: str):
-        slow.append(grammar)
-        slow_gate.wait(20)
-        return compile_(self, grammar)
+    def slowly(params: StructuredOutputsParams) -> str:
+        slow.append(params)
+        assert slow_gate.wait(20)
+        return written(params)
+
+    def forbidden(*_) -> None:
+        raise AssertionError("whoever sends requests to an engine has checked them")
 
     slow_gate = threading.Event()
-    monkeypatch.setattr(Grammars, "_compile", compiled)
-    engine = fake_engine(MODEL, eos=(END,), tokenizer=TOKENIZER, num_speculative_tokens=2)
+    monkeypatch.setattr(grammar, "_written", slowly)
+    monkeypatch.setattr(grammar, "grammar_of", forbidden)
+    engine = fake_engine(
+        MODEL, eos=(END,), tokenizer=TOKENIZER, num_speculative_tokens=2, num_blocks=99
+    )
     engine.intake.in_background = True
-    constrained = engine.add_request([1], asked(0, StructuredOutputsParams(choice=["abc"])))
+    params = StructuredOutputsParams(regex="[a-z]{9}")
+    constrained = engine.add_request([1], asked(0, params, n=n, temperature=2, seed=1))
     free = engine.add_request([2], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
-    ended = []
+    ended, texts = [], set()
     while engine.has_unfinished:
-        ended += [output.request_id for output in engine.step() if output.finished]
+        for output in engine.step():
+            if output.request_id == constrained:
+                texts |= {one.text for one in output.outputs if one.finish_reason == "stop"}
+            ended += [output.request_id] if output.finished else []
         if free in ended:
             slow_gate.set()
     assert ended == [free, constrained] and len(slow) == 1
+    assert len(texts) == n
+    for text in texts:
+        check(text, params)
 
 
 def one_ahead(max_num_batched_tokens: int, **settings):
@@ -629,12 +644,15 @@ def test_a_step_that_is_full_does_not_wait(k):
     assert launches(engine)[-8:] == [(4, 1)] * 8
 
 
-def test_a_constraint_is_a_request_s_own():
-    """Grammars are compiled for each request: one does not walk along another's tokens."""
+@pytest.mark.parametrize("siblings", [True, False])
+def test_a_constraint_is_an_output_s_own(siblings):
+    """One does not walk along another's tokens."""
     grammars = Grammars(TOKENIZER, SIZE, [END])
-    first, second = (
-        grammars.constraint(StructuredOutputsParams(choice=["ab"]), None) for _ in range(2)
-    )
+    params = StructuredOutputsParams(choice=["ab"])
+    if siblings:
+        first, second = grammars.constraints(params, None, 2)
+    else:
+        first, second = (grammars.constraints(params, None)[0] for _ in range(2))
     first.advance(list(b"ab"))
     assert isinstance(second, Constraint) and second.forced(5)[0] in (*b"a", *range(256, SIZE))
     assert first.forced(5) == []

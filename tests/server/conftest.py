@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -109,10 +110,17 @@ class Server:
 
 def command(log: str, words: list[str]) -> None:
     """`mtpkit serve`, whose output goes to a file."""
+    with writing_to(log):
+        run(app, words)
+
+
+@contextmanager
+def writing_to(log: str) -> Iterator[None]:
+    """Send the output of this process, which ends then, to a file."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     try:
-        run(app, words)
+        yield
     finally:
         # Processes of multiprocessing end without exit handlers.
         atexit._run_exitfuncs()

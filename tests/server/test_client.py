@@ -353,10 +353,12 @@ def test_texts_end_and_prompts_begin_as_asked(server, llm):
     )
     assert got.choices[0].text == text[: text.index(text[5:7]) + 2]
     assert got.choices[0].stop_reason == text[5:7]
-    short = client.completions.create(
-        model="tiny", prompt="x" * 700, extra_body={"truncate_prompt_tokens": 5}, **params(0)
-    )
-    assert short.usage.prompt_tokens == 5
+    asked = dict(model="tiny", extra_body={"truncate_prompt_tokens": 5}, **params(0))
+    for prompts in (["x" * 700], ["x" * 700, "x" * 600]):
+        short = client.completions.create(prompt=prompts, **asked)
+        assert short.usage.prompt_tokens == 5 * len(prompts)
+        chunks = list(client.completions.create(prompt=prompts, **asked, stream=True))
+        assert {chunk.choices[0].index for chunk in chunks} == set(range(len(prompts)))
 
 
 def test_characters_come_whole(server):

@@ -3,6 +3,7 @@ schemas, streamed or not."""
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema_rs
@@ -14,6 +15,7 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from transformers import AddedToken
 
+from mtpkit.cli.demo import ROOT
 from mtpkit.engine import StructuredOutputsParams
 from mtpkit.engine.requests.grammar import grammar_of
 from mtpkit.errors import UserError
@@ -248,6 +250,13 @@ def test_a_server_answers_with_calls(terse, choice):
         if choice == NAMED:
             assert calls[0].function.name == "now"
     assert ends >= 3
+
+
+def test_the_program_of_the_page_asks_for_calls_and_for_a_schema(terse, capsys):
+    page = (ROOT / "docs/serving.md").read_text()
+    (program,) = (one for one in re.findall("```python\n(.*?)```", page, re.S) if "tool" in one)
+    exec(program.replace("http://localhost:8000", terse.url).replace("mine", "tiny"), {})
+    assert "name='weather'" in capsys.readouterr().out
 
 
 def test_calls_that_cannot_be_forced_are_refused(server):

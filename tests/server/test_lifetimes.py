@@ -2,15 +2,24 @@
 
 import asyncio
 import json
+import os
 import random
+import runpy
+import signal
 import socket
+import sys
 import threading
 import time
+from multiprocessing.context import ForkServerProcess
 
 import httpx
 import openai
 import psutil
 import pytest
+
+from mtpkit.cli.demo import ROOT
+from tests.ranks import fork
+from tests.server.conftest import SMALL, Server, writing_to
 
 LONG = {"prompt": "the cat", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
@@ -53,7 +62,17 @@ def test_streams_that_are_dropped_leave_nothing(server):
     asyncio.run(drop_all())
     after = server.wait_until_idle()
     assert after[aborted] - before[aborted] >= 300
-    assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+    # All slots can be had, and the prefix cache keeps checkpoints.
+    slots = SMALL["max_num_seqs"]
+    with server.http.stream("POST", "/v1/completions", json=LONG | {"prompt": ["a"] * slots}):
+        while server.metrics()["num_requests_running"] < slots:
+            time.sleep(0.01)
+    server.wait_until_idle()
+    body = {"prompt": "dropped by nobody " * 8, "max_tokens": 2}
+    usages = [server.http.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] == 0 and cached[1] > 0
 
 
 def test_a_slow_reader_gets_everything(server):
@@ -130,6 +149,38 @@ def test_a_server_with_a_key_and_a_queue_drains(start):
     thread.join()
     assert waiting[0].usage.completion_tokens == 400
     assert server.exit_code() == 0
+
+
+class Group(Server):
+    """A server whose processes are a group of their own."""
+
+    def _start(self, words: list[str]) -> ForkServerProcess:
+        return fork(in_own_group, str(self.log), words)
+
+
+def in_own_group(log: str, words: list[str]) -> None:
+    """`python infer/serve.py` as leader of a group."""
+    os.setpgid(0, 0)
+    with writing_to(log):
+        sys.argv[1:] = words
+        runpy.run_path(str(ROOT / "infer/serve.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_signal_to_all_processes_lets_requests_end(model_dir, tmp_path, replicas):
+    """As systemd sends it to a service, and `timeout` to what it runs."""
+    server = Group(model_dir, tmp_path / "log", f"--data-parallel-size={replicas}")
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    with server.http.stream("POST", "/v1/completions", json=LONG) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        *_, last, done = [line for line in lines if line]
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert done == "data: [DONE]"
+    assert server.exit_code() == 0
+    _, alive = psutil.wait_procs(processes, 20)
+    assert not alive
 
 
 def test_a_server_whose_engine_is_killed_says_so_and_ends(start):

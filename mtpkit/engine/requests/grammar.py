@@ -26,17 +26,15 @@ _LONGEST = 200
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
-    """The grammar that a constraint stands for, in the library's notation.
+    """The grammar that a constraint stands for, in the library's notation. Checking it takes a
+    third of a second for a schema with 10,000 properties.
 
     Raises:
         UserError: the library cannot read it; in one line.
     """
     from llguidance import LLMatcher
 
-    try:
-        grammar = _written(params)
-    except ValueError as error:  # such as for lone surrogates, also in a schema
-        raise _refusal(str(error)) from error
+    grammar = _written(params)
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
         raise _refusal(messages[0])
@@ -44,20 +42,27 @@ def grammar_of(params: StructuredOutputsParams) -> str:
 
 
 def _written(params: StructuredOutputsParams) -> str:
-    """A constraint in the library's notation, which may still be wrong."""
+    """A constraint in the library's notation, which may still be wrong.
+
+    Raises:
+        UserError: the notation has no place for it.
+    """
     from llguidance import LLMatcher
 
-    if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
-    if params.choice is not None:
-        # Texts in JSON's notation are texts in Lark's, too.
-        listed = " | ".join(json.dumps(one) for one in params.choice)
-        return LLMatcher.grammar_from_lark(f"start: {listed}")
-    if params.grammar is not None:
-        return LLMatcher.grammar_from_lark(params.grammar)
-    schema = params.json if params.json is not None else '{"type": "object"}'
-    flexible: Any = {"whitespace_flexible": not params.disable_any_whitespace}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=flexible)
+    try:
+        if params.regex is not None:
+            return LLMatcher.grammar_from_regex(params.regex)
+        if params.choice is not None:
+            # Texts in JSON's notation are texts in Lark's, too.
+            listed = " | ".join(json.dumps(one) for one in params.choice)
+            return LLMatcher.grammar_from_lark(f"start: {listed}")
+        if params.grammar is not None:
+            return LLMatcher.grammar_from_lark(params.grammar)
+        schema = params.json if params.json is not None else '{"type": "object"}'
+        flexible: Any = {"whitespace_flexible": not params.disable_any_whitespace}
+        return LLMatcher.grammar_from_json_schema(schema, overrides=flexible)
+    except ValueError as error:  # such as for lone surrogates, also in a schema
+        raise _refusal(str(error)) from error
 
 
 def _refusal(message: str, what: str = "cannot be compiled") -> UserError:
@@ -69,7 +74,8 @@ class Constraint:
     """The tokens that the output of one request may go on with.
 
     Args:
-        compiled: the compiled grammar, in its first state.
+        compiled: copies of the compiled grammar, in its first state. The constraint takes one of
+            them; its request's siblings take the others.
         start_after: token after which the grammar begins; None: it begins with the output.
         size: number of tokens of the vocabulary.
         end_token_ids: tokens that end an output that the grammar has accepted.
@@ -77,7 +83,7 @@ class Constraint:
 
     def __init__(
         self,
-        compiled: "Future[LLMatcher]",
+        compiled: "Future[list[LLMatcher]]",
         start_after: int | None,
         size: int,
         end_token_ids: Sequence[int],
@@ -120,7 +126,7 @@ class Constraint:
 
     @cached_property
     def _matcher(self) -> "LLMatcher":
-        return self._compiled.result()
+        return self._compiled.result().pop()
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Walk along tokens that were added to the output."""
@@ -188,15 +194,21 @@ class Grammars:
         except ValueError as error:
             raise UserError(f"structured_outputs need a fast tokenizer: {error}") from error
 
-    def constraint(self, params: StructuredOutputsParams, start_after: int | None) -> Constraint:
-        """Begin to compile a constraint.
+    def constraints(
+        self, params: StructuredOutputsParams, start_after: int | None, count: int = 1
+    ) -> list[Constraint]:
+        """Begin to compile a constraint; each of `count` outputs gets its own. Their `error` says
+        whether it could be compiled."""
+        compiled = self._thread.submit(self._copies, params, count)
+        return [
+            Constraint(compiled, start_after, self._size, self._end_token_ids) for _ in range(count)
+        ]
 
-        Raises:
-            UserError: it cannot be compiled.
-        """
-        grammar = grammar_of(params)
-        compiled = self._thread.submit(self._compile, grammar)
-        return Constraint(compiled, start_after, self._size, self._end_token_ids)
+    def _copies(self, params: StructuredOutputsParams, count: int) -> "list[LLMatcher]":
+        # Compiling checks the grammar, too.
+        matcher = self._compile(_written(params))
+        # Copied in this thread: copies of a choice of 20,000 texts take 36 ms each.
+        return [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
 
     def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher

@@ -256,8 +256,8 @@ class LLMOptions(HubOptions, EngineOptions, ModelOptions):
     is one."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     """Which log-probabilities `SamplingParams.logprobs` asks for: the model's own, or those after
-    rules about tokens, penalties, temperature and filters (of greedy requests, at temperature
-    1)."""
+    rules about tokens, penalties, temperature and filters (of greedy requests, at temperature 1).
+    Those of prompts, which nobody draws, are the model's own in both modes, as in vLLM."""
 
     @field_validator("device")
     @classmethod

@@ -134,8 +134,9 @@ class SamplingParams:
     that of the token itself; None: none at all. `logprobs_mode` of the LLM says which
     probabilities these are."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
-    """The same for the tokens of the prompt but the first; None: none. The prompt is then computed
-    whole, whatever the prefix cache holds of it."""
+    """The same for the tokens of the prompt but the first, always with the model's own
+    probabilities; None: none. The prompt is then computed whole, whatever the prefix cache holds of
+    it."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the text of the output must be, such as JSON that follows a schema."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
