@@ -137,7 +137,7 @@ def test_the_engine_reports_what_was_verified(monkeypatch):
     monkeypatch.setattr(
         llm.engine.executor, "launch", lambda plan: launched.append(plan) or launch(plan)
     )
-    llm.engine.speculation.observe = lambda accepted, fresh: seen.extend(fresh)
+    llm.engine.speculation.observe = lambda accepted, fresh, rates: seen.extend(fresh)
     generate(llm, make_prompts((4,)), greedy())
     drafted = [plan.num_speculative_tokens for plan in launched]
     assert seen == [min(pair) for pair in itertools.pairwise(drafted)] and 0 in seen and 2 in seen

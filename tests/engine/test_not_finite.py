@@ -158,7 +158,7 @@ def test_what_a_broken_request_accepts_moves_no_k(ahead):
     model.break_after(PROMPTS["doomed"] + want[:5], math.nan)
     engine = fake_engine(model, "always", num_speculative_tokens=3, async_scheduling=ahead)
     seen = []
-    engine.speculation.observe = lambda accepted, fresh: seen.extend(
+    engine.speculation.observe = lambda accepted, fresh, rates: seen.extend(
         zip(accepted, fresh, strict=True)
     )
     engine.add_request(PROMPTS["doomed"], params_of("doomed", 0.0), "doomed")

@@ -285,7 +285,7 @@ def test_auto_learns_of_drafts_that_were_made_for_the_step(ahead, monkeypatch):
     monkeypatch.setattr(
         llm.engine.executor, "launch", lambda plan: made.append(plan) or launch(plan)
     )
-    monkeypatch.setattr(speculation, "observe", lambda accepted, fresh: told.append(fresh))
+    monkeypatch.setattr(speculation, "observe", lambda accepted, fresh, rates: told.append(fresh))
     monkeypatch.setattr(
         speculation, "observe_trees", lambda ranks: told.append([len(one) for one in ranks])
     )

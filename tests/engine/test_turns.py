@@ -289,4 +289,5 @@ def test_k_is_chosen_from_the_time_of_all_turns(monkeypatch):
     times = engine.speculation.step_times
     assert {shape: times[4, shape] for shape in range(4)} == {0: 1, 1: 1, 2: 2, 3: 2}
     assert {shape: times[1, shape] for shape in range(4)} == dict.fromkeys(range(4), 1)
-    assert (2, 3, 1) in timed and (4, 1, 1) in timed and (4, 3, 1) not in timed
+    shapes = {(shape.decode_rows, shape.drafts) for shape, _ in timed}
+    assert (2, 3) in shapes and (4, 1) in shapes and (4, 3) not in shapes

@@ -43,7 +43,7 @@ def oracle(case: str, rules: Rules) -> Oracle:
 
 def model_of(case: str, rules: Rules):
     words = ["after_final_norm" if each else "before_final_norm" for each in rules[0]]
-    changes = dict(zip(RULE_KEYS, [*words, rules[1]], strict=True))
+    changes = dict(zip(RULE_KEYS[:3], [*words, rules[1]], strict=True))
     model = build_model(load_config(GOLDEN / case).replace(**changes), device="cpu", init="none")
     load_model_weights(model, GOLDEN / case)
     return model
