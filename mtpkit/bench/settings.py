@@ -214,7 +214,8 @@ _NOT_IN_A_LOAD = (
     "enable_expert_parallel",
     "disable_custom_all_reduce",
     "draft_embedding_dtype",
-    # The limit of a load, and the checks of its acceptance, are those of chains.
+    # The limit of a load, and the checks of its acceptance, are those of chains that are alike.
+    "speculative_budget",
     "speculative_token_tree",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",

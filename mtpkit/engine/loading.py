@@ -244,6 +244,11 @@ def resolve_tree(options: LLMOptions, config: ModelConfig) -> tuple[Tree | None,
     topk = options.speculative_eagle_topk
     tokens = options.speculative_num_draft_tokens
     k = options.num_speculative_tokens
+    if options.speculative_budget and (given is not None or topk is not None):
+        raise UserError(
+            f"speculative_budget is {options.speculative_budget!r}, must be None with trees of"
+            " drafts: only chains have budgets"
+        )
     if given is not None:
         tree = parse_tree(given)
         if topk is not None or tokens is not None:

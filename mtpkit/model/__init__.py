@@ -1,6 +1,7 @@
 """The model: megatron-core's HybridModel with mtpkit's layers, and its forward passes."""
 
 import mtpkit.platform  # noqa: F401  (quiets megatron-core, so it comes first)
+from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.model.build import build_model, init_weights, layer_numbers, state_specs
 from mtpkit.model.inputs import DepthInput, SequenceInput, StepInput
 from mtpkit.model.layers.embedding import draft_embedding_bytes, round_draft_embedding
@@ -26,6 +27,7 @@ from mtpkit.model.mtp import (
 from mtpkit.model.quantized import quantize_base
 
 __all__ = [
+    "AttentionWindow",
     "DepthInput",
     "SequenceInput",
     "StepInput",

@@ -17,7 +17,7 @@ from mtpkit.checkpoint import load_config as load_model_config
 from mtpkit.checkpoint.families import FAMILIES
 from mtpkit.checkpoint.load import StoredModel
 from mtpkit.config import HEAD_RULES, SECTIONS, ModelConfig, known_letters
-from mtpkit.config.sections import MlpConfig
+from mtpkit.config.checked import keys_of
 from mtpkit.errors import MtpkitError, UserError, listed
 from mtpkit.model import build_model, init_weights, stack_experts
 from mtpkit.model.backends import BackendName, resolve_backend
@@ -33,6 +33,7 @@ from mtpkit.training.stored import StoredFormats, stored_formats
 _logger = logging.getLogger(__name__)
 
 HEAD_PREFIX = "mtp."
+_FFN_WIDTH = "ffn_hidden_size"
 
 
 def resolve(
@@ -142,20 +143,20 @@ def _with_ffn(config: TrainConfig, base: ModelConfig, pattern: str) -> ModelConf
             all MLPs of a model.
     """
     width = config.heads.ffn_hidden_size
-    if width in ("auto", base.value("ffn_hidden_size")):
+    if width in ("auto", base.value(_FFN_WIDTH)):
         return base
     setting = f"heads.ffn_hidden_size={width}"
-    if MlpConfig.letter not in pattern:
+    own = [letter for letter, kind in SECTIONS.items() if _FFN_WIDTH in keys_of(kind).values()]
+    if not set(own) & set(pattern):
         raise UserError(
-            f"{setting} is for MLPs ({MlpConfig.letter}), which heads of pattern {pattern!r} have"
-            " none of; leave it auto"
+            f"{setting} is for MLPs, which heads of pattern {pattern!r} have none of; leave it auto"
         )
-    if MlpConfig.letter in base.letters:
+    if set(own) & set(base.letters):
         raise UserError(
-            f"{setting}, but {config.model} has MLPs of width {base.value('ffn_hidden_size')}, and"
+            f"{setting}, but {config.model} has MLPs of width {base.value(_FFN_WIDTH)}, and"
             " all MLPs of a model have the same; leave it auto"
         )
-    return base.replace(ffn_hidden_size=width)
+    return base.replace(**{_FFN_WIDTH: width})
 
 
 def _with_rules(model: ModelConfig, heads: HeadsConfig) -> ModelConfig:

@@ -244,7 +244,9 @@ def kept_rejections(patch):
     patch.setattr(
         Committed,
         "after",
-        lambda self, lens, width, new: after(self, lens, width, torch.full_like(new, width)),
+        lambda self, lens, width, new, widest=None: after(
+            self, lens, width, torch.full_like(new, width), widest
+        ),
     )
 
 

@@ -144,10 +144,10 @@ def test_attention_keeps_no_more_than_its_inputs(kind, monkeypatch):
     for name in ("sequence_attention", "depth_attention"):
         original = getattr(attention, name)
 
-        def watched(q, k, v, *rest, original=original):
+        def watched(q, k, v, *rest, original=original, **options):
             if torch.is_grad_enabled():
                 seen.extend((q, k, v))
-            return original(q, k, v, *rest)
+            return original(q, k, v, *rest, **options)
 
         monkeypatch.setattr(attention, name, watched)
     run_depths(model, toy_batch([[7, 10, 3], [20]]), 3, kind, LossConfig())

@@ -11,7 +11,7 @@ from mtpkit.engine.drafting.repeated import RepeatedDrafter
 from mtpkit.engine.drafting.trees import DistinctTreeDrafter, RepeatedTreeDrafter
 from mtpkit.engine.requests.tree import Tree
 from mtpkit.errors import UserError
-from mtpkit.kernels.attention.reference import AttentionWindow
+from mtpkit.model import AttentionWindow
 from mtpkit.model.hybrid import HybridModel
 
 

@@ -13,8 +13,13 @@ from torch import Tensor
 from mtpkit.engine.steps import runners_up, sampler
 from mtpkit.engine.steps.plan import NO_HEADS, Batch, Drafts, HeadSpan, Verdict
 from mtpkit.engine.steps.processor import GRAMMAR
-from mtpkit.kernels.attention.reference import AttentionWindow
-from mtpkit.model import draft_output_weight, greedy_tokens, local_logits, normed_states
+from mtpkit.model import (
+    AttentionWindow,
+    draft_output_weight,
+    greedy_tokens,
+    local_logits,
+    normed_states,
+)
 from mtpkit.model.formats.weight import QuantizedWeight, Weight, multiply, weight_bytes
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.quantized import widened_bytes

@@ -22,9 +22,8 @@ from mtpkit.engine.drafting.repeated import RepeatedDrafter, shifted_token_ids
 from mtpkit.engine.requests.tree import DynamicTree, Tree
 from mtpkit.engine.steps import sampler
 from mtpkit.engine.steps.plan import Batch, Drafts, Verdict, embeddable
-from mtpkit.kernels.attention.reference import AttentionWindow
 from mtpkit.kernels.step_rows import kv_slots
-from mtpkit.model import mtp_forward, normed_states
+from mtpkit.model import AttentionWindow, mtp_forward, normed_states
 from mtpkit.model.hybrid import HybridModel
 from mtpkit.model.inputs import StepInput, TreeInput
 

@@ -217,14 +217,6 @@ class EngineOptions:
             )
         return draw
 
-    @field_validator("speculative_budget")
-    @classmethod
-    def _check_speculative_budget(cls, budget: str | None, info: ValidationInfo) -> str | None:
-        trees = ("speculative_token_tree", "speculative_eagle_topk")
-        if budget and any(info.data.get(name) is not None for name in trees):
-            raise ValueError("must be None with trees of drafts: only chains have budgets")
-        return budget
-
     @field_validator("prefix_cache_dtype")
     @classmethod
     def _check_prefix_cache_dtype(cls, dtype: str, info: ValidationInfo) -> str:
