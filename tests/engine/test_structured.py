@@ -321,7 +321,9 @@ def test_legal_runners_up_are_accepted(ahead):
         assert outputs[name].stats.acceptance_length < 1.5
 
 
-@pytest.mark.parametrize("some", [None, list(range(40, 190))], ids=["all", "draft vocabulary"])
+@pytest.mark.parametrize(
+    "some", [None, list(range(40, 190)), [97, 98]], ids=["all", "draft vocabulary", "two tokens"]
+)
 @pytest.mark.parametrize("heads", ["repeated", "distinct"])
 def test_heads_report_their_next_best_tokens(heads, some, monkeypatch):
     """And draft what they do in steps without constrained rows."""
@@ -336,6 +338,9 @@ def test_heads_report_their_next_best_tokens(heads, some, monkeypatch):
             logits = self.logits(normed_states(self.model, state, depth))
             order = logits.float().argsort(-1, descending=True)[:, : 1 + runners_up.COUNT]
             want = to_token_ids(order.flatten(), self.draft_token_ids).view_as(order)
+            # Two tokens have one runner-up.
+            missing = 1 + runners_up.COUNT - order.shape[1]
+            want = torch.nn.functional.pad(want, (0, missing), value=NO_TOKEN)
             assert (torch.cat([found.token_ids[:, None], found.runners_up], 1) == want).all()
             plain = replace(batch, sampling=replace(batch.sampling, use=frozenset()))
             alone = choose(self, state, depth, plain, newest)

@@ -130,8 +130,8 @@ class Request:
     history: AcceptanceHistory = field(default_factory=AcceptanceHistory)
     """How often its drafts were accepted lately."""
     runners_up: list[int] = field(default_factory=list)
-    """Of a constrained request, the runners-up of each of these drafts, see
-    `mtpkit.engine.steps.runners_up`; empty: they are unknown."""
+    """Runners-up of each of these drafts, see `mtpkit.engine.steps.runners_up`; empty: the request
+    is not constrained, or they are unknown."""
     block_table: array = field(default_factory=lambda: array("q"))
     """int64 array, which numpy reads without conversion: tables of many thousand tokens go to the
     device every step."""

@@ -16,8 +16,8 @@ class Decision:
     drafts: DraftShape
     """Drafts of the decode rows, see `Plan.drafts`."""
     short: tuple[int, int] = (0, 0)
-    """Of so many decode rows as there are, how many verify fewer drafts, and how many drafts they
-    verify: those of the requests whose drafts are accepted least often."""
+    """Number of the decode rows that verify fewer drafts, and how many drafts each verifies. They
+    are those of the requests whose drafts are accepted least often."""
     prompt_tokens: int | None = None
     """Most prompt tokens of the step. None: the pacing of the rank that plans bounds them, or the
     token budget alone if there is no pacing."""

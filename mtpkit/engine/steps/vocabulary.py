@@ -59,8 +59,12 @@ class Vocabulary(acceptance.Whole):
             token_ids: [..] int64, ascending: the tokens of the subset that this rank holds. None:
                 there is no subset.
         """
-        tokens, log_probs = draft_head.top_tokens(logits, count)
-        return to_token_ids(tokens, token_ids), log_probs
+        # A subset may have fewer tokens than are wanted.
+        found = min(count, logits.shape[1])
+        tokens, log_probs = draft_head.top_tokens(logits, found)
+        missing = (0, count - found)
+        tokens = F.pad(to_token_ids(tokens, token_ids), missing, value=NO_TOKEN)
+        return tokens, F.pad(log_probs, missing, value=torch.nan)
 
     def log_probs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of one token per row.
