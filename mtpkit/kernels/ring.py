@@ -8,26 +8,30 @@ import torch
 from torch import Tensor
 
 _SMALLEST_STEP = 4
+_LEAST_CAPACITY = 16
+"""With less, the state would be written almost every step rather than once in several."""
 
 
 def ring_length(tokens: int) -> int:
-    """Number of places of a ring for steps of up to `tokens` tokens: 20 for up to 4 tokens, then
-    40, 80, ...
+    """Number of places of a ring for steps of up to `tokens` tokens: 20 for up to 4 tokens, 24 for
+    up to 8, then 48, 96, ...
 
-    Four fifths hold committed entries, see `ring_capacity`; their number is a power of two, which
-    fills a tile. The smallest ring is the one for 4 tokens, so that the state is written once in
-    several steps rather than at every step.
+    Most of them hold committed entries, see `ring_capacity`: those of two of the widest steps, and
+    at least 16. More would have to be replayed in each step, which takes longer than writing the
+    state more often saves.
     """
-    return 5 * (1 << (max(_SMALLEST_STEP, tokens) - 1).bit_length())
+    width = 1 << (max(_SMALLEST_STEP, tokens) - 1).bit_length()
+    return max(_LEAST_CAPACITY, 2 * width) + width
 
 
 def ring_capacity(length: int) -> int:
-    """Most committed entries in a ring of `length` places.
+    """Most committed entries in a ring of `length` places: the largest power of two that leaves
+    places, since a power of two fills a tile.
 
-    The other places, one in five, are for the tokens of a step. Some programs of a kernel read old
-    entries while other programs write new ones, so old and new entries must never share a place.
+    The other places are for the tokens of a step. Some programs of a kernel read old entries while
+    other programs write new ones, so old and new entries must never share a place.
     """
-    return length - length // 5
+    return 1 << ((length - 1).bit_length() - 1)
 
 
 def ring_base(ring_lens: Tensor, new_tokens: int, length: int) -> Tensor:

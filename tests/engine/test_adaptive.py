@@ -11,7 +11,9 @@ from mtpkit.engine.requests.tree import TokenTree
 from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation
 from mtpkit.engine.steps.plan import Drafts, StepShape
 from mtpkit.errors import UserError
+from mtpkit.kernels.ring import ring_capacity
 from mtpkit.model import build_model
+from mtpkit.model.state import Ring
 from tests.engine.fakes import HashModel, fake_engine, run
 from tests.engine.tiny import (
     decode,
@@ -231,6 +233,27 @@ def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(llm.engine.executor, "execute", watch)
     assert llm.engine.executor.time_step(StepShape.decoding(4, 1), 3) > 0
     assert set(seen) == {(4, 1, 8)} and len(seen) == 4
+
+
+def test_a_timed_step_finds_rings_as_full_as_in_the_middle_of_decoding(monkeypatch):
+    llm = make_llm(tiny_model(), 2, max_num_seqs=40)
+    state = llm.engine.executor.state
+    (ring,) = [one for one in state.committed.counts if isinstance(one, Ring)]
+    seen = []
+    execute = llm.engine.executor.execute
+
+    def watch(batch):
+        seen.append(
+            (batch.inputs.context_lens[:40].tolist(), state.committed.counts[ring].tolist())
+        )
+        return execute(batch)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", watch)
+    llm.engine.executor.time_step(StepShape.decoding(40, 2), 2)
+    assert len(seen) == 3
+    for positions, entries in seen:
+        assert set(positions) == {llm.engine.config.timed_position}
+        assert set(entries) == set(range(1 + ring_capacity(ring.length)))
 
 
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 2))

@@ -15,6 +15,7 @@ from mtpkit.engine.scheduling.budget import (
     SplitTimes,
     by_acceptance,
     long_rows,
+    timed_depths,
 )
 from mtpkit.errors import UserError
 from tests.engine.replayed import replay_on_cpu
@@ -242,7 +243,10 @@ def policy(rows: int, per_token: float, fixed: float = 1.0, draft: float = 0.02,
     times = {(rows, k): seconds(rows * (1 + k), k) for k in range(most + 1)}
     half = rows // 2
     splits = {
-        rows: SplitTimes(seconds(rows, most), seconds((rows - half) * (1 + most) + half, most))
+        rows: SplitTimes(
+            seconds(rows, most),
+            {k: seconds((rows - half) * (1 + k) + half, k) for k in timed_depths(most)},
+        )
     }
     return BudgetedSpeculation(times, splits)
 
@@ -281,6 +285,32 @@ def test_nothing_is_split_where_it_does_not_pay(rates, per_token):
     found = policy(64, per_token)
     learn(found, rates)
     assert found.decide(requests)[1] == (0, 0)
+
+
+def test_rows_of_two_kinds_take_what_they_were_measured_to_take():
+    """Where kernels pad rows to a power of two of tokens, all rows with 4 drafts take as long as
+    with 5, and as many tokens in rows of two kinds take less."""
+    rows, most, draft = 64, 5, 0.02
+
+    def seconds(tokens: float, drafts: int) -> float:
+        return 1.0 + 0.01 * tokens + draft * drafts
+
+    times = {
+        (rows, k): seconds(rows * (1 << k.bit_length() if k else 1), k) for k in range(1 + most)
+    }
+    halves = {k: seconds(rows / 2 * (2 + k), k) for k in timed_depths(most)}
+    splits = {rows: SplitTimes(seconds(rows, most), halves)}
+    found = BudgetedSpeculation(times, splits)
+    rates = [0.99] * 32 + [0.3] * 32
+    learn(found, rates)
+    assert found.decide([request(rate, i) for i, rate in enumerate(rates)]) == (5, (32, 0))
+
+
+@pytest.mark.parametrize(
+    ("most", "depths"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (5, [1, 3, 5]), (7, [1, 3, 7])]
+)
+def test_steps_of_two_kinds_are_timed_for_each_width_of_the_kernels(most, depths):
+    assert timed_depths(most) == depths
 
 
 def test_few_accepted_drafts_end_drafting():

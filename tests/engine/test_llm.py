@@ -249,7 +249,7 @@ def test_cache_defaults_to_full_length_requests_for_every_slot():
 def test_ring_holds_a_step_of_any_width():
     llm = make_llm(tiny_model(), 12)
     layout = llm.engine.layout
-    assert layout.counters == (Newest(), Ring(80)) and set(layout.specs) == set(
+    assert layout.counters == (Newest(), Ring(48)) and set(layout.specs) == set(
         state_specs(tiny_model())
     )
     assert (

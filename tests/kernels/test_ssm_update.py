@@ -216,7 +216,8 @@ def test_step_sizes_are_clamped(twin):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "length"), [(1, 20), (4, 20), (5, 40), (8, 40), (9, 80), (16, 80), (17, 160)]
+    ("tokens", "length"),
+    [(1, 20), (4, 20), (5, 24), (8, 24), (9, 48), (16, 48), (17, 96), (32, 96)],
 )
 def test_a_ring_holds_a_step_beside_a_power_of_two_of_entries(tokens, length):
     capacity = ring_capacity(length)

@@ -296,12 +296,13 @@ class Executor:
         if self.graphs:
             self.graphs.replay_free_slots(self.execute, shape)
             return
-        self.state.restart()
+        self.state.pretend(self.config.timed_position)
         self._execute_null_rows(shape, range(shape.decode_rows))
 
     def _execute_null_rows(self, shape: StepShape, slots: Sequence[int] = ()) -> None:
         """Run a greedy step without graphs in which the first decode rows are at `slots`, and all
         other rows are null rows."""
         numbers = self.builder.ints(self.builder.null_numbers(shape, slots))
-        tables = numbers.new_zeros(shape.rows, self.config.decode_width + self.config.lookahead)
+        positions = self.config.timed_position + self.config.decode_width + self.config.lookahead
+        tables = numbers.new_zeros(shape.rows, self.config.blocks_for(positions))
         self.execute(self.builder.assemble(shape, numbers, tables, GREEDY))

@@ -153,6 +153,7 @@ class StepGraphs:
         device = builder.device
         self._numbers = torch.zeros(builder.count(largest), dtype=torch.int64, device=device)
 
+        self._position = config.timed_position
         longest = config.max_model_len + config.decode_width + config.lookahead
         table_width = -(-longest // config.block_size)
         self._tables = torch.full(
@@ -264,7 +265,7 @@ class StepGraphs:
         rows = given.decode_rows
         shape = self._padded(rows, given.drafts, given.short)
         graph, _ = self.captured(execute, self._key(shape, GREEDY))
-        self.builder.state.restart()
+        self.builder.state.pretend(self._position)
         self._fill(shape, self.builder.null_numbers(shape, range(rows)), self._null_tables(shape))
         graph.replay()
 

@@ -19,6 +19,9 @@ from mtpkit.engine.requests.options import (
 )
 from mtpkit.engine.requests.tree import DraftShape, DynamicTree, TokenTree, width_of
 
+_TIMED_POSITION = 256
+"""Beyond the places of any ring."""
+
 
 @checked("engine")
 class EngineConfig:
@@ -102,6 +105,11 @@ class EngineConfig:
         run over the tokens of a decode row and the K - 1 positions before them, and begin at
         position 0 where there are fewer."""
         return self.decode_width + max(0, self.num_speculative_tokens - 1)
+
+    @property
+    def timed_position(self) -> int:
+        """The position of steps that are only timed, by which rings are full."""
+        return min(_TIMED_POSITION, self.max_model_len // 2)
 
     def reach(self, committed: int) -> int:
         """Cache positions that the next decode step of a request may write, after this many

@@ -27,8 +27,15 @@ class SplitTimes(NamedTuple):
 
     all_short: float
     """All rows verify none."""
-    half_short: float
-    """Half of the rows, rounded down, verify none; the others verify all."""
+    half_short: Mapping[int, float]
+    """By K: half of the rows, rounded down, verify none; the others verify K drafts, and all make
+    so many."""
+
+
+def timed_depths(most: int) -> list[int]:
+    """The numbers of drafts for which steps of two kinds of rows are timed, to stand for fewer:
+    those that fill a power of two of tokens, and the most."""
+    return [k for k in range(1, most + 1) if k == most or k & (k + 1) == 0]
 
 
 def long_rows(rows: int, wanted: int) -> int:
@@ -46,9 +53,9 @@ def by_acceptance(requests: Sequence[Request]) -> list[Request]:
 class BudgetedSpeculation(AdaptiveSpeculation):
     """Chooses K for a step as `AdaptiveSpeculation` does, and which rows verify fewer drafts.
 
-    A step with R rows, of which L verify K drafts and the others k, takes K d + V(tokens) + o
-    seconds: d for a draft of all rows, V for the verification of all tokens, o if there are rows of
-    both kinds. They are fitted to times that are measured before the first request.
+    A step with R rows takes K d + V seconds: d for a draft of all rows, V for the verification of
+    all tokens. V is known where none, half and all of the rows verify K drafts, from times that are
+    measured before the first request, and taken to be linear between.
 
     Args:
         step_times, batches: see `AdaptiveSpeculation`; chains only.
@@ -69,7 +76,7 @@ class BudgetedSpeculation(AdaptiveSpeculation):
         self._offsets = np.zeros(self.max_depth)
         """For each depth, what is added to the logit of a request's rate."""
         self._costs = {
-            size: _Cost.of(size, [self.step_times[size, k] for k in self._shapes], times)
+            size: _Cost.of([self.step_times[size, k] for k in self._shapes], times)
             for size, times in split_times.items()
         }
 
@@ -90,9 +97,7 @@ class BudgetedSpeculation(AdaptiveSpeculation):
         for k in range(self.max_depth if self._fixed else 0, self.max_depth + 1):
             for fewer in range(max(1, min(k, 1 + _MOST_SHORT))):
                 gains = np.concatenate([[0.0], (lengths[:, k] - lengths[:, fewer]).cumsum()])
-                tokens = counts * (k - fewer) + rows * (1 + fewer)
-                both = (counts > 0) & (counts < rows)
-                seconds = cost.seconds(k, tokens * (size / rows), both)
+                seconds = cost.seconds(k, fewer, counts / rows)
                 speeds = (lengths[:, fewer].sum() + gains[counts]) / seconds
                 # Fewer shapes are better, where they are as fast.
                 speeds[counts < rows] /= GAIN
@@ -143,30 +148,38 @@ class _Cost(NamedTuple):
 
     draft: float
     """Seconds of a draft of all rows."""
-    tokens: np.ndarray
     verify: np.ndarray
-    """Seconds in which so many tokens are verified."""
-    second: float
-    """Seconds that a second kind of rows adds."""
+    """[1 + K] seconds of verification where all rows verify so many drafts."""
+    half: np.ndarray
+    """[1 + K] the same where half of the rows verify so many and the others none."""
 
     @classmethod
-    def of(cls, rows: int, times: Sequence[float], split: SplitTimes) -> "_Cost":
+    def of(cls, times: Sequence[float], split: SplitTimes) -> "_Cost":
         """Fit to the times of steps in which all rows verify as many drafts as they make, 0 and
         more, and to those of steps with short rows."""
         most = len(times) - 1
         draft = max(0.0, (split.all_short - times[0]) / most) if most else 0.0
-        tokens = rows * np.arange(1, 2 + most)
         verify = np.maximum.accumulate(np.array(times) - draft * np.arange(1 + most))
-        half = rows // 2
-        expected = most * draft + np.interp((rows - half) * (1 + most) + half, tokens, verify)
-        return cls(draft, tokens, verify, max(0.0, split.half_short - float(expected)))
 
-    def seconds(self, drafts: int, tokens: np.ndarray, both: np.ndarray) -> np.ndarray:
-        """[n] seconds of steps that make `drafts` drafts and verify `tokens` [n] tokens.
+        half = np.full(1 + most, verify[0])
+        for k in range(1, 1 + most):
+            # Kernels pad rows to a power of two of tokens, so the next wider step that was timed
+            # stands for this one.
+            wider = min(one for one in split.half_short if one >= k)
+            added = split.half_short[wider] - wider * draft - verify[0]
+            half[k] += max(0.0, added) * k / wider
+        return cls(draft, verify, half)
+
+    def seconds(self, drafts: int, fewer: int, long: np.ndarray) -> np.ndarray:
+        """[n] seconds of steps that make `drafts` drafts.
 
         Args:
-            both: [n] bool, whether there are rows of both kinds.
+            fewer: the drafts that short rows verify.
+            long: [n] the share of the rows that verify all drafts.
         """
-        return (
-            drafts * self.draft + np.interp(tokens, self.tokens, self.verify) + self.second * both
-        )
+        none = self.verify[0]
+        verify = np.interp(long, [0, 0.5, 1], [none, self.half[drafts], self.verify[drafts]])
+        if fewer:
+            per_draft = 2 * (self.half[drafts] - none) / drafts
+            verify += (1 - long) * fewer * per_draft
+        return drafts * self.draft + verify

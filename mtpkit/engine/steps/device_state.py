@@ -368,10 +368,16 @@ class DeviceState:
         self.committed.put(slots, committed.none(committed.counts, len(slots), slots.device))
 
     def restart(self, first: int = 0) -> None:
-        """Reset the slots from `first` on to position 0, for null rows and for steps that are only
-        timed."""
+        """Reset the slots from `first` on to position 0, for null rows."""
         self.num_computed[first:].zero_()
         if self.ends is not None:
             self.ends.limits[first:].fill_(LARGEST_COUNT)
             self.ends.token_ids[first:].fill_(_NO_END)
             self.ends.reached[first:].fill_(False)
+
+    def pretend(self, position: int) -> None:
+        """Make all slots look as in the middle of decoding after `position` positions, for steps
+        that are only timed. What the layers hold of them is whatever their memory holds."""
+        self.restart()
+        self.num_computed.fill_(position)
+        self.committed.spread()

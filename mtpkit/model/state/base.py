@@ -75,6 +75,15 @@ class Counter(ABC):
         """Return a new tensor [R]: the counts after rows with `counts` [R] were fed `width` tokens
         each, of which `new` [R] were accepted."""
 
+    def spread(self, counts: Tensor) -> Tensor:
+        """Return a new tensor [R] of counts that are about as frequent as while R requests decode,
+        for steps that are only timed.
+
+        Args:
+            counts: [R], for the dtype and the device.
+        """
+        return torch.full_like(counts, self.start)
+
 
 @dataclass(frozen=True)
 class Newest(Counter):
@@ -134,6 +143,11 @@ class Committed:
             for one, held in self.counts.items()
         }
         return replace(self, counts=more)
+
+    def spread(self) -> None:
+        """Overwrite all rows, see `Counter.spread`."""
+        for counter, held in self.counts.items():
+            held.copy_(counter.spread(held))
 
     def put(self, slots: Tensor | slice, rows: Self) -> None:
         """Overwrite the rows at `slots` with `rows`."""

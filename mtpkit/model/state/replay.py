@@ -8,9 +8,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from mtpkit.kernels.ring import ring_length
+from mtpkit.kernels.ring import ring_capacity, ring_length
 from mtpkit.kernels.step_rows import ring_lens_after
 from mtpkit.model.state.base import (
     Committed,
@@ -35,6 +36,10 @@ class Ring(Counter):
     def after(self, counts: Tensor, width: int, new: Tensor) -> Tensor:
         """See `Counter.after`."""
         return ring_lens_after(counts, new, width, self.length)
+
+    def spread(self, counts: Tensor) -> Tensor:
+        """See `Counter.spread`."""
+        return torch.arange(len(counts), device=counts.device) % (1 + ring_capacity(self.length))
 
 
 @dataclass(frozen=True)
