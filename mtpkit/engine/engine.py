@@ -22,7 +22,7 @@ from mtpkit.engine.requests.token_texts import Tokenizer
 from mtpkit.engine.requests.tree import DraftShape, width_of
 from mtpkit.engine.scheduling.adaptive import AdaptiveSpeculation, FixedSpeculation, Speculation
 from mtpkit.engine.scheduling.blocks import IdPool
-from mtpkit.engine.scheduling.budget import BudgetedSpeculation, SplitTimes, timed_depths
+from mtpkit.engine.scheduling.budget import BudgetedSpeculation, SplitTimes
 from mtpkit.engine.scheduling.pacing import pacing_for
 from mtpkit.engine.scheduling.prefix_blocks import CachedBlocks
 from mtpkit.engine.scheduling.prefix_cache import PrefixCache
@@ -216,7 +216,7 @@ class Engine:
         split = {
             size: SplitTimes(
                 self._time(size, most, repeats, short=size),
-                {k: self._time(size, k, repeats, short=size // 2) for k in timed_depths(most)},
+                [self._time(size, k, repeats, short=size // 2) for k in range(1, 1 + most)],
             )
             for size in batch_sizes
             if size > 1

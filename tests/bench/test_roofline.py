@@ -281,7 +281,7 @@ def test_tables_hold_every_step_and_its_works():
         8,
         8,
     ]
-    engines, _ = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1,), num_speculative_tokens=(3, 4)))
+    engines, _ = tabulate_limits(NEMOTRON_H_8B, RooflineConfig((1,), num_speculative_tokens=(3, 8)))
     assert engines.settings["ring_entries"] == [16, 32]
 
 

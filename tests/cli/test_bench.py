@@ -51,7 +51,7 @@ def test_roofline(call, capsys, tmp_path):
 
 
 def test_roofline_has_the_engines_ring(call, capsys):
-    assert call(app, "roofline", "--batch-size", 128, "--k", 3, 7) == 0
+    assert call(app, "roofline", "--batch-size", 128, "--k", 3, 15) == 0
     assert last_line(capsys)["settings"]["ring_entries"] == [16, 32]
 
 

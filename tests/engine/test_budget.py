@@ -15,7 +15,6 @@ from mtpkit.engine.scheduling.budget import (
     SplitTimes,
     by_acceptance,
     long_rows,
-    timed_depths,
 )
 from mtpkit.errors import UserError
 from tests.engine.replayed import replay_on_cpu
@@ -245,7 +244,7 @@ def policy(rows: int, per_token: float, fixed: float = 1.0, draft: float = 0.02,
     splits = {
         rows: SplitTimes(
             seconds(rows, most),
-            {k: seconds((rows - half) * (1 + k) + half, k) for k in timed_depths(most)},
+            [seconds((rows - half) * (1 + k) + half, k) for k in range(1, 1 + most)],
         )
     }
     return BudgetedSpeculation(times, splits)
@@ -298,19 +297,12 @@ def test_rows_of_two_kinds_take_what_they_were_measured_to_take():
     times = {
         (rows, k): seconds(rows * (1 << k.bit_length() if k else 1), k) for k in range(1 + most)
     }
-    halves = {k: seconds(rows / 2 * (2 + k), k) for k in timed_depths(most)}
+    halves = [seconds(rows / 2 * (2 + k), k) for k in range(1, 1 + most)]
     splits = {rows: SplitTimes(seconds(rows, most), halves)}
     found = BudgetedSpeculation(times, splits)
     rates = [0.99] * 32 + [0.3] * 32
     learn(found, rates)
     assert found.decide([request(rate, i) for i, rate in enumerate(rates)]) == (5, (32, 0))
-
-
-@pytest.mark.parametrize(
-    ("most", "depths"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (5, [1, 3, 5]), (7, [1, 3, 7])]
-)
-def test_steps_of_two_kinds_are_timed_for_each_width_of_the_kernels(most, depths):
-    assert timed_depths(most) == depths
 
 
 def test_few_accepted_drafts_end_drafting():

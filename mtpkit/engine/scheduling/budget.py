@@ -27,15 +27,9 @@ class SplitTimes(NamedTuple):
 
     all_short: float
     """All rows verify none."""
-    half_short: Mapping[int, float]
-    """By K: half of the rows, rounded down, verify none; the others verify K drafts, and all make
-    so many."""
-
-
-def timed_depths(most: int) -> list[int]:
-    """The numbers of drafts for which steps of two kinds of rows are timed, to stand for fewer:
-    those that fill a power of two of tokens, and the most."""
-    return [k for k in range(1, most + 1) if k == most or k & (k + 1) == 0]
+    half_short: Sequence[float]
+    """For K = 1, 2, ..: half of the rows, rounded down, verify none; the others verify K drafts,
+    and all make so many."""
 
 
 def long_rows(rows: int, wanted: int) -> int:
@@ -144,14 +138,15 @@ class BudgetedSpeculation(AdaptiveSpeculation):
 
 
 class _Cost(NamedTuple):
-    """Times of steps with a number of rows."""
+    """Times of steps with R rows."""
 
     draft: float
     """Seconds of a draft of all rows."""
     verify: np.ndarray
     """[1 + K] seconds of verification where all rows verify so many drafts."""
     half: np.ndarray
-    """[1 + K] the same where half of the rows verify so many and the others none."""
+    """[1 + K] the same where half of the rows verify so many and the others none. Where kernels pad
+    rows to a power of two of tokens, as many tokens in rows of one kind take longer."""
 
     @classmethod
     def of(cls, times: Sequence[float], split: SplitTimes) -> "_Cost":
@@ -159,15 +154,9 @@ class _Cost(NamedTuple):
         more, and to those of steps with short rows."""
         most = len(times) - 1
         draft = max(0.0, (split.all_short - times[0]) / most) if most else 0.0
-        verify = np.maximum.accumulate(np.array(times) - draft * np.arange(1 + most))
-
-        half = np.full(1 + most, verify[0])
-        for k in range(1, 1 + most):
-            # Kernels pad rows to a power of two of tokens, so the next wider step that was timed
-            # stands for this one.
-            wider = min(one for one in split.half_short if one >= k)
-            added = split.half_short[wider] - wider * draft - verify[0]
-            half[k] += max(0.0, added) * k / wider
+        drafting = draft * np.arange(1 + most)
+        verify = np.maximum.accumulate(np.array(times) - drafting)
+        half = np.maximum.accumulate(np.array([times[0], *split.half_short]) - drafting)
         return cls(draft, verify, half)
 
     def seconds(self, drafts: int, fewer: int, long: np.ndarray) -> np.ndarray:
@@ -177,9 +166,15 @@ class _Cost(NamedTuple):
             fewer: the drafts that short rows verify.
             long: [n] the share of the rows that verify all drafts.
         """
-        none = self.verify[0]
-        verify = np.interp(long, [0, 0.5, 1], [none, self.half[drafts], self.verify[drafts]])
-        if fewer:
-            per_draft = 2 * (self.half[drafts] - none) / drafts
-            verify += (1 - long) * fewer * per_draft
-        return drafts * self.draft + verify
+        times = [self.verify[0], self.half[drafts], self.verify[drafts]]
+        verify = np.interp(long, [0, 0.5, 1], times)
+
+        # The drafts of short rows take what those of long rows do on average, and more where matrix
+        # products need another tile for them.
+        average = 2 * (self.half[drafts] - self.verify[0]) / max(1, drafts)
+        drafted = (1 - long) * fewer
+        fed = long * drafts
+        counts = np.arange(len(self.verify))
+        alone = np.interp(fed, counts, self.verify)
+        more = np.interp(fed + drafted, counts, self.verify) - alone
+        return drafts * self.draft + verify + np.maximum(more, drafted * average)
