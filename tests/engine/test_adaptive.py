@@ -235,8 +235,10 @@ def test_a_step_is_timed_as_it_was_asked_for(monkeypatch):
     assert set(seen) == {(4, 1, 8)} and len(seen) == 4
 
 
-def test_a_timed_step_finds_rings_as_full_as_in_the_middle_of_decoding(monkeypatch):
-    llm = make_llm(tiny_model(), 2, max_num_seqs=40)
+@pytest.mark.parametrize("length", [600, 12])
+def test_a_timed_step_finds_rings_as_full_as_in_the_middle_of_decoding(monkeypatch, length):
+    """But with no more entries than there are positions."""
+    llm = make_llm(tiny_model(), 2, max_num_seqs=40, max_model_len=length)
     state = llm.engine.executor.state
     (ring,) = [one for one in state.committed.counts if isinstance(one, Ring)]
     seen = []
@@ -250,10 +252,11 @@ def test_a_timed_step_finds_rings_as_full_as_in_the_middle_of_decoding(monkeypat
 
     monkeypatch.setattr(llm.engine.executor, "execute", watch)
     llm.engine.executor.time_step(StepShape.decoding(40, 2), 2)
+    position = min(256, length // 2)
     assert len(seen) == 3
     for positions, entries in seen:
-        assert set(positions) == {llm.engine.config.timed_position}
-        assert set(entries) == set(range(1 + ring_capacity(ring.length)))
+        assert set(positions) == {position}
+        assert set(entries) == set(range(1 + min(position, ring_capacity(ring.length))))
 
 
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 2))

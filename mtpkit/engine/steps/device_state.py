@@ -380,4 +380,4 @@ class DeviceState:
         that are only timed. What the layers hold of them is whatever their memory holds."""
         self.restart()
         self.num_computed.fill_(position)
-        self.committed.spread()
+        self.committed.spread(position)

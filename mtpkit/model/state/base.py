@@ -75,12 +75,13 @@ class Counter(ABC):
         """Return a new tensor [R]: the counts after rows with `counts` [R] were fed `width` tokens
         each, of which `new` [R] were accepted."""
 
-    def spread(self, counts: Tensor) -> Tensor:
+    def spread(self, counts: Tensor, position: int) -> Tensor:
         """Return a new tensor [R] of counts that are about as frequent as while R requests decode,
         for steps that are only timed.
 
         Args:
             counts: [R], for the dtype and the device.
+            position: number of committed positions of each request.
         """
         return torch.full_like(counts, self.start)
 
@@ -144,10 +145,10 @@ class Committed:
         }
         return replace(self, counts=more)
 
-    def spread(self) -> None:
+    def spread(self, position: int) -> None:
         """Overwrite all rows, see `Counter.spread`."""
         for counter, held in self.counts.items():
-            held.copy_(counter.spread(held))
+            held.copy_(counter.spread(held, position))
 
     def put(self, slots: Tensor | slice, rows: Self) -> None:
         """Overwrite the rows at `slots` with `rows`."""

@@ -37,9 +37,11 @@ class Ring(Counter):
         """See `Counter.after`."""
         return ring_lens_after(counts, new, width, self.length)
 
-    def spread(self, counts: Tensor) -> Tensor:
+    def spread(self, counts: Tensor, position: int) -> Tensor:
         """See `Counter.spread`."""
-        return torch.arange(len(counts), device=counts.device) % (1 + ring_capacity(self.length))
+        # Kernels find the entries before the position: there are no more of them than positions.
+        most = min(ring_capacity(self.length), max(0, position - self.behind))
+        return torch.arange(len(counts), device=counts.device) % (1 + most)
 
 
 @dataclass(frozen=True)
